@@ -1,0 +1,1 @@
+"""Serving engines this project plugs into."""

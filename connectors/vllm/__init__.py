@@ -1,0 +1,1 @@
+"""The connector for vLLM. Import ``connector`` for the class; this package imports nothing."""

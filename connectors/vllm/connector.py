@@ -1,0 +1,219 @@
+"""``TieredContinuumConnector``: vLLM's hooks on one side, our two halves on the other.
+
+A façade: it checks the configuration, makes the half its role needs, and keeps every
+exception of the scheduler half from the engine, where one would end the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from tiered_kv.config import load_config
+from tiered_kv.connectors.vllm.engine import check_version, read_engine, refuse_unsupported
+from tiered_kv.connectors.vllm.fingerprints import Fingerprints, base_fingerprint
+from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
+from tiered_kv.connectors.vllm.stats import TieredPromMetrics, TieredStats
+from tiered_kv.connectors.vllm.worker_half import WorkerHalf
+from tiered_kv.policies.fixed_pin import FixedPin
+from tiered_kv.policies.restore import FasterRestore
+
+logger = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _never_raises(fallback: Callable[[TieredContinuumConnector], Any]) -> Callable[[Hook], Hook]:
+    """Turn an exception of a hook into ``fallback(self)``: plain vLLM's behaviour."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: TieredContinuumConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                self._hook_failed(hook.__name__)
+                return fallback(self)
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV cache in VRAM, CPU memory or nowhere between an agent's turns.
+
+    Raises:
+        ConfigError, UnsupportedError: at start, in one sentence that says what to change.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_version(vllm.__version__)
+        refuse_unsupported(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        config = load_config(os.environ, transfer.kv_connector_extra_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        facts = read_engine(vllm_config, kv_cache_config)
+        self.scheduler_half: SchedulerHalf | None = None
+        self.worker_half: WorkerHalf | None = None
+        self._failed_hooks: set[str] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self.scheduler_half = SchedulerHalf(
+                facts,
+                config,
+                Fingerprints(base_fingerprint(vllm_config, facts)),
+                FixedPin(),
+                FasterRestore(),
+                time.monotonic,
+                time.time,
+            )
+        else:
+            self.worker_half = WorkerHalf(facts, config, vllm_config.parallel_config.rank)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a save that is lost is a miss later, nothing more."""
+        return False
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        assert self.scheduler_half is not None, "a scheduler hook on a worker"
+        return self.scheduler_half
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        assert self.worker_half is not None, "a worker hook on the scheduler"
+        return self.worker_half
+
+    def _hook_failed(self, name: str) -> None:
+        if self.scheduler_half is not None:
+            self.scheduler_half.counters.add("hook_errors")
+        if name not in self._failed_hooks:
+            self._failed_hooks.add(name)
+            logger.exception("%s failed; the engine goes on without it (logged once)", name)
+
+    # -- scheduler side -----------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
+
+    @_never_raises(lambda self: None)
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.arrived(request)
+
+    @_never_raises(lambda self: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    @_never_raises(lambda self: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        try:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+        except Exception:
+            if num_external_tokens > 0:
+                self._scheduler.refuse_restore(request, blocks)
+            raise
+
+    @_never_raises(lambda self: self._scheduler.take_orders())
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduler.build(scheduler_output)
+
+    @_never_raises(lambda self: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.completed(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_never_raises(lambda self: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request, block_ids)
+
+    @_never_raises(lambda self: False)
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.has_pending_block_frees()
+
+    @_never_raises(lambda self: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_push_work()
+
+    @_never_raises(lambda self: False)
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
+
+    # -- worker side --------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.register(kv_caches, self._kv_cache_config)
+
+    def _orders(self) -> TieredMetadata:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, TieredMetadata)
+        return meta
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Sync restores are whole before the forward pass begins."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, behind the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self._worker.save(self._orders())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(finished_recving=self._worker.finish())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> TieredWorkerMetadata | None:
+        return self._worker.take_reports()
+
+    # -- both ---------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TieredStats | None:
+        if self.scheduler_half is None:
+            return None
+        data = self.scheduler_half.take_stats()
+        return TieredStats(data=data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
+        return TieredStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> TieredPromMetrics:
+        return TieredPromMetrics(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        if self.scheduler_half is not None:
+            self.scheduler_half.close()
+        if self.worker_half is not None:
+            self.worker_half.close()

@@ -1,0 +1,148 @@
+"""The engine's configuration, read once: what we need of it, and what we refuse."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.errors import UnsupportedError
+from tiered_kv.layout import PageLayout, Placement, page_layout
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 30)
+NEWEST_TESTED = (0, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What both halves must agree on.
+
+    Attributes:
+        ranks: tensor-parallel workers, each of which must report an order.
+        block_size: tokens of a block.
+        num_blocks: blocks of the VRAM pool, vLLM's null block included.
+        max_model_len: tokens of the longest request.
+        layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
+        group: the KV cache group whose pages are offloaded; 0 when there is one group.
+    """
+
+    ranks: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    layout: PageLayout | None
+    group: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.page_bytes if self.layout else 0
+
+    def slots(self, cpu_bytes_per_rank: int) -> int:
+        """Page slots of a rank's CPU tier."""
+        return cpu_bytes_per_rank // self.page_bytes if self.layout else 0
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that lacks hooks we need; warn once about one we have not tried.
+
+    Raises:
+        UnsupportedError: older than 0.30.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        logger.warning("vLLM %r has no version we can read; going on untested", version)
+        return
+    found = (int(match[1]), int(match[2]))
+    if found < OLDEST:
+        raise UnsupportedError(
+            f"vLLM {version} is too old for TieredContinuumConnector: install vLLM 0.30 or newer."
+        )
+    if found > NEWEST_TESTED and version not in _warned_versions:
+        _warned_versions.add(version)
+        logger.warning(
+            "TieredContinuumConnector is tested with vLLM 0.30 to 0.32; this is %s", version
+        )
+
+
+_warned_versions: set[str] = set()
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Refuse, in one sentence each, what would give wrong or no results.
+
+    Raises:
+        UnsupportedError: the sentence says what to change.
+    """
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            "TieredContinuumConnector does not support pipeline parallelism: "
+            "use --tensor-parallel-size instead of --pipeline-parallel-size."
+        )
+    if (
+        parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        raise UnsupportedError(
+            "TieredContinuumConnector does not support context parallelism: "
+            "remove --decode-context-parallel-size and --prefill-context-parallel-size."
+        )
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedError(
+            "TieredContinuumConnector does not support speculative decoding: "
+            "remove --speculative-config."
+        )
+    if transfer.kv_role != "kv_both":
+        raise UnsupportedError(
+            f'kv_role "{transfer.kv_role}" makes no sense for a cache: write "kv_role":"kv_both".'
+        )
+    if getattr(transfer, "kv_load_failure_policy", "fail") != "recompute":
+        raise UnsupportedError(
+            "a page that cannot be restored must be recomputed, not fail its request: "
+            'add "kv_load_failure_policy":"recompute" to --kv-transfer-config.'
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedError(
+            "TieredContinuumConnector needs prefix caching: remove --no-enable-prefix-caching, "
+            "or serve models for which vLLM switches it off without this connector."
+        )
+
+
+def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+    """Turn vLLM's configuration into ours. Both halves get the same answer."""
+    reason = _why_not_offloadable(vllm_config, kv_cache_config)
+    layout = None
+    if reason is None:
+        placements = [
+            Placement(len(t.layers), t.layer_stride, t.block_stride, t.offset)
+            for t in kv_cache_config.kv_cache_tensors
+        ]
+        layout = page_layout(placements, kv_cache_config.num_blocks)
+    else:
+        logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
+    return EngineFacts(
+        ranks=vllm_config.parallel_config.world_size,
+        block_size=vllm_config.cache_config.block_size,
+        num_blocks=kv_cache_config.num_blocks,
+        max_model_len=vllm_config.model_config.max_model_len,
+        layout=layout,
+    )
+
+
+def _why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"it has {len(groups)} KV cache groups, and only a single one can be offloaded yet"
+    spec = groups[0].kv_cache_spec
+    if not is_full_attention_spec(spec):
+        return f"its {type(spec).__name__} is not full attention"
+    if spec.block_size != vllm_config.cache_config.block_size:
+        return "its blocks and its block hashes differ in size"
+    if any(t.host_resident for t in kv_cache_config.kv_cache_tensors):
+        return "its KV cache already lies in host memory"
+    return None

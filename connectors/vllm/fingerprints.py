@@ -1,0 +1,123 @@
+"""Fingerprints of the running engine: one for the base model, one for each adapter."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.digests import default_cache, digest_files, model_files
+from tiered_kv.keys import Fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+class Fingerprints:
+    """16-byte fingerprints by request, for the current generation.
+
+    Adapters are digested on a thread: until one is known, its requests are neither
+    saved nor restored, since hashing files has no place on the scheduler's thread.
+    """
+
+    def __init__(self, base: Fingerprint) -> None:
+        self._base = base
+        self._adapters: dict[tuple[int, str], Future[str]] = {}
+        self._digests: dict[str, bytes] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
+
+    @property
+    def generation(self) -> int:
+        return self._base.generation
+
+    def next_generation(self) -> None:
+        """Make every key so far unreachable."""
+        self._base = replace(self._base, generation=self._base.generation + 1)
+        self._digests.clear()
+
+    def of(self, lora_request: Any | None) -> bytes | None:
+        """Fingerprint of a request; None while (or if) its adapter's files are unknown."""
+        if lora_request is None:
+            return self._digest("")
+        where = (lora_request.lora_int_id, lora_request.lora_path)
+        if getattr(lora_request, "load_inplace", False) or where not in self._adapters:
+            path = Path(lora_request.lora_path)
+            self._adapters[where] = self._threads.submit(_digest_adapter, path)
+        adapter = self._adapters[where]
+        if not adapter.done() or adapter.exception() is not None:
+            return None
+        return self._digest(adapter.result())
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _digest(self, adapter: str) -> bytes:
+        digest = self._digests.get(adapter)
+        if digest is None:
+            digest = replace(self._base, adapter=adapter).digest()
+            self._digests[adapter] = digest
+        return digest
+
+
+def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
+    """Fingerprint of the engine's base model. Reads the model's files, unless cached."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text_config = model.hf_text_config
+    rope = {
+        name: value
+        for name, value in sorted(text_config.to_dict().items())
+        if "rope" in name or name in ("max_position_embeddings", "partial_rotary_factor")
+    }
+    return Fingerprint(
+        model=_model_digest(vllm_config),
+        adapter="",
+        dtype=str(model.dtype),
+        cache_dtype=str(cache.cache_dtype),
+        kv_scales="checkpoint",
+        rope=rope,
+        block_size=facts.block_size,
+        layout=facts.layout.describe() if facts.layout else "",
+        ranks=facts.ranks,
+        hash_algorithm=_hash_algorithm(cache),
+        generation=0,
+    )
+
+
+def _hash_algorithm(cache: Any) -> str:
+    return f"{cache.prefix_caching_hash_algo}/{os.environ.get('PYTHONHASHSEED', '')}"
+
+
+def _model_digest(vllm_config: Any) -> str:
+    """Digest of the weights as served; random, so never found again, if they have no files."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    unknown = f"unidentified-{secrets.token_hex(8)}"
+    if str(load.load_format) == "dummy":
+        return unknown
+    try:
+        folder = Path(model.model)
+        if not folder.exists():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(
+                snapshot_download(model.model, revision=model.revision, local_files_only=True)
+            )
+        files = model_files(folder)
+        if files:
+            return f"{digest_files(files, default_cache())}/{model.quantization}"
+        reason = "no weight files found"
+    except Exception as error:  # hub caches and remote loaders raise what they like
+        reason = str(error)
+    logger.info("the weights of %s cannot be digested (%s)", model.model, reason)
+    return unknown
+
+
+def _digest_adapter(path: Path) -> str:
+    try:
+        return digest_files(model_files(path))
+    except OSError as error:
+        logger.warning("adapter %s is neither saved nor restored: %s", path, error)
+        raise

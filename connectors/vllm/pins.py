@@ -1,0 +1,131 @@
+"""Pins: extra references on VRAM blocks, with a deadline and a budget.
+
+A pinned block stays hashed, so vLLM's own prefix cache hits it. Pins are soft: they go
+when their time is up, when the job's next turn has taken its blocks over, and whenever
+somebody needs the blocks more. Only the scheduler thread may touch the block pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tiered_kv.policies.signals import JobKey
+
+
+class BlockPool(Protocol):
+    """The part of vLLM's block pool that pins need."""
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Pin:
+    blocks: list[Any]
+    deadline: float
+    born: float
+
+
+class PinTable:
+    """At most one pin for each job.
+
+    Args:
+        pool: where references are taken and given back.
+        budget: distinct blocks that all pins together may hold.
+        job_share: blocks that one job may hold.
+    """
+
+    def __init__(self, pool: BlockPool, budget: int, job_share: int) -> None:
+        self._pool = pool
+        self._budget = max(0, budget)
+        self._job_share = max(0, job_share)
+        self._pins: dict[JobKey, _Pin] = {}
+        self._held: dict[int, int] = {}  # block id -> pins that hold it
+        self._next_deadline = float("inf")
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __contains__(self, job: JobKey) -> bool:
+        return job in self._pins
+
+    @property
+    def held_blocks(self) -> int:
+        """Distinct blocks under a pin; blocks shared by pins count once."""
+        return len(self._held)
+
+    def pin(self, job: JobKey, blocks: Sequence[Any], deadline: float, born: float) -> int:
+        """Hold a job's blocks until ``deadline``, in place of what it held before.
+
+        A context over budget is pinned from its start: the tail alone would be no hit.
+
+        Args:
+            blocks: full, hashed blocks in the order of the context.
+            deadline: on the scheduler half's clock, seconds.
+            born: when the job's first turn arrived; the youngest job gives way first.
+
+        Returns:
+            How many of the blocks are pinned.
+        """
+        self.release(job)
+        room = self._budget - len(self._held)
+        kept: list[Any] = []
+        for block in blocks:
+            if len(kept) >= self._job_share:
+                break
+            if block.block_id not in self._held:
+                if room <= 0:
+                    break
+                room -= 1
+            kept.append(block)
+        if not kept:
+            return 0
+        self._pool.touch(kept)
+        for block in kept:
+            self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
+        self._pins[job] = _Pin(kept, deadline, born)
+        self._next_deadline = min(self._next_deadline, deadline)
+        return len(kept)
+
+    def release(self, job: JobKey) -> bool:
+        """Give a job's references back; False if it has none."""
+        pin = self._pins.pop(job, None)
+        if pin is None:
+            return False
+        for block in pin.blocks:
+            count = self._held.pop(block.block_id) - 1
+            if count:
+                self._held[block.block_id] = count
+        self._pool.free_blocks(reversed(pin.blocks))  # tails are evicted before heads
+        return True
+
+    def expire(self, now: float) -> int:
+        """Release every pin whose deadline has passed; returns how many."""
+        if now < self._next_deadline:
+            return 0
+        late = [job for job, pin in self._pins.items() if pin.deadline <= now]
+        for job in late:
+            self.release(job)
+        self._next_deadline = min(
+            (pin.deadline for pin in self._pins.values()), default=float("inf")
+        )
+        return len(late)
+
+    def make_room(self, enough: Callable[[], bool], spare: JobKey | None = None) -> int:
+        """Release pins, youngest job first, until ``enough()``; returns how many went.
+
+        ``spare`` goes last: it is the pin of the job that the room is for.
+        """
+        released = 0
+        while self._pins and not enough():
+            job = max(self._pins, key=lambda j: (j != spare, self._pins[j].born))
+            self.release(job)
+            released += 1
+        return released
+
+    def release_all(self) -> int:
+        """Release every pin; returns how many there were."""
+        return self.make_room(lambda: False)

@@ -1,0 +1,16 @@
+"""Entry point of the group ``vllm.general_plugins``: makes the connector known by name.
+
+vLLM calls it in the API server, the engine core and every worker, and may call it twice
+in one process.
+"""
+
+NAME = "TieredContinuumConnector"
+MODULE = "tiered_kv.connectors.vllm.connector"
+
+
+def register() -> None:
+    """Register the connector with vLLM's factory, once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)

@@ -1,0 +1,130 @@
+"""Restores: what of a prompt can come back from CPU memory, and the orders for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.turn import Hit, Turn
+from tiered_kv.index import PageState
+from tiered_kv.keys import PageKey
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import NO_ORDER, NO_SLOT, LoadOrder, RestoreMode
+from tiered_kv.planner import Planner, Settled
+from tiered_kv.policies.restore import RestoreCost, RestorePolicy
+from tiered_kv.tails import TailIndex
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_STEP_S = 0.05
+LONGEST_STEP_S = 1.0
+
+
+class Restores:
+    """Finds readable pages and orders their way back to VRAM. Owns the unsent orders."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        planner: Planner,
+        tails: TailIndex,
+        policy: RestorePolicy,
+        counters: Counters,
+    ) -> None:
+        self.policy = policy
+        self._facts = facts
+        self._planner = planner
+        self._index = planner.index
+        self._tails = tails
+        self._counters = counters
+        self._unsent: list[LoadOrder] = []
+        self._step_s = ASSUMED_STEP_S
+        self._last_step: float | None = None
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def take(self) -> tuple[LoadOrder, ...]:
+        """The orders not yet sent."""
+        orders, self._unsent = tuple(self._unsent), []
+        return orders
+
+    def time_step(self, now: float, busy: bool) -> None:
+        """Learn how long steps with work take, from when they are built."""
+        if self._last_step is not None and busy:
+            seen = min(now - self._last_step, LONGEST_STEP_S)
+            self._step_s += 0.1 * (seen - self._step_s)
+        self._last_step = now if busy else None
+
+    def find(self, turn: Turn, num_computed: int, others: int) -> Hit | None:
+        """The longest run of readable pages after the VRAM prefix, a partial tail included.
+
+        At least the last token is left to compute: its logits are wanted.
+
+        Args:
+            num_computed: tokens of the VRAM prefix, a multiple of the block size.
+            others: requests running beside this one.
+        """
+        size, limit = self._facts.block_size, turn.request.num_tokens - 1
+        keys = turn.page_keys()
+        first = num_computed // size
+        end = self._index.resident_prefix(keys, first, min(len(keys), limit // size))
+        found = list(keys[first:end])
+        tokens = end * size
+        if end < len(keys) and limit // size == end and self._readable(keys[end]):
+            found.append(keys[end])  # a full page of which all but the last token counts
+            tokens = limit
+        elif tail := self._find_tail(turn, end, limit):
+            found.append(tail[0])
+            tokens += tail[1]
+        if tokens <= num_computed:
+            return None
+        copy_s = self._planner.copy_seconds(len(found))
+        mode = self.policy.choose(RestoreCost(copy_s, self._step_s, others))
+        return Hit(first, tuple(found), tokens - num_computed, mode)
+
+    def _find_tail(self, turn: Turn, block: int, limit: int) -> tuple[PageKey, int] | None:
+        size = self._facts.block_size
+        wanted = turn.request.all_token_ids[block * size : min((block + 1) * size, limit)]
+        place = turn.tail_place(block, size) if wanted else None
+        if place is None:
+            return None
+        found = self._tails.longest(*place, wanted, self._readable)
+        return (found[0].key, found[1]) if found else None
+
+    def _readable(self, key: PageKey) -> bool:
+        return self._index.state(key) is PageState.CPU
+
+    def order(self, turn: Turn, block_ids: Sequence[int], tokens: int) -> None:
+        """Order the restore that vLLM now counts on.
+
+        Raises:
+            RuntimeError: none was offered; follow with ``refuse``.
+        """
+        hit = turn.hit
+        if hit is None:
+            raise RuntimeError("vLLM expects a restore that was not offered")
+        keys = hit.keys[: -(-tokens // self._facts.block_size)]
+        where = block_ids[hit.first : hit.first + len(keys)]
+        self._unsent.append(self._planner.plan_load(turn.request_id, keys, where, hit.mode))
+        turn.hit = None
+        turn.loading = hit.mode is RestoreMode.ASYNC
+        self._counters.add("restores_async" if turn.loading else "restores_sync")
+
+    def refuse(self, request_id: str, hit: Hit | None, block_ids: Sequence[int]) -> None:
+        """vLLM counts on a restore that cannot be ordered: order one that must fail, so
+        that the workers report its blocks as bad and the tokens are recomputed."""
+        mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
+        bad = tuple(block_ids[first:])
+        self._unsent.append(LoadOrder(NO_ORDER, request_id, bad, (NO_SLOT,) * len(bad), mode))
+
+    def settled(self, done: Settled) -> None:
+        """A restore is over on every rank."""
+        good = len(done.keys) - len(done.failed)
+        self._counters.add("pages_restored", good)
+        self._counters.add("bytes_restored", good * self._facts.page_bytes * self._facts.ranks)
+        self._counters.add("restore_failures", len(done.failed))
+        if done.failed:
+            logger.warning("%d pages could not be restored and are recomputed", len(done.failed))

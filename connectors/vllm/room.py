@@ -1,0 +1,118 @@
+"""Room: pins give way before a request is refused, preempted or left waiting.
+
+The three places of vLLM's step at which blocks are found missing, in its order: a running
+request cannot grow (``for_running``), a waiting one asks to be admitted (``for_waiting``),
+a restored one cannot be scheduled and never asks again (``for_restored``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.metrics import Counters
+
+logger = logging.getLogger(__name__)
+
+JOB_PIN_SHARE = 0.5
+"""Share of the pin budget that a single job may take."""
+
+
+class Room:
+    """Releases pins when blocks are short.
+
+    Args:
+        watermark: blocks that vLLM keeps free when it admits a request.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        pins: PinTable,
+        counters: Counters,
+        pool: Any,
+        blocks_of: Mapping[str, Sequence[Any]],
+        watermark: int,
+    ) -> None:
+        self._facts = facts
+        self._pins = pins
+        self._counters = counters
+        self._pool = pool
+        self._blocks_of = blocks_of
+        self._watermark = watermark
+        self.defer_new = False
+        """Set when pins were released for running requests: vLLM ends its loop over them,
+        and the waiting loop of the same step must not take what was freed."""
+
+    def for_running(self) -> bool:
+        """Release one pin that frees a block; False if none does."""
+        freed = self._release_one(None)
+        self.defer_new = self.defer_new or freed
+        return freed
+
+    def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
+        """Release pins, youngest job first, until the request can be admitted."""
+        asked_before = turn.asked_at == step - 1
+        turn.asked_at = step
+        if not len(self._pins):
+            return
+        spare = turn.job.key if turn.job else None
+        wanted = self._blocks(turn) + self._watermark
+
+        def enough() -> bool:
+            free: int = self._pool.get_num_free_blocks()
+            return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
+
+        released = self._pins.make_room(enough, spare)
+        self._counters.add("pins_released", released)
+        if asked_before and not released and turn.hit is not None:
+            # Refused in the step before although its blocks were free: an async restore
+            # must leave what running prefills still need. Give way one by one.
+            self._release_one(spare)
+
+    def for_restored(self, turns: Sequence[Turn]) -> None:
+        """Release pins until each restored request has the blocks it lacks."""
+        for turn in turns:
+            lack = self._blocks(turn) - len(self._blocks_of.get(turn.request_id, ()))
+            wanted = lack + self._watermark
+            released = self._pins.make_room(
+                lambda wanted=wanted: self._pool.get_num_free_blocks() >= wanted
+            )
+            self._counters.add("pins_released", released)
+
+    def _blocks(self, turn: Turn) -> int:
+        return int(-(-turn.request.num_tokens // self._facts.block_size))
+
+    def _release_one(self, spare: Any) -> bool:
+        before = self._pool.get_num_free_blocks()
+        released = self._pins.make_room(lambda: self._pool.get_num_free_blocks() > before, spare)
+        self._counters.add("pins_released", released)
+        return bool(self._pool.get_num_free_blocks() > before)
+
+    def _held_hits(self, turn: Turn, num_computed: int) -> int:
+        """Blocks of its VRAM prefix that somebody references: they cost no free block."""
+        held = 0
+        for block_hash in turn.request.block_hashes[: num_computed // self._facts.block_size]:
+            cached = self._pool.get_cached_block(block_hash, [self._facts.group])
+            if cached and cached[0].ref_cnt > 0:
+                held += 1
+        return held
+
+
+def pin_table(facts: EngineFacts, pool: Any, fraction: float, watermark: int) -> PinTable:
+    """Pins within their budget, and with room left for one request of maximum length."""
+    usable = facts.num_blocks - 1  # vLLM keeps one as its null block
+    longest = -(-facts.max_model_len // facts.block_size) + watermark
+    budget = min(int(fraction * usable), usable - longest)
+    if budget <= 0 < fraction:
+        logger.warning(
+            "nothing is pinned: one request of %d tokens may need all %d blocks; "
+            "lower --max-model-len to leave room",
+            facts.max_model_len,
+            usable,
+        )
+    return PinTable(pool, budget, max(1, int(budget * JOB_PIN_SHARE)))

@@ -1,0 +1,147 @@
+"""Saves: blocks are copied to CPU memory as they fill, each once.
+
+Looking at every running request in every step would cost more than the saves. A decoding
+request fills one token a step, so it is known at which step its next block can be full at
+the earliest: a calendar holds who must be looked at when.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.keys import PageKey
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import SaveOrder
+from tiered_kv.planner import Planner, Settled
+from tiered_kv.tails import TailIndex
+
+
+class Saves:
+    """Orders saves, and holds a reference on every block until its copy is done.
+
+    Args:
+        pool: vLLM's block pool.
+        blocks_of: vLLM's blocks by request id, for the group that is offloaded.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        planner: Planner,
+        tails: TailIndex,
+        counters: Counters,
+        pool: Any,
+        blocks_of: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self._facts = facts
+        self._planner = planner
+        self._tails = tails
+        self._counters = counters
+        self._pool = pool
+        self._blocks_of = blocks_of
+        self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
+        self._unsent: list[SaveOrder] = []
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def take(self) -> tuple[SaveOrder, ...]:
+        """The orders not yet sent."""
+        orders, self._unsent = tuple(self._unsent), []
+        return orders
+
+    def watch(self, turn: Turn, step: int) -> None:
+        """Look for newly filled blocks of this turn in that step, and not before."""
+        if turn.fingerprint is not None:
+            turn.due = step
+            self._calendar[step].append(turn)
+
+    def step(self, step: int, scheduled: Mapping[str, int]) -> None:
+        """Order saves of the blocks that are full once this step has run.
+
+        Args:
+            scheduled: tokens that each request computes in this step.
+        """
+        due = self._calendar.pop(step, None)
+        if due is None:
+            return
+        filled: list[tuple[PageKey, int]] = []
+        for turn in due:
+            if turn.due != step or turn.fingerprint is None:
+                continue
+            filled += self._newly_filled(turn)
+            request = turn.request
+            tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
+            wait = 1  # a prefill may fill many blocks in the next step
+            if tokens >= request.num_tokens:
+                wait = max(1, (turn.cursor + 1) * self._facts.block_size - tokens)
+            self.watch(turn, step + wait)
+        self._order(filled)
+
+    def finish(self, turn: Turn, block_ids: Sequence[int]) -> None:
+        """The turn is over: save the blocks it filled last, and its partial tail."""
+        turn.due = -1
+        request, size = turn.request, self._facts.block_size
+        pages = self._newly_filled(turn)
+        computed = min(
+            request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1
+        )
+        block, length = divmod(computed, size)
+        place = None
+        if length and block == turn.cursor and block < len(block_ids):
+            place = turn.tail_place(block, size)
+        if place is not None:
+            tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
+            pages.append((tail.key, block_ids[block]))
+            if len(self._tails) > 2 * self._planner.index.num_slots:
+                self._tails.prune(self._planner.index.known)
+        self._order(pages)
+
+    def settled(self, done: Settled) -> None:
+        """A save is over on every rank: its blocks need no longer stay."""
+        failed = len(done.failed)
+        self._counters.add("save_failures", failed)
+        if done.abandoned:
+            return
+        good = len(done.keys) - failed
+        self._counters.add("pages_saved", good)
+        self._counters.add("bytes_saved", good * self._facts.page_bytes * self._facts.ranks)
+        self._give_up(done.order.blocks)
+
+    def drop_all(self) -> None:
+        """Forget every save, sent or not, and give up its blocks at once."""
+        for order in self._unsent:
+            self._planner.cancel(order)
+            self._give_up(order.blocks)
+        self._unsent.clear()
+        for order in self._planner.abandon_saves():
+            self._give_up(order.blocks)
+
+    def _newly_filled(self, turn: Turn) -> list[tuple[PageKey, int]]:
+        """Blocks that vLLM has hashed since the last look, with their keys."""
+        fingerprint = turn.fingerprint
+        assert fingerprint is not None
+        blocks = self._blocks_of.get(turn.request.request_id, ())
+        filled = []
+        for i in range(turn.cursor, len(blocks)):
+            block_hash = blocks[i].block_hash
+            if block_hash is None:
+                break
+            filled.append((PageKey(fingerprint + block_hash), blocks[i].block_id))
+            turn.cursor = i + 1
+        return filled
+
+    def _order(self, pages: Sequence[tuple[PageKey, int]]) -> None:
+        order = self._planner.plan_save(pages) if pages else None
+        if order is not None:
+            self._pool.touch([self._pool.blocks[block] for block in order.blocks])
+            self._unsent.append(order)
+
+    def _give_up(self, block_ids: Sequence[int]) -> None:
+        blocks = self._pool.blocks
+        self._pool.free_blocks([blocks[block] for block in reversed(block_ids)])

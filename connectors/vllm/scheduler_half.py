@@ -1,0 +1,366 @@
+"""The scheduler half: decides where pages go, and owns every index.
+
+All of it runs on the scheduler's thread, between vLLM's hooks, without locks or I/O.
+Hooks come in this order: ``arrived`` once; ``match`` in every step until admitted;
+``allocated`` at admission (twice with an async restore); ``build`` in every step;
+``completed`` after steps in which workers reported; ``finished`` once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.fingerprints import Fingerprints
+from tiered_kv.connectors.vllm.jobs import JobTable
+from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.restores import Restores
+from tiered_kv.connectors.vllm.room import Room, pin_table
+from tiered_kv.connectors.vllm.saves import Saves
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.index import PageIndex
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import LoadOrder, RestoreMode
+from tiered_kv.planner import Planner
+from tiered_kv.policies.eviction import LeastRecentlyUsed
+from tiered_kv.policies.restore import RestorePolicy
+from tiered_kv.policies.signals import Decision, JobKey, Tier, TurnEnd, TurnPolicy
+from tiered_kv.policies.turns import read_hints
+from tiered_kv.tails import TailIndex
+from tiered_kv.trace import TraceWriter
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_BANDWIDTH = 4e9
+"""Bytes per second of a rank's copies until the first are measured."""
+MAX_PUSH_S = 30.0
+"""An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
+
+Clock = Callable[[], float]
+
+
+class SchedulerHalf:
+    """Pins, index and planner behind vLLM's scheduler-side hooks.
+
+    Args:
+        facts: the engine.
+        config: the operator's settings.
+        fingerprints: keys' first part; owned from now on.
+        turns: where a finished turn's KV waits.
+        restores: sync or async.
+        clock: monotonic seconds.
+        wall: seconds since the epoch, for the trace.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: TierConfig,
+        fingerprints: Fingerprints,
+        turns: TurnPolicy,
+        restores: RestorePolicy,
+        clock: Clock,
+        wall: Clock,
+    ) -> None:
+        self.facts = facts
+        self.policy = turns
+        self.counters = Counters()
+        slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
+        self.index = PageIndex(slots, LeastRecentlyUsed())
+        self.planner = Planner(self.index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
+        self.tails = TailIndex()
+        self.restores = Restores(facts, self.planner, self.tails, restores, self.counters)
+        self.jobs = JobTable()
+        self._config = config
+        self._fingerprints = fingerprints
+        self._clock = clock
+        self._wall = wall
+        self._trace = TraceWriter(config.trace) if config.trace else None
+        self._group_suffix = facts.group.to_bytes(4, "big")
+        self._turns: dict[str, Turn] = {}
+        self._restored: dict[str, Turn] = {}  # async restore over, not yet scheduled
+        self._seen_failures: dict[int, int] = {}
+        self._step = 0
+        self._running = 0
+        self._last_report = clock()
+
+    def bind(self, manager: Any) -> None:
+        """Take vLLM's KV cache manager: its pool, the blocks of requests, and its reset."""
+        pool, watermark = manager.block_pool, int(manager.watermark_blocks)
+        self._managers = manager.coordinator.single_type_managers
+        blocks_of = self._managers[self.facts.group].req_to_blocks
+        self.pins = pin_table(self.facts, pool, self._config.pin_fraction, watermark)
+        self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
+        self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
+        self._wrap_reset(manager)
+
+    def _wrap_reset(self, manager: Any) -> None:
+        """vLLM refuses to reset its cache while blocks are referenced, and tells the
+        connector too late: so what we hold goes first, inside the manager's own reset."""
+        original = manager.reset_prefix_cache
+
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self.reset()
+            except Exception:
+                self.counters.add("hook_errors")
+                logger.exception("dropping pins and saves before a cache reset failed")
+            return original(*args, **kwargs)
+
+        manager.reset_prefix_cache = reset_prefix_cache
+
+    # -- a turn arrives -----------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """``on_new_request``."""
+        hints = read_hints(request.kv_transfer_params)
+        self.counters.add("hints_ignored", hints.ignored)
+        job = None
+        if hints.job_id is not None:
+            key = JobKey(request.cache_salt or "", hints.job_id)
+            job = self.jobs.turn_arrived(key, request.request_id, self._clock())
+            self.counters.add("concurrent_turns", len(job.running) > 1)
+        self._turns[request.request_id] = Turn(
+            request=request,
+            hints=hints,
+            job=job,
+            number=job.turns if job else 1,
+            fingerprint=self._fingerprint(request),
+            group_suffix=self._group_suffix,
+        )
+
+    def _fingerprint(self, request: Any) -> bytes | None:
+        if self.index.num_slots == 0:
+            return None
+        return self._fingerprints.of(request.lora_request)
+
+    def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """``get_num_new_matched_tokens``: what can be restored beyond ``num_computed``."""
+        turn = self._turns.get(request.request_id)
+        if turn is None:
+            return 0, False
+        if self.room.defer_new:
+            return None, False
+        self.room.for_waiting(turn, num_computed, self._step)
+        turn.hit = None
+        if not turn.admitted:
+            turn.vram_tokens = num_computed
+        if turn.fingerprint is None or request.skip_reading_prefix_cache:
+            return 0, False
+        turn.hit = self.restores.find(turn, num_computed, self._running)
+        if turn.hit is None:
+            return 0, False
+        return turn.hit.tokens, turn.hit.mode is RestoreMode.ASYNC
+
+    def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
+        """``update_state_after_alloc``: the request has its blocks; order its restore."""
+        turn = self._turns.get(request.request_id)
+        if turn is None:
+            return
+        self._restored.pop(request.request_id, None)
+        if not turn.admitted:
+            turn.admitted = True
+            turn.cpu_tokens = num_external
+            self._running += 1
+        if turn.job is not None and self.pins.release(turn.job.key):
+            self.counters.add("pins_handed_over")
+        if num_external > 0:
+            self.restores.order(turn, blocks.get_block_ids()[self.facts.group], num_external)
+        if not turn.loading:
+            self.saves.watch(turn, self._step + 1)
+
+    def refuse_restore(self, request: Any, blocks: Any) -> None:
+        """``allocated`` failed although vLLM counts on a restore."""
+        turn = self._turns.get(request.request_id)
+        block_ids = blocks.get_block_ids()[self.facts.group]
+        self.restores.refuse(request.request_id, turn.hit if turn else None, block_ids)
+
+    def has_pending_block_frees(self) -> bool:
+        """A running request lacks blocks: release a pin rather than preempt."""
+        return self.room.for_running()
+
+    # -- every step ---------------------------------------------------------------
+
+    def build(self, scheduler_output: Any) -> TieredMetadata:
+        """``build_connector_meta``: this step's orders."""
+        self._step += 1
+        now = self._clock()
+        self.restores.time_step(now, scheduler_output.total_num_scheduled_tokens > 0)
+        self.counters.add("pins_expired", self.pins.expire(now))
+        if self._restored:
+            self.room.for_restored(list(self._restored.values()))
+        self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
+        self.room.defer_new = False
+        return self.take_orders()
+
+    def take_orders(self) -> TieredMetadata:
+        """The orders not yet sent. Also what is sent when ``build`` itself fails."""
+        saves, loads = self.saves.take(), self.restores.take()
+        if saves or loads:
+            self._last_report = self._clock()
+        return TieredMetadata(saves, loads, dict(self._seen_failures))
+
+    def completed(self, output: Any) -> None:
+        """``update_connector_output``: workers reported."""
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, TieredWorkerMetadata):
+            return
+        self._last_report = self._clock()
+        self._seen_failures.update(meta.failures)
+        for done in self.planner.settle(meta.reports):
+            if not isinstance(done.order, LoadOrder):
+                self.saves.settled(done)
+                continue
+            self.restores.settled(done)
+            turn = self._turns.get(done.order.request_id)
+            if turn is not None and turn.loading:
+                turn.loading = False
+                self._restored[turn.request_id] = turn
+            if done.failed:
+                self._look_again()
+
+    def _look_again(self) -> None:
+        """Saves ordered beside a failed restore were refused: offer their blocks anew."""
+        for turn in self._turns.values():
+            if turn.admitted and not turn.loading:
+                turn.cursor = 0
+                self.saves.watch(turn, self._step + 1)
+
+    # -- a turn ends ----------------------------------------------------------------
+
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """``request_finished_all_groups``; returns what the client is told."""
+        turn = self._turns.pop(request.request_id, None)
+        if turn is None:
+            return None
+        self._restored.pop(request.request_id, None)
+        self._running -= turn.admitted
+        has_kv = turn.admitted and not turn.loading
+        if has_kv and turn.fingerprint is not None:
+            self.saves.finish(turn, block_ids[self.facts.group])
+            self.index.touch(reversed(turn.page_keys()[: turn.cursor]))
+        decision = self.policy.decide(_turn_end(turn))
+        pinned = 0
+        if turn.job is not None:
+            self.jobs.turn_ended(turn.job, request.request_id, over=turn.hints.is_last_step)
+            if decision.tier is Tier.DROP:
+                self.counters.add("pins_released", self.pins.release(turn.job.key))
+            elif decision.tier is Tier.PIN and has_kv:
+                pinned = self._pin(turn, decision)
+        return self._account(turn, decision, pinned)
+
+    def _pin(self, turn: Turn, decision: Decision) -> int:
+        assert turn.job is not None
+        blocks = [
+            block
+            for manager in self._managers
+            for block in manager.req_to_blocks.get(turn.request_id, ())
+            if block.block_hash is not None and not block.is_null
+        ]
+        deadline = self._clock() + decision.ttl_s
+        pinned = self.pins.pin(turn.job.key, blocks, deadline, turn.job.born)
+        self.counters.add("pins", pinned > 0)
+        self.counters.add("pins_refused", pinned < len(blocks))
+        return pinned
+
+    def _account(self, turn: Turn, decision: Decision, pinned: int) -> dict[str, Any] | None:
+        """Count where the prompt came from; say so in the trace and to the client."""
+        request = turn.request
+        prompt = request.num_prompt_tokens
+        vram = min(turn.vram_tokens, prompt)
+        cpu = min(turn.cpu_tokens, prompt - vram)
+        came_from = {"vram": vram, "cpu": cpu, "recomputed": prompt - vram - cpu}
+        if not turn.admitted:
+            came_from = dict.fromkeys(came_from, 0)
+        self.counters.add("turns")
+        for source, tokens in came_from.items():
+            self.counters.add(f"prompt_tokens_{source}", tokens)
+        explained = {"prompt_tokens": prompt} | {f"{k}_tokens": v for k, v in came_from.items()}
+        if self._trace is not None:
+            self._trace.write(
+                {
+                    "event": "turn",
+                    "t": self._wall(),
+                    "job_id": turn.hints.job_id,
+                    "turn": turn.number,
+                    "request_id": request.request_id,
+                    **explained,
+                    "output_tokens": request.num_output_tokens,
+                    "finish": request.status.name,
+                    "tier": decision.tier.value,
+                    "ttl_s": decision.ttl_s,
+                    "pinned_blocks": pinned,
+                }
+            )
+        return {"tiered_kv": explained} if turn.job is not None else None
+
+    # -- resets, life and death -------------------------------------------------------
+
+    def reset(self) -> None:
+        """Let go of every VRAM block, and start a new generation of pages.
+
+        KV of running requests was made by what is being reset, so it is not saved.
+        """
+        self.counters.add("resets")
+        self.counters.add("pins_released", self.pins.release_all())
+        self.saves.drop_all()
+        self.index.clear()
+        self.tails.clear()
+        self._fingerprints.next_generation()
+        for turn in self._turns.values():
+            turn.forget_pages()
+            if turn.request.num_computed_tokens == 0:
+                turn.cursor = 0
+                turn.fingerprint = self._fingerprint(turn.request)
+
+    def has_pending_push_work(self) -> bool:
+        """Keep an otherwise idle engine stepping until copies under way are reported."""
+        if self.saves.has_unsent or self.restores.has_unsent:
+            return True
+        return self.planner.in_flight > 0 and self._clock() - self._last_report < MAX_PUSH_S
+
+    def take_stats(self) -> dict[str, int]:
+        """Counters added since the last call, with the gauges; empty if nothing happened."""
+        totals = {
+            "pages_evicted": self.index.evictions,
+            "pages_not_saved": self.planner.unsaved,
+            "trace_dropped": self._trace.dropped if self._trace else 0,
+        }
+        for name, total in totals.items():
+            self.counters.add(name, total - self.counters.totals[name])
+        fresh = self.counters.take()
+        if fresh:
+            fresh |= {
+                "cpu_pages": len(self.index),
+                "cpu_slots": self.index.num_slots,
+                "pinned_blocks": self.pins.held_blocks,
+                "orders_in_flight": self.planner.in_flight,
+                "jobs": len(self.jobs),
+            }
+        return fresh
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        self._fingerprints.close()
+        if self._trace is not None:
+            self._trace.close()
+
+
+def _turn_end(turn: Turn) -> TurnEnd:
+    from vllm.v1.request import RequestStatus
+
+    by_itself = (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_REPETITION,
+    )
+    return TurnEnd(
+        job=turn.job.key if turn.job else None,
+        turn=turn.number,
+        is_last_step=turn.hints.is_last_step,
+        aborted=turn.request.status not in by_itself,
+        context_tokens=turn.request.num_tokens,
+    )

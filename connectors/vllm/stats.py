@@ -1,0 +1,77 @@
+"""The connector's counters and gauges on vLLM's log line and on ``/metrics``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from tiered_kv.metrics import COUNTERS, GAUGES
+
+PREFIX = "vllm:tiered_kv_"
+
+
+class TieredStats(KVConnectorStats):
+    """``data`` maps names of ``COUNTERS`` to what was added, of ``GAUGES`` to what is."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> TieredStats:
+        for name, value in other.data.items():
+            if name in COUNTERS:
+                self.data[name] = self.data.get(name, 0) + value
+            else:
+                self.data[name] = value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+
+class TieredPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus metric for each name, with the engine's labels."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counters = {
+            name: metric_types[Counter](
+                name=PREFIX + name, documentation=text, labelnames=labelnames
+            )
+            for name, text in COUNTERS.items()
+        }
+        gauges = {
+            name: metric_types[Gauge](
+                name=PREFIX + name,
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in GAUGES.items()
+        }
+        self._bound = {
+            (engine, name): metric.labels(*values)
+            for engine, values in per_engine_labelvalues.items()
+            for name, metric in {**counters, **gauges}.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            metric = self._bound[engine_idx, name]
+            if name in COUNTERS:
+                metric.inc(value)
+            else:
+                metric.set(value)

@@ -1,0 +1,95 @@
+"""One request as the scheduler half sees it: its pages, and how far they are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiered_kv.connectors.vllm.jobs import Job
+from tiered_kv.keys import PageKey, page_key
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.turns import TurnHints
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Pages that can be restored for a turn: ``keys`` fill the blocks from ``first`` on.
+
+    ``tokens`` is how many tokens beyond the VRAM prefix they give, ``mode`` what vLLM was
+    told of how they come.
+    """
+
+    first: int
+    keys: tuple[PageKey, ...]
+    tokens: int
+    mode: RestoreMode
+
+
+@dataclass(slots=True)
+class Turn:
+    """State of a live request.
+
+    Attributes:
+        job: None if the client named none.
+        number: 1 for the job's first turn.
+        fingerprint: None if its pages are neither saved nor restored.
+        cursor: blocks before it have been saved, or found saved already.
+        due: the step at which its next block may be full; later entries of the
+            calendar are stale.
+        admitted: it has had blocks, at least once.
+        loading: an async restore writes into its blocks.
+        vram_tokens, cpu_tokens: where its prompt came from, at its first admission.
+        asked_at: the step in which vLLM last asked what can be restored.
+    """
+
+    request: Any
+    hints: TurnHints
+    job: Job | None
+    number: int
+    fingerprint: bytes | None
+    group_suffix: bytes
+    keys: list[PageKey] = field(default_factory=list)
+    cursor: int = 0
+    due: int = -1
+    admitted: bool = False
+    loading: bool = False
+    hit: Hit | None = None
+    vram_tokens: int = 0
+    cpu_tokens: int = 0
+    asked_at: int = -1
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    def page_keys(self) -> Sequence[PageKey]:
+        """Keys of all blocks that vLLM has hashed so far."""
+        assert self.fingerprint is not None
+        hashes = self.request.block_hashes
+        for i in range(len(self.keys), len(hashes)):
+            self.keys.append(page_key(self.fingerprint, hashes[i] + self.group_suffix))
+        return self.keys
+
+    def tail_place(self, block: int, block_size: int) -> tuple[bytes, object] | None:
+        """What a partial tail in that block is found by, beside its tokens.
+
+        Returns:
+            The key of the page before it (the fingerprint if there is none) and vLLM's
+            extra keys (LoRA, salt); None for inputs that tokens do not tell apart.
+        """
+        request = self.request
+        if request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+            return None
+        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+        start = block * block_size
+        extra, _ = generate_block_hash_extra_keys(request, start, start + 1, 0)
+        assert self.fingerprint is not None
+        return (self.page_keys()[block - 1] if block else self.fingerprint), extra
+
+    def forget_pages(self) -> None:
+        """Its pages are of a past generation, or hold what must not be kept."""
+        self.fingerprint = None
+        self.hit = None
+        self.keys.clear()

@@ -1,0 +1,176 @@
+"""The worker half: moves bytes, and owns every buffer. It decides nothing.
+
+In a step: ``start`` makes the restores this forward pass needs and begins the others,
+``save`` begins the saves behind the forward pass, ``finish`` polls. Everything runs on
+the worker's thread; the backend has threads or streams of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tiered_kv.config import TierConfig, check_cpu_size
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
+from tiered_kv.storage.cpu_pool import CpuPool, available_memory
+from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerHalf:
+    """One rank's side of the connector.
+
+    Args:
+        facts: the engine.
+        config: the operator's settings.
+        rank: this worker's rank.
+    """
+
+    def __init__(self, facts: EngineFacts, config: TierConfig, rank: int) -> None:
+        self._facts = facts
+        self._config = config
+        self._rank = rank
+        self._pool: CpuPool | None = None
+        self.backend: TransferBackend | None = None
+        self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
+        self._reports: dict[OrderId, OrderReport] = {}
+        self._arrived: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._failed_syncs = 0
+        self._newly_failed = False
+
+    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
+        """Take the engine's KV tensors and allocate this rank's share of the CPU tier.
+
+        Raises:
+            ConfigError: the tier does not fit into memory.
+        """
+        layout = self._facts.layout
+        slots = self._facts.slots(self._config.cpu_bytes_per_rank(self._facts.ranks))
+        if layout is None or slots == 0:
+            return
+        import torch
+
+        storage = _storage(kv_caches, kv_cache_config)
+        on_gpu = storage.device.type == "cuda"
+        check_cpu_size(self._config, self._facts.ranks, available_memory())
+        self._pool = CpuPool(slots, layout.page_bytes, pin=on_gpu)
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if on_gpu:
+            from tiered_kv.transfer.cuda import CudaTransfer
+
+            self.backend = CudaTransfer(layout, raw, self._pool)
+        else:
+            from tiered_kv.transfer.cpu import CpuTransfer
+
+            self.backend = CpuTransfer(layout, raw.numpy(), self._pool)
+        logger.info(
+            "CPU tier of rank %d: %d slots of %d KiB, %.2f GiB%s",
+            self._rank,
+            slots,
+            layout.page_bytes >> 10,
+            slots * layout.page_bytes / (1 << 30),
+            ", pinned" if self._pool.pinned else "",
+        )
+
+    # -- a step -----------------------------------------------------------------
+
+    def start(self, meta: TieredMetadata) -> None:
+        """Restores: sync ones are done when this returns, async ones have begun."""
+        backend = self.backend
+        if backend is None:
+            return
+        for order in meta.loads:
+            job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots)
+            self._orders[order.order_id] = order
+            if order.mode is RestoreMode.SYNC:
+                self._done(backend.run(job))
+            else:
+                backend.submit(job)
+
+    def save(self, meta: TieredMetadata) -> None:
+        """Saves, behind the forward pass.
+
+        After a failed sync restore the forward pass computed on bytes that never came,
+        and so may the next ones until the scheduler has heard of it: what they would
+        save is refused.
+        """
+        backend = self.backend
+        if backend is None or not meta.saves:
+            return
+        tainted = meta.seen_failures.get(self._rank, 0) < self._failed_syncs
+        for order in meta.saves:
+            if tainted:
+                whole = frozenset(range(len(order.blocks)))
+                self._reports[order.order_id] = OrderReport(1, whole, 0, 0.0)
+                continue
+            self._orders[order.order_id] = order
+            backend.submit(CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots))
+
+    def finish(self) -> set[str]:
+        """Requests whose async restore is over, well or not, since the last call."""
+        if self.backend is not None and self._orders:
+            for result in self.backend.poll():
+                self._done(result)
+        arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def take_bad_blocks(self) -> set[int]:
+        """VRAM blocks whose restore failed since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_reports(self) -> TieredWorkerMetadata | None:
+        """What became of orders since the last call; None if nothing."""
+        if not self._reports and not self._newly_failed:
+            return None
+        reports, self._reports = self._reports, {}
+        self._newly_failed = False
+        failures = {self._rank: self._failed_syncs} if self._failed_syncs else {}
+        return TieredWorkerMetadata(reports, failures)
+
+    def _done(self, result: CopyResult) -> None:
+        order_id = OrderId(result.job_id)
+        order = self._orders.pop(order_id)
+        self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
+        if isinstance(order, SaveOrder):
+            return
+        self._bad_blocks.update(order.blocks[i] for i in result.failed)
+        if order.mode is RestoreMode.ASYNC:
+            self._arrived.add(order.request_id)
+        elif result.failed:
+            self._failed_syncs += 1
+            self._newly_failed = True
+
+    def close(self) -> None:
+        """Finish copies under way, stop threads, free the slab. Idempotent."""
+        if self.backend is not None:
+            self.backend.close()
+            self.backend = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _storage(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> Any:
+    """The one allocation behind all layers' KV tensors.
+
+    Raises:
+        RuntimeError: the layers lie in several allocations, which the layout cannot name.
+    """
+    storages = {
+        kv_caches[layer].untyped_storage().data_ptr(): kv_caches[layer].untyped_storage()
+        for tensor in kv_cache_config.kv_cache_tensors
+        for layer in tensor.layers
+        if layer in kv_caches
+    }
+    if len(storages) != 1:
+        raise RuntimeError(
+            f"the KV cache lies in {len(storages)} allocations where one was expected: "
+            "set TIERED_KV_CPU_GIB=0 and report this model"
+        )
+    return next(iter(storages.values()))

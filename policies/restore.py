@@ -1,0 +1,57 @@
+"""Sync or async: how a restore from CPU memory is carried out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiered_kv.orders import RestoreMode
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCost:
+    """What is known when a restore is about to be ordered.
+
+    Attributes:
+        copy_s: seconds the copy takes at the bandwidth measured so far.
+        step_s: seconds of a scheduler step with its forward pass, measured.
+        others: requests running beside this one.
+    """
+
+    copy_s: float
+    step_s: float
+    others: int
+
+
+class RestorePolicy(Protocol):
+    """Chooses the mode of one restore. Pure."""
+
+    def choose(self, cost: RestoreCost) -> RestoreMode: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FasterRestore:
+    """The mode that makes all requests together wait the least.
+
+    A sync restore holds up this step, so this request and every other wait for the
+    copy: ``copy_s * (1 + others)``. An async one starts behind this step's forward and
+    its request is scheduled in the step after the one that saw it finish: two steps,
+    for this request alone, or the copy if that is longer.
+    """
+
+    def choose(self, cost: RestoreCost) -> RestoreMode:
+        if cost.others == 0:
+            return RestoreMode.SYNC
+        sync_s = cost.copy_s * (1 + cost.others)
+        async_s = max(cost.copy_s, 2 * cost.step_s)
+        return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysRestore:
+    """One mode whatever it costs, for tests and measurements."""
+
+    mode: RestoreMode
+
+    def choose(self, cost: RestoreCost) -> RestoreMode:
+        return self.mode

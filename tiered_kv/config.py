@@ -1,0 +1,109 @@
+"""Settings, parsed and checked once into one frozen ``TierConfig``.
+
+Two sources, the same keys: environment variables ``TIERED_KV_*`` and, winning over
+them, the connector's ``kv_connector_extra_config`` in lower case without the prefix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from tiered_kv.errors import ConfigError
+
+ENV_PREFIX = "TIERED_KV_"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """What an operator can set.
+
+    Attributes:
+        cpu_gib: CPU memory for pages, GiB for the whole engine (all its ranks together);
+            0 turns the tier off.
+        pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
+        trace: path of the JSONL trace; None writes none.
+    """
+
+    cpu_gib: float = 4.0
+    pin_fraction: float = 0.5
+    trace: Path | None = None
+
+    def cpu_bytes_per_rank(self, ranks: int) -> int:
+        """The CPU tier's bytes on each of ``ranks`` ranks."""
+        return int(self.cpu_gib * GIB) // ranks
+
+
+def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = None) -> TierConfig:
+    """Read settings from ``env`` and ``extra``; ``extra`` wins.
+
+    Raises:
+        ConfigError: an unknown key or a value that cannot work; the message says what
+            to write instead.
+    """
+    given: dict[str, object] = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in env.items()
+        if name.startswith(ENV_PREFIX)
+    }
+    given.update(extra or {})
+    known = [field.name for field in fields(TierConfig)]
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            raise ConfigError(f"unknown setting {key!r} ({ENV_PREFIX}{key.upper()}): {hint}")
+    defaults = TierConfig()
+    return TierConfig(
+        cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
+        pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
+        trace=_path(given, "trace"),
+    )
+
+
+def check_cpu_size(config: TierConfig, ranks: int, available_bytes: int) -> None:
+    """Refuse a CPU tier of which one rank's share does not fit into the memory left.
+
+    Raises:
+        ConfigError: with the largest size that fits.
+    """
+    if config.cpu_bytes_per_rank(ranks) > available_bytes:
+        fits = int(available_bytes * 0.8) * ranks / GIB
+        raise ConfigError(
+            f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {available_bytes / GIB:.1f} GiB "
+            f"of memory are left for each of {ranks} ranks; set at most {fits:.1f}."
+        )
+
+
+def _number(
+    given: Mapping[str, object], key: str, default: float, low: float, high: float, unit: str
+) -> float:
+    raw = given.get(key, default)
+    name = ENV_PREFIX + key.upper()
+    try:
+        if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
+            raise ValueError
+        value = float(raw)
+    except ValueError:
+        raise ConfigError(f"{name}={raw!r} is not a number: write {name}={default:g}.") from None
+    if not low <= value <= high:
+        raise ConfigError(
+            f"{name}={value:g} is outside {low:g} to {high:g} {unit}: write {name}={default:g}."
+        )
+    return value
+
+
+def _path(given: Mapping[str, object], key: str) -> Path | None:
+    raw = given.get(key)
+    name = ENV_PREFIX + key.upper()
+    if raw is None or raw == "":
+        return None
+    if not isinstance(raw, (str, Path)):
+        raise ConfigError(f"{name}={raw!r} is not a path: write {name}=trace.jsonl.")
+    path = Path(raw)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{name}={raw} cannot be written: name a file in an existing folder.")
+    return path

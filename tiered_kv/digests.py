@@ -1,0 +1,104 @@
+"""Digests of files: which weights made this KV.
+
+Hashing tens of gigabytes at every start would be felt, so digests are cached by path,
+size and mtime. xxh3-128 is enough: it guards against mistakes, not against a forger,
+who could write the cache directory as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xxhash
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 8 << 20
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model or adapter that decide its KV: weights and configuration.
+
+    ``folder`` may be a single weight file.
+    """
+    if folder.is_file():
+        return [folder]
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(p for p in found if p.suffix in WEIGHT_SUFFIXES or p.name in _CONFIG_NAMES)
+
+
+def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
+    """One digest over the contents of ``paths``, independent of where they lie.
+
+    Args:
+        paths: files, in an order that is the same every time.
+        cache: JSON file of earlier digests; None looks at every byte.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    known = _read_cache(cache)
+    fresh: dict[str, list[object]] = {}
+    whole = xxhash.xxh3_128()
+    for path in paths:
+        stat = path.stat()
+        signature = [stat.st_size, stat.st_mtime_ns]
+        where = str(path.resolve())
+        entry = known.get(where)
+        if entry is not None and entry[:2] == signature:
+            digest = str(entry[2])
+        else:
+            digest = _digest_file(path)
+            fresh[where] = [*signature, digest]
+        whole.update(f"{path.name}:{digest}\n".encode())
+    if cache is not None and fresh:
+        _write_cache(cache, {**known, **fresh})
+    return whole.hexdigest()
+
+
+def default_cache() -> Path:
+    """Where digests are cached: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tiered-kv" / "digests.json"
+
+
+def _digest_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read_cache(cache: Path | None) -> dict[str, list[object]]:
+    if cache is None:
+        return {}
+    try:
+        entries = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}
+    return dict(_valid_entries(entries.items())) if isinstance(entries, dict) else {}
+
+
+def _valid_entries(items: Iterable[tuple[str, object]]) -> Iterable[tuple[str, list[object]]]:
+    for where, entry in items:
+        if isinstance(entry, list) and len(entry) == 3:
+            yield where, entry
+
+
+def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
+    """Replace the cache whole; a cache that cannot be written only costs time."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
+            json.dump(entries, file)
+        Path(file.name).replace(cache)
+    except OSError as error:
+        logger.info("digest cache %s not written: %s", cache, error)

@@ -1,0 +1,13 @@
+"""Errors a caller may want to tell apart. All say what to do, in one sentence."""
+
+
+class TieredKVError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class ConfigError(TieredKVError, ValueError):
+    """A setting that cannot work; raised at start, never while serving."""
+
+
+class UnsupportedError(TieredKVError, ValueError):
+    """An engine feature the connector does not support; raised at start."""

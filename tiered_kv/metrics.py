@@ -1,0 +1,63 @@
+"""Counters of everything that happens to pages, pins and hints.
+
+A ``Counters`` only counts up; ``take`` hands over what was added since the last call,
+so that the engine's metrics can be fed with differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COUNTERS: Mapping[str, str] = {
+    "prompt_tokens_vram": "Prompt tokens whose KV was found in VRAM.",
+    "prompt_tokens_cpu": "Prompt tokens whose KV was restored from CPU memory.",
+    "prompt_tokens_recomputed": "Prompt tokens whose KV had to be computed.",
+    "turns": "Turns finished.",
+    "pages_saved": "Pages saved from VRAM to CPU memory.",
+    "pages_restored": "Pages restored from CPU memory to VRAM.",
+    "bytes_saved": "Bytes saved, over all ranks.",
+    "bytes_restored": "Bytes restored, over all ranks.",
+    "restores_sync": "Restores made before the forward pass.",
+    "restores_async": "Restores made beside the forward passes.",
+    "pages_evicted": "Pages evicted from CPU memory.",
+    "save_failures": "Pages whose copy to CPU memory failed.",
+    "restore_failures": "Pages whose copy to VRAM failed; their tokens were recomputed.",
+    "pages_not_saved": "Pages not saved because no slot was free.",
+    "pins": "Turns pinned in VRAM.",
+    "pins_handed_over": "Pins taken over by the job's next turn.",
+    "pins_expired": "Pins whose time ran out.",
+    "pins_released": "Pins released because blocks were needed, or the cache was reset.",
+    "pins_refused": "Pins not made, or made smaller, for want of budget.",
+    "hints_ignored": "Values from clients that could not be used.",
+    "concurrent_turns": "Turns that arrived while another of their job was running.",
+    "hook_errors": "Exceptions kept from the engine; each is logged once.",
+    "trace_dropped": "Trace lines dropped because the writer was behind or failing.",
+    "resets": "Cache resets; each starts a new generation of pages.",
+}
+
+GAUGES: Mapping[str, str] = {
+    "cpu_pages": "Pages in CPU memory or on their way there.",
+    "cpu_slots": "Page slots of the CPU tier.",
+    "pinned_blocks": "VRAM blocks under a pin.",
+    "orders_in_flight": "Orders not yet reported by every rank.",
+    "jobs": "Jobs remembered.",
+}
+
+
+class Counters:
+    """One number for each name in ``COUNTERS``; one thread."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._fresh: dict[str, int] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count up. Raises KeyError for a name that is not in ``COUNTERS``."""
+        if amount:
+            self.totals[name] += amount
+            self._fresh[name] = self._fresh.get(name, 0) + amount
+
+    def take(self) -> dict[str, int]:
+        """What was added since the last call; empty if nothing."""
+        fresh, self._fresh = self._fresh, {}
+        return fresh

@@ -1,0 +1,72 @@
+"""What passes between the scheduler half and the worker half: orders and reports.
+
+The scheduler half decides which page goes where and sends one list of orders a step;
+the worker half moves the bytes and sends reports back. Both are plain frozen data, so
+that they pickle small and a simulator can stand in for either side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+OrderId = NewType("OrderId", int)
+
+NO_ORDER = OrderId(0)
+"""Id of orders whose report nobody waits for; real ones begin at 1."""
+NO_SLOT = -1
+"""A slot that no pool has: an order that names it must fail."""
+
+
+class RestoreMode(Enum):
+    """How a restore is carried out."""
+
+    SYNC = "sync"
+    """Before this step's forward pass, which waits for it."""
+    ASYNC = "async"
+    """Beside the forward passes; the request is scheduled once it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward."""
+
+    order_id: OrderId
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Copy ``slots[i]`` of the CPU pool to ``blocks[i]`` of VRAM for one request."""
+
+    order_id: OrderId
+    request_id: str
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+    mode: RestoreMode
+
+
+@dataclass(frozen=True, slots=True)
+class OrderReport:
+    """What became of an order on ``ranks`` ranks.
+
+    Attributes:
+        ranks: how many ranks this report stands for.
+        failed: indices into the order's blocks whose copy failed on any of them.
+        nbytes: bytes moved by the slowest rank.
+        seconds: time that rank spent copying; 0 when unknown.
+    """
+
+    ranks: int
+    failed: frozenset[int]
+    nbytes: int
+    seconds: float
+
+    def merge(self, other: OrderReport) -> OrderReport:
+        """Both reports of one order as one."""
+        slower = self if self.seconds >= other.seconds else other
+        return OrderReport(
+            self.ranks + other.ranks, self.failed | other.failed, slower.nbytes, slower.seconds
+        )

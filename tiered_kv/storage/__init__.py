@@ -1,0 +1,1 @@
+"""Where pages are kept outside VRAM."""

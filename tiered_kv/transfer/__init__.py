@@ -1,0 +1,1 @@
+"""Moving pages between VRAM and CPU slots."""
