@@ -83,9 +83,8 @@ def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
     regions: dict[int, Region] = {}
     for place in placements:
         area = num_blocks * place.block_stride
-        if place.layer_stride >= area or place.layers == 1:
-            stride = place.layer_stride if place.layers > 1 else max(place.layer_stride, area)
-            groups, rest = divmod(stride, area)
+        if place.layer_stride >= area:
+            groups, rest = divmod(place.layer_stride, area)
             if rest:
                 raise ValueError(
                     f"layer stride {place.layer_stride} is not a multiple of the "

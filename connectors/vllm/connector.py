@@ -100,11 +100,15 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_half
 
     def _hook_failed(self, name: str) -> None:
-        if self.scheduler_half is not None:
-            self.scheduler_half.counters.add("hook_errors")
         if name not in self._failed_hooks:
             self._failed_hooks.add(name)
             logger.exception("%s failed; the engine goes on without it (logged once)", name)
+        half = self._scheduler
+        half.counters.add("hook_errors")
+        try:
+            half.let_go()  # a hook that failed half-way must not keep blocks from the engine
+        except Exception:
+            logger.exception("giving up pins and saves failed as well")
 
     # -- scheduler side -----------------------------------------------------------
 

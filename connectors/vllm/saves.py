@@ -15,7 +15,7 @@ from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import SaveOrder
+from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.tails import TailIndex
 
@@ -45,6 +45,7 @@ class Saves:
         self._blocks_of = blocks_of
         self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
         self._unsent: list[SaveOrder] = []
+        self._last_of_turn: dict[OrderId, list[PageKey]] = {}
 
     @property
     def has_unsent(self) -> bool:
@@ -84,7 +85,11 @@ class Saves:
         self._order(filled)
 
     def finish(self, turn: Turn, block_ids: Sequence[int]) -> None:
-        """The turn is over: save the blocks it filled last, and its partial tail."""
+        """The turn is over: save the blocks it filled last, and its partial tail.
+
+        All its pages then count as just used, the end of the context as the least
+        valuable: a prefix without its end is a hit, an end without its prefix is none.
+        """
         turn.due = -1
         request, size = turn.request, self._facts.block_size
         pages = self._newly_filled(turn)
@@ -95,15 +100,22 @@ class Saves:
         place = None
         if length and block == turn.cursor and block < len(block_ids):
             place = turn.tail_place(block, size)
+        used = list(reversed(turn.page_keys()[: turn.cursor]))
         if place is not None:
             tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
             pages.append((tail.key, block_ids[block]))
+            used.insert(0, tail.key)
             if len(self._tails) > 2 * self._planner.index.num_slots:
                 self._tails.prune(self._planner.index.known)
-        self._order(pages)
+        order = self._order(pages)
+        if order is None:
+            self._planner.index.touch(used)
+        else:  # its pages can be touched once they are there
+            self._last_of_turn[order.order_id] = used
 
     def settled(self, done: Settled) -> None:
         """A save is over on every rank: its blocks need no longer stay."""
+        self._planner.index.touch(self._last_of_turn.pop(done.order.order_id, ()))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
         if done.abandoned:
@@ -119,6 +131,7 @@ class Saves:
             self._planner.cancel(order)
             self._give_up(order.blocks)
         self._unsent.clear()
+        self._last_of_turn.clear()
         for order in self._planner.abandon_saves():
             self._give_up(order.blocks)
 
@@ -136,11 +149,12 @@ class Saves:
             turn.cursor = i + 1
         return filled
 
-    def _order(self, pages: Sequence[tuple[PageKey, int]]) -> None:
+    def _order(self, pages: Sequence[tuple[PageKey, int]]) -> SaveOrder | None:
         order = self._planner.plan_save(pages) if pages else None
         if order is not None:
             self._pool.touch([self._pool.blocks[block] for block in order.blocks])
             self._unsent.append(order)
+        return order
 
     def _give_up(self, block_ids: Sequence[int]) -> None:
         blocks = self._pool.blocks

@@ -241,7 +241,6 @@ class SchedulerHalf:
         has_kv = turn.admitted and not turn.loading
         if has_kv and turn.fingerprint is not None:
             self.saves.finish(turn, block_ids[self.facts.group])
-            self.index.touch(reversed(turn.page_keys()[: turn.cursor]))
         decision = self.policy.decide(_turn_end(turn))
         pinned = 0
         if turn.job is not None:
@@ -299,14 +298,18 @@ class SchedulerHalf:
 
     # -- resets, life and death -------------------------------------------------------
 
+    def let_go(self) -> None:
+        """Give up every reference on VRAM blocks. Saves under way become invisible."""
+        self.counters.add("pins_released", self.pins.release_all())
+        self.saves.drop_all()
+
     def reset(self) -> None:
         """Let go of every VRAM block, and start a new generation of pages.
 
         KV of running requests was made by what is being reset, so it is not saved.
         """
         self.counters.add("resets")
-        self.counters.add("pins_released", self.pins.release_all())
-        self.saves.drop_all()
+        self.let_go()
         self.index.clear()
         self.tails.clear()
         self._fingerprints.next_generation()

@@ -1,0 +1,401 @@
+"""vLLM's real scheduler and our real connector around a model that checks its KV.
+
+The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for
+each token, 8 bytes that depend on every token before it, and reads them back whenever
+the token is attended to. So a page with the wrong bytes is noticed in the step that uses
+it, and what the model samples is a function of the context alone: outputs with and
+without the connector can be compared.
+
+vLLM and torch are imported when a rig is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+CELL = 8
+"""Bytes of KV per token."""
+VOCABULARY = 1000
+
+
+class WrongKV(AssertionError):
+    """The model attended to bytes that are not the KV of its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class RigOptions:
+    """Size of the engine.
+
+    Attributes:
+        blocks: blocks of the VRAM pool, vLLM's null block included.
+        extra: the connector's settings, or None for stock vLLM.
+    """
+
+    blocks: int = 64
+    block_size: int = 16
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 256
+    policy: str = "fcfs"
+    extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
+
+
+class Rig:
+    """An engine to drive step by step.
+
+    Args:
+        folder: where the model's config.json is written.
+        options: its size.
+    """
+
+    def __init__(self, folder: Path, options: RigOptions | None = None) -> None:
+        import torch
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            KVTransferConfig,
+            ModelConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            KVCacheTensor,
+        )
+
+        opts = self.options = options or RigOptions()
+        _write_config(folder, opts.max_model_len)
+        transfer = None
+        if opts.extra is not None:
+            transfer = KVTransferConfig(
+                kv_connector="TieredContinuumConnector",
+                kv_connector_module_path="tiered_kv.connectors.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=opts.extra,
+            )
+        cache = CacheConfig(block_size=opts.block_size, enable_prefix_caching=True)
+        cache.num_gpu_blocks = opts.blocks
+        self.config = VllmConfig(
+            model_config=ModelConfig(
+                model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True
+            ),
+            cache_config=cache,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=opts.max_num_seqs,
+                max_num_batched_tokens=opts.max_batched_tokens,
+                max_model_len=opts.max_model_len,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+                policy=opts.policy,
+            ),
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=transfer,
+        )
+        self.config.cache_config.num_gpu_blocks = opts.blocks
+        page = opts.block_size * CELL
+        spec = FullAttentionSpec(
+            block_size=opts.block_size, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+        )
+        assert spec.page_size_bytes == page
+        tensor = KVCacheTensor(
+            size=page * opts.blocks,
+            layers=["layer.0"],
+            layer_stride=page * opts.blocks,
+            block_stride=page,
+            offset=0,
+        )
+        kv_config = KVCacheConfig(
+            num_blocks=opts.blocks,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+        )
+        hash_fn = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(opts.block_size, hash_fn)
+        self.memory = torch.zeros(page * opts.blocks, dtype=torch.uint8)
+        self._cells: NDArray[np.uint8] = self.memory.numpy().reshape(
+            opts.blocks, opts.block_size, CELL
+        )
+        self.worker: Any = None
+        if transfer is not None:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+            from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
+
+            self.worker = TieredContinuumConnector(self.config, KVConnectorRole.WORKER, kv_config)
+            self.worker.register_kv_caches({"layer.0": self.memory})
+        structured = SimpleNamespace(
+            accept_tokens=lambda *a, **k: True, should_advance=lambda *a, **k: False
+        )
+        self.scheduler = Scheduler(
+            self.config,
+            kv_config,
+            structured,
+            block_size=opts.block_size,
+            hash_block_size=opts.block_size,
+            log_stats=True,
+        )
+        self.now = 1000.0
+        if transfer is not None:
+            self.half._clock = lambda: self.now  # TTLs pass when a test says so
+        self.outputs: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.finished: dict[str, Any] = {}
+        self.steps = 0
+        self.last_stats: Any = None
+        """vLLM's SchedulerStats of the last step."""
+        self._free_at_start = self.pool.get_num_free_blocks()
+
+    # -- what a test looks at -----------------------------------------------------
+
+    @property
+    def connector(self) -> Any:
+        """The connector of the scheduler side."""
+        return self.scheduler.connector
+
+    @property
+    def half(self) -> Any:
+        """The scheduler half."""
+        return self.connector.scheduler_half
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def count(self, name: str) -> int:
+        """A counter of the connector."""
+        return int(self.half.counters.totals[name])
+
+    # -- driving --------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        params: object = None,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """Send a request; returns vLLM's. ``params`` are its kv_transfer_params."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        extra = None if params is None else {"kv_transfer_params": params}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra
+            ),
+            pooling_params=None,
+            block_hasher=self._hasher,
+            cache_salt=salt,
+            priority=priority,
+            arrival_time=float(len(self.prompts)),
+        )
+        self.prompts[request_id] = list(prompt)
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.finished.setdefault(request_id, "abort")
+
+    def step(self) -> Any:
+        """One engine step; returns vLLM's SchedulerOutput."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        result = self._execute(output)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            self.last_stats = outputs.scheduler_stats
+            for one in outputs.outputs:
+                self.outputs[one.request_id].extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.finished[one.request_id] = one
+        return output
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until nothing is left to do.
+
+        Raises:
+            AssertionError: no end after ``limit`` steps.
+        """
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
+        """Send one request, run until idle, return its output."""
+        self.add(request_id, prompt, **kwargs)
+        self.run()
+        return self.outputs[request_id]
+
+    def inject(self, wrap: Callable[[Any], Any]) -> Any:
+        """Put a transfer backend around the worker's own; returns it."""
+        half = self.worker.worker_half
+        half.backend = wrap(half.backend)
+        return half.backend
+
+    def fill(self, rounds: int = 2, *, tag: str = "rival") -> None:
+        """Run rival prompts until the whole VRAM pool has been reused."""
+        tokens = self.options.max_model_len - 8
+        needed = rounds * self.options.blocks * self.options.block_size // tokens + 1
+        for i in range(needed):
+            self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
+
+    def check_clean(self) -> None:
+        """All blocks free again, all slots accounted for, nothing in flight."""
+        free = self.pool.get_num_free_blocks()
+        assert free == self._free_at_start, f"{self._free_at_start - free} blocks leaked"
+        if self.connector is not None:
+            self.half.index.check_integrity()
+            assert self.half.planner.in_flight == 0, "orders never settled"
+            assert not self.half._turns, "turns never finished"
+            assert self.count("hook_errors") == 0, "a hook raised"
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the worker and its model -----------------------------------------------------
+
+    def _execute(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        sampled: dict[str, list[int]] = {}
+        connector_output = None
+        if self.worker is None:
+            self._forward(output, sampled)
+        else:
+            worker = self.worker
+            worker.handle_preemptions(output.kv_connector_metadata)
+            worker.bind_connector_metadata(output.kv_connector_metadata)
+            # Like vLLM's model runners: loads that this forward needs come before it.
+            if output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+            bad = set(worker.worker_half._bad_blocks)
+            self._forward(output, sampled, bad)
+            if not output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+            worker.wait_for_save()
+            results = worker.get_transfer_results(output.finished_req_ids)
+            connector_output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            worker.clear_connector_metadata()
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in ids],
+            kv_connector_output=connector_output,
+        )
+
+    def _forward(
+        self, output: Any, sampled: dict[str, list[int]], bad_blocks: Iterable[int] = ()
+    ) -> None:
+        bad = set(bad_blocks)
+        # Requests of a batch attend to blocks that others of it fill: write all, then read.
+        work = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+            stop = request.num_computed_tokens  # vLLM has already counted this step
+            tokens = list(request.all_token_ids)
+            cells = _kv(tokens[:stop])
+            self._write(blocks, cells, stop - count, stop)
+            work.append((request_id, blocks, cells, stop, tokens))
+        for request_id, blocks, cells, stop, tokens in work:
+            if not bad & set(blocks):
+                self._check(request_id, blocks, cells, stop)
+            done = stop >= len(tokens)
+            sampled[request_id] = [_sample(cells, stop)] if done else []
+
+    def _write(self, blocks: list[int], cells: NDArray[np.uint8], start: int, stop: int) -> None:
+        size = self.options.block_size
+        for position in range(start, stop):
+            self._cells[blocks[position // size], position % size] = cells[position]
+
+    def _check(self, request_id: str, blocks: list[int], cells: NDArray[np.uint8], n: int) -> None:
+        size = self.options.block_size
+        seen = self._cells[blocks[: -(-n // size)]].reshape(-1, CELL)[:n]
+        wrong = np.flatnonzero((seen != cells[:n]).any(axis=1))
+        if len(wrong):
+            raise WrongKV(f"{request_id}: {len(wrong)} of {n} tokens, first at {wrong[0]}")
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    """Token ids that share no block with those of another seed."""
+    return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, tokens)]
+
+
+def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What the rig's model says to a prompt, computed without any engine."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(_sample(_kv(tokens), len(tokens)))
+    return tokens[len(prompt) :]
+
+
+def _kv(tokens: Sequence[int]) -> NDArray[np.uint8]:
+    """KV of a context, uint8 ``[tokens, CELL]``: each cell a digest of the prefix up to it."""
+    digest = xxhash.xxh64()
+    cells = bytearray()
+    for token in tokens:
+        digest.update(token.to_bytes(4, "little"))
+        cells += digest.digest()
+    return np.frombuffer(bytes(cells), dtype=np.uint8).reshape(-1, CELL)
+
+
+def _sample(cells: NDArray[np.uint8], stop: int) -> int:
+    return int.from_bytes(cells[stop - 1].tobytes(), "little") % VOCABULARY
+
+
+def _write_config(folder: Path, max_model_len: int) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": max_model_len,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
