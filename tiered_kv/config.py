@@ -87,7 +87,7 @@ def _number(
         if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
             raise ValueError
         value = float(raw)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"{name}={raw!r} is not a number: write {name}={default:g}.") from None
     if not low <= value <= high:
         raise ConfigError(

@@ -89,7 +89,7 @@ def _read_cache(cache: Path | None) -> dict[str, list[object]]:
 
 def _valid_entries(items: Iterable[tuple[str, object]]) -> Iterable[tuple[str, list[object]]]:
     for where, entry in items:
-        if isinstance(entry, list) and len(entry) == 3:
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str):
             yield where, entry
 
 

@@ -7,6 +7,7 @@ counted: the trace is for people, serving comes first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -46,7 +47,10 @@ class TraceWriter:
     def drain(self, timeout_s: float = 5.0) -> bool:
         """Wait until everything queued so far is in the file."""
         written = threading.Event()
-        self._queue.put(written)
+        try:
+            self._queue.put(written, timeout=timeout_s)
+        except queue.Full:
+            return False
         return written.wait(timeout_s)
 
     def close(self) -> None:
@@ -57,7 +61,8 @@ class TraceWriter:
 
     def _run(self) -> None:
         failing = False
-        with self._file as file:
+        # Closing flushes once more, and fails once more if the disk is full.
+        with contextlib.suppress(OSError), self._file as file:
             while True:
                 item = self._queue.get()
                 if item is None:

@@ -78,11 +78,11 @@ class Room:
         """Release pins until each restored request has the blocks it lacks."""
         for turn in turns:
             lack = self._blocks(turn) - len(self._blocks_of.get(turn.request_id, ()))
-            wanted = lack + self._watermark
-            released = self._pins.make_room(
-                lambda wanted=wanted: self._pool.get_num_free_blocks() >= wanted
-            )
-            self._counters.add("pins_released", released)
+            self._release_until_free(lack + self._watermark)
+
+    def _release_until_free(self, wanted: int) -> None:
+        released = self._pins.make_room(lambda: self._pool.get_num_free_blocks() >= wanted)
+        self._counters.add("pins_released", released)
 
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))

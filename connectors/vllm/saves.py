@@ -75,9 +75,9 @@ class Saves:
         for turn in due:
             if turn.due != step or turn.fingerprint is None:
                 continue
-            filled += self._newly_filled(turn)
             request = turn.request
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
+            filled += self._newly_filled(turn, tokens)
             wait = 1  # a prefill may fill many blocks in the next step
             if tokens >= request.num_tokens:
                 wait = max(1, (turn.cursor + 1) * self._facts.block_size - tokens)
@@ -92,10 +92,10 @@ class Saves:
         """
         turn.due = -1
         request, size = turn.request, self._facts.block_size
-        pages = self._newly_filled(turn)
         computed = min(
             request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1
         )
+        pages = self._newly_filled(turn, computed)
         block, length = divmod(computed, size)
         place = None
         if length and block == turn.cursor and block < len(block_ids):
@@ -135,18 +135,18 @@ class Saves:
         for order in self._planner.abandon_saves():
             self._give_up(order.blocks)
 
-    def _newly_filled(self, turn: Turn) -> list[tuple[PageKey, int]]:
-        """Blocks that vLLM has hashed since the last look, with their keys."""
-        fingerprint = turn.fingerprint
-        assert fingerprint is not None
+    def _newly_filled(self, turn: Turn, tokens: int) -> list[tuple[PageKey, int]]:
+        """Blocks filled since the last look, with their keys.
+
+        Args:
+            tokens: tokens whose KV is there, drafts and placeholders perhaps included;
+                blocks whose tokens are not final yet have no hash, and wait.
+        """
+        keys = turn.page_keys()
         blocks = self._blocks_of.get(turn.request.request_id, ())
-        filled = []
-        for i in range(turn.cursor, len(blocks)):
-            block_hash = blocks[i].block_hash
-            if block_hash is None:
-                break
-            filled.append((PageKey(fingerprint + block_hash), blocks[i].block_id))
-            turn.cursor = i + 1
+        full = min(tokens // self._facts.block_size, len(keys), len(blocks))
+        filled = [(keys[i], blocks[i].block_id) for i in range(turn.cursor, full)]
+        turn.cursor = max(turn.cursor, full)
         return filled
 
     def _order(self, pages: Sequence[tuple[PageKey, int]]) -> SaveOrder | None:

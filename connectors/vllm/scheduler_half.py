@@ -90,8 +90,9 @@ class SchedulerHalf:
     def bind(self, manager: Any) -> None:
         """Take vLLM's KV cache manager: its pool, the blocks of requests, and its reset."""
         pool, watermark = manager.block_pool, int(manager.watermark_blocks)
+        self._pool = pool
         self._managers = manager.coordinator.single_type_managers
-        blocks_of = self._managers[self.facts.group].req_to_blocks
+        self._blocks_of = blocks_of = self._managers[self.facts.group].req_to_blocks
         self.pins = pin_table(self.facts, pool, self._config.pin_fraction, watermark)
         self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
         self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
@@ -220,14 +221,26 @@ class SchedulerHalf:
                 turn.loading = False
                 self._restored[turn.request_id] = turn
             if done.failed:
-                self._look_again()
+                self._restore_failed({done.order.blocks[i] for i in done.failed})
 
-    def _look_again(self) -> None:
-        """Saves ordered beside a failed restore were refused: offer their blocks anew."""
+    def _restore_failed(self, bad: set[int]) -> None:
+        """Make what a failed sync restore has touched unfindable.
+
+        vLLM hashes the blocks of a restore before it is made. It rewinds the requests that
+        use a bad block so that they compute it anew, but leaves its hash in place: if they
+        are aborted or preempted first, the next lookup would hit garbage. So the hashes of
+        the bad blocks, and of those computed behind them, go now.
+
+        Saves ordered beside the restore were refused by the workers: offer them again.
+        """
         for turn in self._turns.values():
-            if turn.admitted and not turn.loading:
-                turn.cursor = 0
-                self.saves.watch(turn, self._step + 1)
+            if not turn.admitted or turn.loading:
+                continue
+            ids = [block.block_id for block in self._blocks_of.get(turn.request_id, ())]
+            first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
+            self._pool.evict_blocks(set(ids[first:]))
+            turn.cursor = 0
+            self.saves.watch(turn, self._step + 1)
 
     # -- a turn ends ----------------------------------------------------------------
 

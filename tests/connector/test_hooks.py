@@ -102,7 +102,10 @@ def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path
     rig.close()
 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(e["job_id"], e["turn"], e["tier"]) for e in lines] == [("j", 1, "pin"), ("j", 2, "drop")]
+    assert [(e["job_id"], e["turn"], e["tier"]) for e in lines] == [
+        ("j", 1, "pin"),
+        ("j", 2, "drop"),
+    ]
     for event in lines:
         parts = event["vram_tokens"] + event["cpu_tokens"] + event["recomputed_tokens"]
         assert parts == event["prompt_tokens"]

@@ -220,3 +220,22 @@ def test_without_a_cpu_tier_the_connector_only_pins(make_rig: MakeRig) -> None:
     rig.now += 3
     rig.ask("other", text(8, seed=17))
     rig.check_clean()
+
+
+def test_a_failed_restore_poisons_nobody_when_its_request_goes_away(make_rig: MakeRig) -> None:
+    """vLLM hashes the blocks of a sync restore before it is made, and counts on the request
+    to compute them anew when it fails. Aborted in between, garbage would stay findable."""
+    rig = make_rig()
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    faulty = rig.inject(FaultyTransfer)
+    prompt = text(300, seed=40)
+    evicted(rig, prompt)
+
+    faulty.fail_next(Direction.LOAD, {3})
+    rig.add("gone", prompt)
+    rig.step()
+    rig.abort("gone")
+    assert faulty.struck == 1
+
+    assert rig.ask("next", prompt) == expected(prompt, 4)
+    rig.check_clean()

@@ -66,7 +66,8 @@ class FakeBlockPool:
         Raises:
             ValueError: a block has no reference to give back.
         """
-        reuse_first, reuse_last = [], []
+        reuse_first: list[FakeBlock] = []
+        reuse_last: list[FakeBlock] = []
         for block in ordered_blocks:
             if block.ref_cnt == 0:
                 raise ValueError(f"block {block.block_id} is freed twice")

@@ -54,7 +54,8 @@ class TransferBench:
 
     def page(self, block: int) -> bytes:
         """The bytes of a block as its slot must hold them."""
-        return self.read_storage()[addresses(self.layout, block)].tobytes()
+        page: Bytes = self.read_storage()[addresses(self.layout, block)]
+        return page.tobytes()
 
     def slot(self, slot: int) -> bytes:
         return self.pool.slots[slot].tobytes()

@@ -243,7 +243,10 @@ class Rig:
         for _ in range(limit):
             if not self.scheduler.has_requests():
                 return
-            self.step()
+            output = self.step()
+            backend = self.worker.worker_half.backend if self.worker is not None else None
+            if backend is not None and not output.total_num_scheduled_tokens:
+                backend.drain()  # nothing to do but wait for copies
         raise AssertionError(f"still busy after {limit} steps")
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
