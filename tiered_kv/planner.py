@@ -79,10 +79,11 @@ class Planner:
         keys: list[PageKey] = []
         blocks: list[int] = []
         slots: list[int] = []
+        known, reserve = self.index.known, self.index.reserve
         for key, block in pages:
-            if self.index.known(key):
+            if known(key):
                 continue
-            slot = self.index.reserve(key)
+            slot = reserve(key)
             if slot is None:
                 self.unsaved += 1
                 continue
@@ -98,11 +99,22 @@ class Planner:
     def plan_load(
         self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], mode: RestoreMode
     ) -> LoadOrder:
-        """Order a copy CPU → VRAM; every page must be readable and stays so until settled."""
+        """Order a copy CPU → VRAM; every page must be readable and stays so until settled.
+
+        Raises:
+            KeyError, ValueError: a page is not readable; nothing has changed.
+        """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
-        slots = tuple(self.index.acquire(key) for key in keys)
-        order = LoadOrder(self._new_id(), request_id, tuple(blocks), slots, mode)
+        slots: list[int] = []
+        try:
+            for key in keys:
+                slots.append(self.index.acquire(key))
+        except (KeyError, ValueError):
+            for key, slot in zip(keys, slots, strict=False):
+                self.index.release(key, slot)
+            raise
+        order = LoadOrder(self._new_id(), request_id, tuple(blocks), tuple(slots), mode)
         self._flights[order.order_id] = _Flight(order, tuple(keys))
         return order
 
@@ -149,15 +161,19 @@ class Planner:
 
     def _finish(self, flight: _Flight, failed: frozenset[int]) -> Settled:
         order, index = flight.order, self.index
-        for i, (key, slot) in enumerate(zip(flight.keys, order.slots, strict=True)):
-            if isinstance(order, LoadOrder):
+        pages = zip(flight.keys, order.slots, strict=True)
+        if isinstance(order, LoadOrder):
+            for i, (key, slot) in enumerate(pages):
                 index.release(key, slot)
                 if i in failed:
                     index.forget(key)
-            elif i in failed:
-                index.abort(key, slot)
-            else:
-                index.commit(key, slot)
+        elif failed:
+            for i, (key, slot) in enumerate(pages):
+                (index.abort if i in failed else index.commit)(key, slot)
+        else:
+            commit = index.commit
+            for key, slot in pages:
+                commit(key, slot)
         return Settled(order, flight.keys, failed, flight.abandoned)
 
     def _learn(self, report: OrderReport) -> None:

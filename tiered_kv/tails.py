@@ -33,9 +33,15 @@ class TailIndex:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, parent: bytes, extra: object, tokens: Sequence[int]) -> Tail:
-        """Name a tail and remember it. Its key is the same for the same three values."""
-        tail = Tail(tail_key(parent, tokens, extra), tuple(tokens))
+    def add(
+        self, parent: bytes, extra: object, tokens: Sequence[int], key: PageKey | None = None
+    ) -> Tail:
+        """Name a tail and remember it.
+
+        ``key`` is that of a full page, whose leading tokens may be wanted alone; a partial
+        page gets a key of its own, the same for the same three values.
+        """
+        tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         tails = self._by_parent.setdefault((parent, repr(extra)), [])
         if tail in tails:
             tails.remove(tail)

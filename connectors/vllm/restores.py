@@ -40,7 +40,7 @@ class Restores:
         self._counters = counters
         self._unsent: list[LoadOrder] = []
         self._step_s = ASSUMED_STEP_S
-        self._last_step: float | None = None
+        self._last_look: float | None = None
 
     @property
     def has_unsent(self) -> bool:
@@ -51,12 +51,13 @@ class Restores:
         orders, self._unsent = tuple(self._unsent), []
         return orders
 
-    def time_step(self, now: float, busy: bool) -> None:
-        """Learn how long steps with work take, from when they are built."""
-        if self._last_step is not None and busy:
-            seen = min(now - self._last_step, LONGEST_STEP_S)
-            self._step_s += 0.1 * (seen - self._step_s)
-        self._last_step = now if busy else None
+    def time_steps(self, now: float, steps: int) -> None:
+        """Learn how long steps with work take; ``steps`` of them were built since the last
+        call, none if an idle step came between."""
+        if steps and self._last_look is not None:
+            seen = min((now - self._last_look) / steps, LONGEST_STEP_S)
+            self._step_s += 0.3 * (seen - self._step_s)
+        self._last_look = now
 
     def find(self, turn: Turn, num_computed: int, others: int) -> Hit | None:
         """The longest run of readable pages after the VRAM prefix, a partial tail included.

@@ -38,6 +38,10 @@ ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""
 MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
+TIME_EVERY = 8
+"""Steps between two looks at how long steps take."""
+STATS_EVERY = 16
+"""Steps between two accounts of the counters while requests run."""
 
 Clock = Callable[[], float]
 
@@ -83,7 +87,9 @@ class SchedulerHalf:
         self._turns: dict[str, Turn] = {}
         self._restored: dict[str, Turn] = {}  # async restore over, not yet scheduled
         self._seen_failures: dict[int, int] = {}
+        self._no_orders = TieredMetadata()
         self._step = 0
+        self._was_idle = True
         self._running = 0
         self._last_report = clock()
 
@@ -188,9 +194,13 @@ class SchedulerHalf:
     def build(self, scheduler_output: Any) -> TieredMetadata:
         """``build_connector_meta``: this step's orders."""
         self._step += 1
-        now = self._clock()
-        self.restores.time_step(now, scheduler_output.total_num_scheduled_tokens > 0)
-        self.counters.add("pins_expired", self.pins.expire(now))
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._was_idle = True
+        if not self._step % TIME_EVERY:
+            self.restores.time_steps(self._clock(), 0 if self._was_idle else TIME_EVERY)
+            self._was_idle = False
+        if len(self.pins) and (late := self.pins.expire(self._clock())):
+            self.counters.add("pins_expired", late)
         if self._restored:
             self.room.for_restored(list(self._restored.values()))
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
@@ -199,10 +209,10 @@ class SchedulerHalf:
 
     def take_orders(self) -> TieredMetadata:
         """The orders not yet sent. Also what is sent when ``build`` itself fails."""
-        saves, loads = self.saves.take(), self.restores.take()
-        if saves or loads:
-            self._last_report = self._clock()
-        return TieredMetadata(saves, loads, dict(self._seen_failures))
+        if not (self.saves.has_unsent or self.restores.has_unsent):
+            return self._no_orders
+        self._last_report = self._clock()
+        return TieredMetadata(self.saves.take(), self.restores.take(), self._seen_failures)
 
     def completed(self, output: Any) -> None:
         """``update_connector_output``: workers reported."""
@@ -210,7 +220,9 @@ class SchedulerHalf:
         if not isinstance(meta, TieredWorkerMetadata):
             return
         self._last_report = self._clock()
-        self._seen_failures.update(meta.failures)
+        if meta.failures:
+            self._seen_failures = {**self._seen_failures, **meta.failures}
+            self._no_orders = TieredMetadata(seen_failures=self._seen_failures)
         for done in self.planner.settle(meta.reports):
             if not isinstance(done.order, LoadOrder):
                 self.saves.settled(done)
@@ -339,7 +351,12 @@ class SchedulerHalf:
         return self.planner.in_flight > 0 and self._clock() - self._last_report < MAX_PUSH_S
 
     def take_stats(self) -> dict[str, int]:
-        """Counters added since the last call, with the gauges; empty if nothing happened."""
+        """Counters added since the last call, with the gauges; empty if nothing happened.
+
+        A busy engine asks in every step and is told in some of them.
+        """
+        if self._running and self._step % STATS_EVERY:
+            return {}
         totals = {
             "pages_evicted": self.index.evictions,
             "pages_not_saved": self.planner.unsaved,

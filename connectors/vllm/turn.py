@@ -66,10 +66,11 @@ class Turn:
     def page_keys(self) -> Sequence[PageKey]:
         """Keys of all blocks that vLLM has hashed so far."""
         assert self.fingerprint is not None
-        hashes = self.request.block_hashes
-        for i in range(len(self.keys), len(hashes)):
-            self.keys.append(page_key(self.fingerprint, hashes[i] + self.group_suffix))
-        return self.keys
+        keys, hashes = self.keys, self.request.block_hashes
+        if len(keys) < len(hashes):
+            suffix = self.group_suffix
+            keys += [page_key(self.fingerprint, h + suffix) for h in hashes[len(keys) :]]
+        return keys
 
     def tail_place(self, block: int, block_size: int) -> tuple[bytes, object] | None:
         """What a partial tail in that block is found by, beside its tokens.

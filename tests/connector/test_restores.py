@@ -59,6 +59,18 @@ def test_a_tail_is_reused_as_far_as_its_tokens_agree(make_rig: MakeRig) -> None:
     assert rig.count("prompt_tokens_cpu") == 293
 
 
+def test_a_prompt_that_ended_in_a_block_its_answer_filled_is_found_whole(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    prompt = text(301, seed=41)
+    rig.ask("first", prompt, max_tokens=30)  # the block of tokens 288 to 303 is full now
+    rig.fill()
+
+    assert rig.ask("again", prompt) == expected(prompt, 4)
+    assert rig.count("prompt_tokens_cpu") == 300
+
+
 def test_a_short_prompt_without_a_full_block_keeps_its_tail(make_rig: MakeRig) -> None:
     rig = make_rig()
     prompt = text(9, seed=6)
@@ -106,14 +118,14 @@ def test_blocks_filled_while_decoding_are_saved(make_rig: MakeRig) -> None:
 
 def test_a_preempted_request_resumes_from_what_was_saved(make_rig: MakeRig) -> None:
     """Preemption tells no connector, so only what was saved eagerly is still there."""
-    rig = make_rig(blocks=24, max_model_len=256)
+    rig = make_rig(blocks=30, max_model_len=400)
     prompts = {f"r{i}": text(120, seed=20 + i) for i in range(3)}
-    for name, prompt in prompts.items():
-        rig.add(name, prompt, max_tokens=100)
+    requests = [rig.add(name, prompt, max_tokens=200) for name, prompt in prompts.items()]
     rig.run()
 
     for name, prompt in prompts.items():
-        assert rig.outputs[name] == expected(prompt, 100)
+        assert rig.outputs[name] == expected(prompt, 200)
+    assert sum(request.num_preemptions for request in requests) > 0
     assert rig.count("pages_restored") > 0
     rig.check_clean()
 

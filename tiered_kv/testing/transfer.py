@@ -54,11 +54,10 @@ class TransferBench:
 
     def page(self, block: int) -> bytes:
         """The bytes of a block as its slot must hold them."""
-        page: Bytes = self.read_storage()[addresses(self.layout, block)]
-        return page.tobytes()
+        return self.read_storage()[addresses(self.layout, block)].tobytes()
 
     def slot(self, slot: int) -> bytes:
-        return self.pool.slots[slot].tobytes()
+        return bytes(self.pool.slots[slot])
 
     def finish(self, *jobs: CopyJob) -> dict[int, CopyResult]:
         """Submit jobs, wait, and return what ``poll`` reports."""

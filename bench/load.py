@@ -1,0 +1,67 @@
+"""How busy other programs kept the machine while something was measured.
+
+vLLM's CPU worker runs one thread a core, and every step waits for the slowest: one neighbour on
+one core can triple a step. So who measures on a CPU should know, and say, whether there was one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuClock:
+    """One reading of the clocks that ``cores_of_others`` compares, all in seconds.
+
+    Attributes:
+        wall: monotonic time.
+        machine: CPU time of all programs, over all cores.
+        own: of that, this process's and one process group's.
+    """
+
+    wall: float
+    machine: float
+    own: float
+
+
+def read_clock(group: int) -> CpuClock | None:
+    """A reading for this process and process group ``group``; None where /proc does not tell."""
+    try:
+        fields = (PROC / "stat").read_text().splitlines()[0].split()
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
+    except (OSError, ValueError, IndexError):
+        return None
+    ticks = os.sysconf("SC_CLK_TCK")
+    own = time.process_time() + _group_ticks(group) / ticks
+    return CpuClock(time.monotonic(), (user + nice + system + irq + softirq) / ticks, own)
+
+
+def cores_of_others(begin: CpuClock | None, end: CpuClock | None) -> float | None:
+    """Cores' worth of CPU time that all other programs used between two readings."""
+    if begin is None or end is None or end.wall <= begin.wall:
+        return None
+    others = (end.machine - begin.machine) - (end.own - begin.own)
+    return max(0.0, others / (end.wall - begin.wall))
+
+
+def group_members(group: int) -> dict[int, list[str]]:
+    """The live (not zombie) processes of a process group: their stat fields from the state on."""
+    members = {}
+    for stat in PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # "pid (name) state ppid pgrp …", and the name may hold anything.
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                members[int(stat.parent.name)] = fields
+    return members
+
+
+def _group_ticks(group: int) -> int:
+    # utime and stime are the 14th and 15th fields of stat, counted from the process id.
+    return sum(int(fields[11]) + int(fields[12]) for fields in group_members(group).values())

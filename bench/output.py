@@ -1,0 +1,44 @@
+"""How every benchmark shows its result: a readable table, or one JSON object with ``--json``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A command line with ``--json``."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def progress() -> Progress:
+    """A progress bar on standard error, so that standard output stays the result's."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
+    """Print a benchmark's result on standard output."""
+    if as_json:
+        print(json.dumps(result))
+        return
+    table = Table(title=title, title_justify="left")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    for name, value in result.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)

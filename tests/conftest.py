@@ -1,0 +1,35 @@
+"""What all tests share: Hypothesis profiles, and no thread left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.threads import leaked_threads, running_threads
+
+pytest.register_assert_rewrite("tiered_kv.testing")
+
+# The same examples on every run, so that a red test is about the change under test.
+# HYPOTHESIS_PROFILE=thorough looks further, with new examples each time.
+settings.register_profile(
+    "steady",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test whose threads outlive it. Real engines (``e2e``) have threads of their own."""
+    before = running_threads()
+    yield
+    if request.node.get_closest_marker("e2e") is None:
+        leaked = leaked_threads(before)
+        assert not leaked, f"threads left behind: {', '.join(leaked)}"

@@ -1,0 +1,238 @@
+"""What the connector refuses at start, and in which words. No vLLM needed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiered_kv.connectors.vllm import engine
+from tiered_kv.connectors.vllm.engine import (
+    EngineFacts,
+    check_version,
+    read_engine,
+    refuse_unsupported,
+)
+from tiered_kv.errors import TieredKVError, UnsupportedError
+from tiered_kv.layout import Placement, page_layout
+
+# -- versions ---------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nobody_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_warned_versions", set())
+
+
+@pytest.mark.parametrize(
+    "version", ["0.30.0", "0.31", "0.32.0", "0.32.1rc2", "0.30.0.dev5+g1a2b3c4.cpu", "0.31.0+cu130"]
+)
+def test_tested_versions_are_taken_without_a_word(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_version(version)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["0.29.3", "0.9.2", "0.8", "0.0.1"])
+def test_older_versions_are_refused_in_one_sentence(version: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        check_version(version)
+    assert str(caught.value) == (
+        f"vLLM {version} is too old for TieredContinuumConnector: install vLLM 0.30 or newer."
+    )
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.100.0", "1.0.0"])
+def test_newer_versions_are_warned_of_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        check_version(version)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert version in record.getMessage()
+    assert "tested with vLLM 0.30 to 0.32" in record.getMessage()
+
+
+@pytest.mark.parametrize("version", ["", "dev", "main-1a2b3c4", "unknown"])
+def test_a_version_that_cannot_be_read_is_warned_of_and_tried(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_version(version)
+    assert "going on untested" in caplog.text
+
+
+# -- configurations -----------------------------------------------------------------------
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """A configuration that is fine, with changes by dotted name."""
+    made = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            world_size=2,
+        ),
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
+        speculative_config=None,
+        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16),
+        model_config=SimpleNamespace(max_model_len=4096),
+    )
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        setattr(getattr(made, section) if key else made, key or section, value)
+    return made
+
+
+def test_a_configuration_with_nothing_special_is_taken() -> None:
+    refuse_unsupported(config())
+
+
+REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"parallel_config__pipeline_parallel_size": 2},
+        "does not support pipeline parallelism",
+        "use --tensor-parallel-size instead of --pipeline-parallel-size.",
+    ),
+    (
+        {"parallel_config__decode_context_parallel_size": 2},
+        "does not support context parallelism",
+        "remove --decode-context-parallel-size and --prefill-context-parallel-size.",
+    ),
+    (
+        {"parallel_config__prefill_context_parallel_size": 4},
+        "does not support context parallelism",
+        "remove --decode-context-parallel-size and --prefill-context-parallel-size.",
+    ),
+    (
+        {"speculative_config": SimpleNamespace(method="ngram")},
+        "does not support speculative decoding",
+        "remove --speculative-config.",
+    ),
+    (
+        {"kv_transfer_config__kv_role": "kv_producer"},
+        'kv_role "kv_producer" makes no sense for a cache',
+        'write "kv_role":"kv_both".',
+    ),
+    (
+        {"kv_transfer_config__kv_load_failure_policy": "fail"},
+        "must be recomputed, not fail its request",
+        'add "kv_load_failure_policy":"recompute" to --kv-transfer-config.',
+    ),
+    (
+        {"cache_config__enable_prefix_caching": False},
+        "needs prefix caching",
+        "vLLM switches it off without this connector.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "what", "instead"), REFUSALS)
+def test_what_would_go_wrong_is_refused_with_what_to_write_instead(
+    changes: dict[str, Any], what: str, instead: str
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_unsupported(config(**changes))
+    sentence = str(caught.value)
+    assert what in sentence
+    assert sentence.endswith(instead)
+    assert "\n" not in sentence
+    assert isinstance(caught.value, TieredKVError)
+
+
+def test_a_vllm_without_prefill_context_parallelism_is_no_mistake() -> None:
+    old = config()
+    del old.parallel_config.prefill_context_parallel_size
+    refuse_unsupported(old)
+
+
+def test_the_load_failure_policy_must_be_said() -> None:
+    """vLLM's default fails the request."""
+    silent = config()
+    del silent.kv_transfer_config.kv_load_failure_policy
+    with pytest.raises(UnsupportedError, match="kv_load_failure_policy"):
+        refuse_unsupported(silent)
+
+
+# -- facts ----------------------------------------------------------------------------------
+
+
+class FullAttentionSpec:
+    block_size = 16
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+class CoarseSpec(FullAttentionSpec):
+    block_size = 32
+
+
+def kv_config(*specs: Callable[[], Any], host_resident: bool = False) -> SimpleNamespace:
+    tensor = SimpleNamespace(
+        layers=["l0", "l1"],
+        layer_stride=640,
+        block_stride=64,
+        offset=0,
+        host_resident=host_resident,
+    )
+    return SimpleNamespace(
+        num_blocks=10,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec()) for spec in specs],
+        kv_cache_tensors=[tensor],
+    )
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one function that reading the engine needs of vLLM."""
+    module = ModuleType("vllm.v1.kv_cache_interface")
+    module.is_full_attention_spec = (  # type: ignore[attr-defined]
+        lambda spec: not isinstance(spec, SlidingWindowSpec)
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureFixture) -> None:
+    facts = read_engine(config(), kv_config(FullAttentionSpec))
+    assert facts == EngineFacts(
+        ranks=2,
+        block_size=16,
+        num_blocks=10,
+        max_model_len=4096,
+        layout=page_layout([Placement(2, 640, 64, 0)], 10),
+    )
+    assert facts.page_bytes == 128
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("without_vllm")
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (kv_config(FullAttentionSpec, FullAttentionSpec), "it has 2 KV cache groups"),
+        (kv_config(SlidingWindowSpec), "its SlidingWindowSpec is not full attention"),
+        (kv_config(CoarseSpec), "its blocks and its block hashes differ in size"),
+        (kv_config(FullAttentionSpec, host_resident=True), "lies in host memory"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_left_to_vllm_and_said_once(
+    cache: SimpleNamespace, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = read_engine(config(), cache)
+    assert facts.layout is None
+    assert facts.page_bytes == facts.slots(1 << 30) == 0
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+
+
+def test_slots_are_whole_pages_of_the_memory_given() -> None:
+    layout = page_layout([Placement(2, 640, 64, 0)], 10)
+    facts = EngineFacts(1, 16, 10, 4096, layout)
+    assert [facts.slots(nbytes) for nbytes in (0, 127, 128, 1000)] == [0, 0, 1, 7]

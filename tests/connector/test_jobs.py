@@ -1,0 +1,77 @@
+"""Jobs: turns that belong together, remembered for as long as they may go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiered_kv.connectors.vllm import jobs
+from tiered_kv.connectors.vllm.jobs import JobTable
+from tiered_kv.policies.signals import JobKey
+
+KEY = JobKey("salt", "job")
+
+
+def test_turns_of_a_job_are_counted_from_its_birth() -> None:
+    table = JobTable()
+    job = table.turn_arrived(KEY, "r1", now=10.0)
+    table.turn_ended(job, "r1", over=False)
+
+    again = table.turn_arrived(KEY, "r2", now=20.0)
+
+    assert again is job
+    assert (again.turns, again.born, again.running) == (2, 10.0, {"r2"})
+    assert len(table) == 1
+
+
+def test_equal_names_under_other_salts_are_strangers() -> None:
+    table = JobTable()
+    mine = table.turn_arrived(JobKey("me", "job"), "r1", 0.0)
+    yours = table.turn_arrived(JobKey("you", "job"), "r2", 1.0)
+    assert mine is not yours
+    assert (mine.turns, yours.turns) == (1, 1)
+
+
+def test_a_job_that_is_over_is_forgotten() -> None:
+    table = JobTable()
+    job = table.turn_arrived(KEY, "r1", 0.0)
+    table.turn_ended(job, "r1", over=True)
+    assert len(table) == 0
+
+    reborn = table.turn_arrived(KEY, "r2", 50.0)
+    assert (reborn.turns, reborn.born) == (1, 50.0)
+
+
+def test_a_job_is_not_over_while_another_of_its_turns_runs() -> None:
+    table = JobTable()
+    job = table.turn_arrived(KEY, "r1", 0.0)
+    table.turn_arrived(KEY, "r2", 1.0)
+    assert job.running == {"r1", "r2"}
+
+    table.turn_ended(job, "r1", over=True)
+    assert len(table) == 1
+    table.turn_ended(job, "r2", over=True)
+    assert len(table) == 0
+
+
+def test_a_turn_that_ends_twice_is_no_mistake() -> None:
+    table = JobTable()
+    job = table.turn_arrived(KEY, "r1", 0.0)
+    table.turn_ended(job, "r1", over=True)
+    table.turn_ended(job, "r1", over=True)
+    assert len(table) == 0
+
+
+def test_the_job_not_heard_of_for_longest_is_forgotten_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "MAX_JOBS", 3)
+    table = JobTable()
+    for n in range(3):
+        table.turn_arrived(JobKey("", f"job {n}"), f"r{n}", float(n))
+    table.turn_arrived(JobKey("", "job 0"), "r3", 3.0)
+
+    table.turn_arrived(JobKey("", "new"), "r4", 4.0)
+
+    assert len(table) == 3
+    assert table.turn_arrived(JobKey("", "job 0"), "r5", 5.0).turns == 3
+    assert table.turn_arrived(JobKey("", "job 1"), "r6", 6.0).turns == 1, "it was forgotten"

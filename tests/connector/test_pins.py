@@ -1,0 +1,339 @@
+"""Pins: references on VRAM blocks that are counted, limited, and always given back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.policies.signals import JobKey
+from tiered_kv.testing.block_pool import FakeBlock, FakeBlockPool
+
+A, B, C, D = (JobKey("", name) for name in "abcd")
+
+
+class Engine:
+    """A pool of 20 usable blocks, of which requests take and give up what they like."""
+
+    def __init__(self, budget: int = 12, job_share: int = 12) -> None:
+        self.pool = FakeBlockPool(21)
+        self.pins = PinTable(self.pool, budget, job_share)
+
+    def ran(self, count: int) -> list[FakeBlock]:
+        """Blocks of a turn that is about to end: it still holds them."""
+        return self.pool.allocate([b"%d" % i for i in range(count)])
+
+    def finish_pinned(self, job: JobKey, blocks: list[FakeBlock], deadline: float = 2.0,
+                      born: float = 0.0) -> int:  # fmt: skip
+        """A turn ends as vLLM ends it: first our hook, then its own references go."""
+        pinned = self.pins.pin(job, blocks, deadline, born)
+        self.pool.free_blocks(reversed(blocks))
+        return pinned
+
+    def turn(self, job: JobKey, count: int, deadline: float = 2.0, born: float = 0.0) -> int:
+        return self.finish_pinned(job, self.ran(count), deadline, born)
+
+    @property
+    def free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+
+def test_a_pinned_context_is_not_free_and_a_released_one_is() -> None:
+    engine = Engine()
+    assert engine.turn(A, 5) == 5
+    assert A in engine.pins
+    assert (engine.free, engine.pins.held_blocks) == (15, 5)
+
+    assert engine.pins.release(A) is True
+
+    assert A not in engine.pins
+    assert (engine.free, engine.pins.held_blocks) == (20, 0)
+    assert engine.pins.release(A) is False
+    engine.pool.check_integrity()
+
+
+def test_what_is_released_is_reused_last_and_its_head_last_of_all() -> None:
+    """So that a pin that ran out is still a hit for as long as possible."""
+    engine = Engine()
+    blocks = engine.ran(3)
+    engine.finish_pinned(A, blocks)
+    engine.pins.release(A)
+    assert engine.pool.free_order[-3:] == [block.block_id for block in reversed(blocks)]
+
+
+def test_a_new_pin_of_a_job_takes_the_place_of_the_old_one() -> None:
+    engine = Engine()
+    engine.turn(A, 5)
+    assert engine.turn(A, 7) == 7
+    assert len(engine.pins) == 1
+    assert engine.free == 13
+
+
+def test_a_longer_context_keeps_the_blocks_it_had() -> None:
+    """The next turn holds the old blocks itself while its pin replaces the last one."""
+    engine = Engine()
+    start = engine.ran(5)
+    engine.finish_pinned(A, start)
+    engine.pool.touch(start)
+    assert engine.finish_pinned(A, start + engine.ran(2)) == 7
+    assert engine.free == 13
+    assert all(block.ref_cnt == 1 for block in start)
+
+
+def test_a_context_over_the_share_of_a_job_is_pinned_from_its_start() -> None:
+    engine = Engine(budget=12, job_share=4)
+    blocks = engine.ran(6)
+    assert engine.finish_pinned(A, blocks) == 4
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1, 1, 0, 0]
+
+
+def test_pins_together_stay_within_the_budget() -> None:
+    engine = Engine(budget=8)
+    assert engine.turn(A, 5) == 5
+    assert engine.turn(B, 5) == 3
+    assert engine.turn(C, 5) == 0
+    assert C not in engine.pins
+    assert engine.pins.held_blocks == 8
+
+
+def test_blocks_that_jobs_share_count_once() -> None:
+    engine = Engine(budget=8)
+    system_prompt = engine.ran(4)
+    engine.pool.touch(system_prompt)
+
+    assert engine.finish_pinned(A, system_prompt + engine.ran(2)) == 6
+    assert engine.finish_pinned(B, system_prompt + engine.ran(2)) == 6
+
+    assert engine.pins.held_blocks == 8
+    engine.pins.release(A)
+    assert engine.pins.held_blocks == 6
+    assert all(block.ref_cnt == 1 for block in system_prompt)
+    engine.pins.release(B)
+    assert engine.free == 20
+
+
+def test_a_job_that_shares_all_its_blocks_needs_no_budget() -> None:
+    engine = Engine(budget=4)
+    shared = engine.ran(4)
+    engine.pool.touch(shared)
+    engine.finish_pinned(A, shared)
+    assert engine.finish_pinned(B, shared) == 4
+
+
+@pytest.mark.parametrize("budget", [0, -5])
+def test_without_a_budget_nothing_is_pinned(budget: int) -> None:
+    engine = Engine(budget=budget, job_share=budget)
+    assert engine.turn(A, 3) == 0
+    assert (len(engine.pins), engine.free) == (0, 20)
+
+
+def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
+    engine = Engine()
+    engine.turn(A, 3)
+    assert engine.pins.pin(A, [], 2.0, 0.0) == 0
+    assert A not in engine.pins, "what it held before is over all the same"
+    assert engine.free == 20
+
+
+# -- time -------------------------------------------------------------------------------
+
+
+def test_pins_expire_at_their_deadline_and_not_before() -> None:
+    engine = Engine()
+    engine.turn(A, 2, deadline=10.0)
+    engine.turn(B, 2, deadline=12.0)
+    engine.turn(C, 2, deadline=10.0)
+
+    assert engine.pins.expire(9.99) == 0
+    assert engine.pins.expire(10.0) == 2
+    assert [job in engine.pins for job in (A, B, C)] == [False, True, False]
+    assert engine.pins.expire(11.0) == 0
+    assert engine.pins.expire(100.0) == 1
+    assert engine.pins.expire(1000.0) == 0
+    assert engine.free == 20
+
+
+def test_a_pin_made_after_others_expired_expires_too() -> None:
+    engine = Engine()
+    engine.turn(A, 2, deadline=10.0)
+    engine.pins.expire(10.0)
+    engine.turn(B, 2, deadline=5.0)
+    assert engine.pins.expire(10.0) == 1
+
+
+def test_a_renewed_pin_lives_until_its_new_deadline() -> None:
+    engine = Engine()
+    engine.turn(A, 2, deadline=10.0)
+    engine.turn(A, 2, deadline=20.0)
+    assert engine.pins.expire(15.0) == 0
+    assert A in engine.pins
+    assert engine.pins.expire(20.0) == 1
+
+
+# -- giving way -------------------------------------------------------------------------
+
+
+def crowded() -> Engine:
+    """Three pins of four blocks: B's job is the oldest, A's the youngest."""
+    engine = Engine()
+    for job, born in ((A, 30.0), (B, 10.0), (C, 20.0)):
+        engine.turn(job, 4, born=born)
+    assert engine.free == 8
+    return engine
+
+
+def test_the_youngest_job_gives_way_first_and_no_more_than_needed() -> None:
+    engine = crowded()
+    assert engine.pins.make_room(lambda: engine.free >= 12) == 1
+    assert [job in engine.pins for job in (A, B, C)] == [False, True, True]
+    assert engine.pins.make_room(lambda: engine.free >= 12) == 0
+    assert engine.pins.make_room(lambda: engine.free >= 13) == 1
+    assert [job in engine.pins for job in (A, B, C)] == [False, True, False]
+
+
+def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
+    engine = crowded()
+    assert engine.pins.make_room(lambda: engine.free >= 16, spare=A) == 2
+    assert A in engine.pins
+    assert engine.pins.make_room(lambda: engine.free >= 20, spare=A) == 1
+    assert A not in engine.pins
+
+
+def test_a_job_to_be_spared_that_has_no_pin_changes_nothing() -> None:
+    engine = crowded()
+    assert engine.pins.make_room(lambda: engine.free >= 12, spare=D) == 1
+    assert A not in engine.pins
+
+
+def test_when_pins_do_not_suffice_all_of_them_go() -> None:
+    engine = crowded()
+    assert engine.pins.make_room(lambda: engine.free >= 100) == 3
+    assert len(engine.pins) == 0
+    assert engine.pins.make_room(lambda: False) == 0
+
+
+def test_all_pins_can_be_released_at_once() -> None:
+    engine = crowded()
+    assert engine.pins.release_all() == 3
+    assert (engine.free, engine.pins.held_blocks) == (20, 0)
+    assert engine.pins.release_all() == 0
+    engine.pool.check_integrity()
+
+
+# -- all of it --------------------------------------------------------------------------
+
+
+class PinsMachine(RuleBasedStateMachine):
+    """Turns of a few jobs, some on a common prefix, begin, end and are pinned in any order.
+
+    The model says for each pin which blocks it must hold; every reference in the pool must
+    then belong to a pin or to a running turn.
+    """
+
+    JOBS = (A, B, C, D)
+
+    @initialize(budget=st.integers(0, 14), share=st.integers(0, 14))
+    def start(self, budget: int, share: int) -> None:
+        self.budget, self.share = budget, share
+        self.pool = FakeBlockPool(31)
+        self.pins = PinTable(self.pool, budget, share)
+        self.now = 0.0
+        self.running: list[list[FakeBlock]] = []
+        self.model: dict[JobKey, tuple[list[FakeBlock], float, float]] = {}
+
+    @rule(data=st.data(), length=st.integers(1, 8))
+    def begin(self, data: st.DataObject, length: int) -> None:
+        """A turn takes over the head of another context, if it likes, and fills more."""
+        contexts = [*self.running, *(blocks for blocks, _, _ in self.model.values())]
+        head: list[FakeBlock] = []
+        if contexts:
+            whose = contexts[data.draw(st.integers(0, len(contexts) - 1))]
+            head = whose[: data.draw(st.integers(0, len(whose)))]
+        if length > self.pool.get_num_free_blocks():
+            return
+        self.pool.touch(head)
+        self.running.append(head + self.pool.allocate([b"h"] * length))
+
+    @rule(
+        data=st.data(),
+        job=st.sampled_from(JOBS),
+        ttl=st.sampled_from([2.0, 0.0, 1.0, 5.0]),
+        born=st.integers(0, 3),
+    )
+    @precondition(lambda self: self.running)
+    def end(self, data: st.DataObject, job: JobKey, ttl: float, born: int) -> None:
+        blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.model.pop(job, None)
+        fits = [n for n in range(len(blocks) + 1) if self.affordable(blocks[:n])]
+
+        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born))
+        self.pool.free_blocks(reversed(blocks))
+
+        assert pinned == max(fits), "as much of its start as the budget allows"
+        if pinned:
+            self.model[job] = (blocks[:pinned], self.now + ttl, float(born))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.running)
+    def end_unpinned(self, data: st.DataObject) -> None:
+        blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.pool.free_blocks(reversed(blocks))
+
+    @rule(job=st.sampled_from(JOBS))
+    def release(self, job: JobKey) -> None:
+        assert self.pins.release(job) is (self.model.pop(job, None) is not None)
+
+    @rule(seconds=st.sampled_from([1.0, 0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        late = [job for job, (_, deadline, _) in self.model.items() if deadline <= self.now]
+        assert self.pins.expire(self.now) == len(late)
+        for job in late:
+            del self.model[job]
+
+    @rule(wanted=st.integers(1, 30), spare=st.none() | st.sampled_from(JOBS))
+    def make_room(self, wanted: int, spare: JobKey | None) -> None:
+        before = dict(self.model)
+        released = self.pins.make_room(lambda: self.pool.get_num_free_blocks() >= wanted, spare)
+
+        for job in [job for job in self.model if job not in self.pins]:
+            del self.model[job]
+        assert released == len(before) - len(self.model)
+        if self.model:
+            assert self.pool.get_num_free_blocks() >= wanted
+        gone = [before[job][2] for job in before if job not in self.model and job != spare]
+        stayed = [born for job, (_, _, born) in self.model.items() if job != spare]
+        assert min(gone, default=9) >= max(stayed, default=-1), "the youngest give way first"
+        if spare in before and spare not in self.model:
+            assert not stayed, "the spared one goes last"
+
+    @invariant()
+    def every_reference_belongs_to_somebody(self) -> None:
+        self.pool.check_integrity()
+        owners = [*self.running, *(blocks for blocks, _, _ in self.model.values())]
+        held = [block.block_id for blocks in owners for block in blocks]
+        for block in self.pool.blocks[1:]:
+            assert block.ref_cnt == held.count(block.block_id)
+
+    @invariant()
+    def pins_stay_within_budget_and_share(self) -> None:
+        assert len(self.pins) == len(self.model)
+        assert all(job in self.pins for job in self.model)
+        held = {block for blocks, _, _ in self.model.values() for block in blocks}
+        assert self.pins.held_blocks == len(held) <= self.budget
+        assert all(len(blocks) <= self.share for blocks, _, _ in self.model.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "pins"):
+            self.pins.release_all()
+            for blocks in self.running:
+                self.pool.free_blocks(blocks)
+            assert self.pool.get_num_free_blocks() == 30
+
+    def affordable(self, blocks: list[FakeBlock]) -> bool:
+        held = {block for pinned, _, _ in self.model.values() for block in pinned}
+        return len(blocks) <= self.share and len(held | set(blocks)) <= max(self.budget, len(held))
+
+
+TestPins = PinsMachine.TestCase

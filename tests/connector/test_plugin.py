@@ -1,0 +1,25 @@
+"""vLLM finds the connector by its name."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from tiered_kv.connectors.vllm import plugin
+
+
+def test_the_package_announces_itself_to_vllm() -> None:
+    (found,) = entry_points(group="vllm.general_plugins", name="tiered_kv")
+    assert found.value == "tiered_kv.connectors.vllm.plugin:register"
+    assert found.load() is plugin.register
+
+
+def test_registering_twice_is_fine_and_the_name_is_then_known() -> None:
+    """vLLM loads its plugins in every process, in some of them twice."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    plugin.register()
+    plugin.register()
+
+    found = KVConnectorFactory.get_connector_class_by_name(plugin.NAME)
+    assert found.__name__ == "TieredContinuumConnector"
+    assert found.__module__ == plugin.MODULE

@@ -1,0 +1,407 @@
+"""A machine that carries out a planner's orders on bytes, and knows what must come of it.
+
+``OrdersMachine`` is a Hypothesis state machine. Its rules are what a scheduler may do and
+what can happen to a worker, in any order: saves, restores, cancels, resets, copies that
+fail, ranks that report late. Beside the planner it keeps a plain model, a dict of what
+each key must hold, and real bytes: VRAM and slots of every rank, as dicts.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiered_kv.index import PageIndex, PageState
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
+from tiered_kv.planner import Planner, Settled
+from tiered_kv.policies.eviction import LeastRecentlyUsed
+
+KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]
+BLOCKS = range(1, 15)
+PAGE_BYTES = 64
+BANDWIDTH = 1e9
+
+
+@dataclass(eq=False)
+class Page:
+    """What the model knows of a page: which bytes it must hold, and where.
+
+    ``bytes_of`` a rank differ from those of every other save that ever was.
+    """
+
+    key: PageKey
+    serial: int
+    slot: int
+    whole: bool = False
+
+    def bytes_of(self, rank: int) -> bytes:
+        return b"%s save %d rank %d" % (self.key[:1], self.serial, rank)
+
+
+@dataclass(eq=False)
+class Flight:
+    """An order under way: which ranks have copied, which of those have reported."""
+
+    order: SaveOrder | LoadOrder
+    pages: list[Page]
+    abandoned: bool = False
+    copied: dict[int, frozenset[int]] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return frozenset().union(*self.copied.values())
+
+    def __repr__(self) -> str:
+        return f"{type(self.order).__name__} {self.order.order_id}"
+
+
+class OrdersMachine(RuleBasedStateMachine):
+    """Subclasses may plant a bug in ``make``."""
+
+    def make(self, num_slots: int, ranks: int) -> Planner:
+        index = PageIndex(num_slots, LeastRecentlyUsed())
+        return Planner(index, ranks, PAGE_BYTES, BANDWIDTH)
+
+    @initialize(num_slots=st.sampled_from([4, 5, 3, 2, 1, 0]), ranks=st.integers(1, 3))
+    def start(self, num_slots: int, ranks: int) -> None:
+        self.planner = self.make(num_slots, ranks)
+        self.index = self.planner.index
+        self.ranks = range(ranks)
+        self.vram = [dict.fromkeys(BLOCKS, b"nothing yet") for _ in self.ranks]
+        self.slots = [dict.fromkeys(range(num_slots), b"nothing yet") for _ in self.ranks]
+        self.pages: dict[PageKey, Page] = {}
+        self.flights: dict[OrderId, Flight] = {}
+        self.held: dict[int, int] = {}  # block -> orders that need it to stay
+        self.serial = 0
+
+    # -- what the scheduler does --------------------------------------------------
+
+    @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
+    def save(self, data: st.DataObject, keys: list[PageKey]) -> None:
+        """Blocks have filled: some of their pages are known already, some named twice."""
+        blocks = self.free_blocks(data, len(keys))
+        keys = keys[: len(blocks)]
+        before, in_use = dict(self.pages), self.slots_in_use()
+        free = self.index.num_slots - len(in_use)
+        idle = {key for key in before if self.idle(key)}
+        evictions, unsaved = self.index.evictions, self.planner.unsaved
+
+        order = self.planner.plan_save(zip(keys, blocks, strict=True))
+
+        content = dict(zip(blocks, keys, strict=True))
+        planned = [content[block] for block in order.blocks] if order else []
+        # A page evicted for one key may be asked for later on in the same order.
+        gone = {key for key in before if key in planned or not self.index.known(key)}
+        assert gone <= idle, "a page in use was evicted"
+        assert len(gone) == self.index.evictions - evictions == max(0, len(planned) - free)
+        for key in gone:
+            in_use.discard(self.pages.pop(key).slot)
+        refused = self.planner.unsaved - unsaved
+        assert len(planned) + refused >= len(set(keys) - set(before))
+        if refused:
+            assert gone == idle, "a slot could have been had"
+            assert len(planned) == free + len(idle)
+        if order is not None:
+            taken = len(order.slots) + len(in_use)
+            assert len({*order.slots, *in_use}) == taken, "a slot was given twice"
+            self.fill_blocks(order, planned)
+        self.pass_time(data)
+
+    def fill_blocks(self, order: SaveOrder, keys: list[PageKey]) -> None:
+        """What the step computes, in time for the copy behind it."""
+        flight = self.flights[order.order_id] = Flight(order, [])
+        for key, block, slot in zip(keys, order.blocks, order.slots, strict=True):
+            self.serial += 1
+            page = Page(key, self.serial, slot)
+            assert key not in self.pages, "a page is saved twice"
+            self.pages[key] = page
+            flight.pages.append(page)
+            self.held[block] = self.held.get(block, 0) + 1
+            for rank in self.ranks:
+                self.vram[rank][block] = page.bytes_of(rank)
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(page.whole for page in self.pages.values()))
+    def restore(self, data: st.DataObject) -> None:
+        """A turn returns: readable pages are brought back, one of them perhaps twice."""
+        readable = [page.key for page in self.pages.values() if page.whole]
+        keys = data.draw(st.lists(st.sampled_from(readable), min_size=1, max_size=4))
+        blocks = self.free_blocks(data, len(keys))
+        keys = keys[: len(blocks)]
+        order = self.planner.plan_load("request", keys, blocks, RestoreMode.ASYNC)
+
+        pages = [self.pages[key] for key in keys]
+        assert all(page.whole for page in pages)
+        assert list(order.slots) == [page.slot for page in pages]
+        assert list(order.blocks) == blocks
+        self.flights[order.order_id] = Flight(order, pages)
+        for block in blocks:
+            self.held[block] = self.held.get(block, 0) + 1
+        self.pass_time(data)
+
+    @rule(data=st.data())
+    def disturb(self, data: st.DataObject) -> None:
+        """Something else happens."""
+        key = data.draw(st.sampled_from(KEYS))
+        what = [
+            self.use,
+            self.forget_one,
+            self.restore_what_is_not_readable,
+            self.report_from_nowhere,
+            self.cancel,
+            self.abandon_saves,
+            self.reset,
+        ]
+        self.pick(data, what)(key)
+        self.pass_time(data)
+
+    def use(self, key: PageKey) -> None:
+        self.index.touch([key])
+
+    def forget_one(self, key: PageKey) -> None:
+        self.index.forget(key)
+        self.pages.pop(key, None)
+
+    def restore_what_is_not_readable(self, key: PageKey) -> None:
+        """Somebody's mistake; it must not leave the pages before it locked."""
+        if self.readable(key):
+            return
+        readable = [page.key for page in self.pages.values() if page.whole]
+        keys = [*readable, key]
+        try:
+            self.planner.plan_load("request", keys, range(len(keys)), RestoreMode.SYNC)
+        except (KeyError, ValueError):
+            return
+        raise AssertionError("an unreadable page was ordered")
+
+    def report_from_nowhere(self, _: PageKey) -> None:
+        """Of a restore that was made to fail (id 0), or of an order of another life."""
+        report = OrderReport(self.world, frozenset({0}), 0, 0.0)
+        assert self.planner.settle({OrderId(0): report, OrderId(1 << 40): report}) == []
+
+    def cancel(self, _: PageKey) -> None:
+        """The newest save is taken back before it was sent."""
+        for flight in self.unsent_saves()[-1:]:
+            assert isinstance(flight.order, SaveOrder)
+            self.planner.cancel(flight.order)
+            self.end(flight)
+            for page in flight.pages:
+                self.forget(page)
+
+    def abandon_saves(self, _: PageKey) -> None:
+        abandoned = self.planner.abandon_saves()
+
+        mine = [f for f in self.flights.values() if self.is_save(f) and not f.abandoned]
+        assert abandoned == [flight.order for flight in mine]
+        for flight in mine:
+            flight.abandoned = True
+            for page in flight.pages:
+                self.pages.pop(page.key, None)
+            self.give_up(flight)
+
+    def reset(self, key: PageKey) -> None:
+        """Weights were updated: nothing that was saved may be found again."""
+        while self.unsent_saves():
+            self.cancel(key)
+        self.abandon_saves(key)
+        self.index.clear()
+        self.pages.clear()
+
+    # -- what happens at the workers ------------------------------------------------
+
+    def pass_time(self, data: st.DataObject) -> None:
+        """Workers copy or report, or finish all there is. Part of every rule and none of its
+        own: examples in which nothing ever arrives would prove little."""
+        for _ in range(data.draw(st.sampled_from([1, 0, 2, 4]))):
+            what = data.draw(st.sampled_from([self.copy, self.copy, self.report, self.finish]))
+            what(data)
+
+    def copy(self, data: st.DataObject) -> None:
+        """One rank carries out one order; some of its pages may be torn."""
+        if not self.to_copy():
+            return
+        fail = data.draw(st.just(set[int]()) | st.sets(st.integers(0, 3), max_size=2))
+        flight, rank = self.pick(data, self.to_copy())
+        self.carry_out(flight, rank, fail)
+
+    def report(self, data: st.DataObject) -> None:
+        """Reports of some ranks on some orders arrive together."""
+        waiting = self.to_report()
+        count = data.draw(st.integers(1, 4))
+        self.deliver([waiting.pop(self.draw_index(data, waiting)) for _ in waiting[:count]])
+
+    def finish(self, _: st.DataObject) -> None:
+        """A calm step: every rank carries out what it has not, and all is reported."""
+        for flight, rank in self.to_copy():
+            self.carry_out(flight, rank, set())
+        self.deliver(self.to_report())
+
+    def carry_out(self, flight: Flight, rank: int, fail: set[int]) -> None:
+        order, vram, slots = flight.order, self.vram[rank], self.slots[rank]
+        flight.copied[rank] = frozenset(i for i in fail if i < len(order.blocks))
+        for i, (block, slot) in enumerate(zip(order.blocks, order.slots, strict=True)):
+            if isinstance(order, SaveOrder):
+                slots[slot] = b"torn" if i in fail else self.transported(vram[block])
+            else:
+                vram[block] = b"torn" if i in fail else slots[slot]
+
+    def deliver(self, arriving: list[tuple[Flight, int]]) -> None:
+        """Merged over the ranks, as vLLM does it."""
+        reports: dict[OrderId, OrderReport] = {}
+        for flight, rank in arriving:
+            flight.reported.add(rank)
+            failed = flight.copied[rank]
+            good = len(flight.order.blocks) - len(failed)
+            report = OrderReport(1, failed, good * PAGE_BYTES, seconds=1e-6 * good)
+            order_id = flight.order.order_id
+            known = reports.get(order_id)
+            reports[order_id] = known.merge(report) if known else report
+
+        settled = self.planner.settle(reports)
+
+        complete = [self.flights[i] for i in reports if len(self.flights[i].reported) == self.world]
+        assert [done.order for done in settled] == [flight.order for flight in complete]
+        for done, flight in zip(settled, complete, strict=True):
+            self.check_settled(done, flight)
+
+    def transported(self, content: bytes) -> bytes:
+        """What arrives of a page that is copied; an honest worker changes nothing."""
+        return content
+
+    def check_settled(self, done: Settled, flight: Flight) -> None:
+        assert done.failed == flight.failed
+        assert done.abandoned is flight.abandoned
+        assert list(done.keys) == [page.key for page in flight.pages]
+        for i, page in enumerate(flight.pages):
+            if self.is_save(flight):
+                if i in flight.failed:
+                    self.forget(page)
+                else:
+                    page.whole = True
+            elif i in flight.failed:  # whoever holds the key now: better lost than wrong
+                self.pages.pop(page.key, None)
+            else:
+                for rank in self.ranks:
+                    found = self.vram[rank][flight.order.blocks[i]]
+                    assert found == page.bytes_of(rank), f"a wrong page: {found!r}"
+        self.end(flight)
+
+    # -- what is always true -----------------------------------------------------------
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        self.index.check_integrity()
+        assert self.index.free_slots == self.index.num_slots - len(self.slots_in_use())
+
+    @invariant()
+    def the_index_knows_what_the_model_knows(self) -> None:
+        assert len(self.index) == len(self.pages)
+        for key in KEYS:
+            page = self.pages.get(key)
+            expected = (PageState.CPU if page.whole else PageState.SAVING) if page else None
+            assert self.index.state(key) is expected
+            assert self.index.known(key) is (page is not None)
+        end = next((i for i, key in enumerate(KEYS) if not self.readable(key)), len(KEYS))
+        assert self.index.resident_prefix(KEYS, 0, len(KEYS)) == end
+
+    @invariant()
+    def what_can_be_read_is_whole_on_every_rank(self) -> None:
+        for page in self.pages.values():
+            if self.index.state(page.key) is PageState.CPU:
+                for rank in self.ranks:
+                    found = self.slots[rank][page.slot]
+                    assert found == page.bytes_of(rank), f"a wrong page is readable: {found!r}"
+
+    @invariant()
+    def orders_in_flight_are_counted(self) -> None:
+        assert self.planner.in_flight == len(self.flights)
+        assert self.planner.bandwidth > 0
+
+    def teardown(self) -> None:
+        """In the end all comes in; then every page that is there can be read back."""
+        if not hasattr(self, "planner") or sys.exc_info()[0] is not None:
+            return  # it never began, or has failed already
+        for flight in list(self.flights.values()):
+            for rank in set(self.ranks) - set(flight.copied):
+                flight.copied[rank] = frozenset(range(len(flight.order.blocks)))
+            late = self.world - len(flight.reported)
+            report = OrderReport(late, flight.failed, 0, 0.0)
+            for done in self.planner.settle({flight.order.order_id: report}):
+                self.check_settled(done, flight)
+        assert self.planner.in_flight == 0
+        assert not any(self.held.values())
+        self.every_slot_has_one_owner()
+        self.what_can_be_read_is_whole_on_every_rank()
+        self.index.clear()
+        assert self.index.free_slots == self.index.num_slots
+
+    # -- the model ----------------------------------------------------------------------
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    def readable(self, key: PageKey) -> bool:
+        return key in self.pages and self.pages[key].whole
+
+    def idle(self, key: PageKey) -> bool:
+        page = self.pages[key]
+        return page.whole and not any(page in flight.pages for flight in self.flights.values())
+
+    def slots_in_use(self) -> set[int]:
+        mine = {page.slot for page in self.pages.values()}
+        return mine.union(*(flight.order.slots for flight in self.flights.values()))
+
+    def unsent_saves(self) -> list[Flight]:
+        return [f for f in self.flights.values() if self.is_save(f) and not f.copied]
+
+    def to_copy(self) -> list[tuple[Flight, int]]:
+        return [
+            (flight, rank)
+            for flight in self.flights.values()
+            for rank in self.ranks
+            if rank not in flight.copied
+        ]
+
+    def to_report(self) -> list[tuple[Flight, int]]:
+        return [
+            (flight, rank)
+            for flight in self.flights.values()
+            for rank in flight.copied
+            if rank not in flight.reported
+        ]
+
+    def is_save(self, flight: Flight) -> bool:
+        return isinstance(flight.order, SaveOrder)
+
+    def forget(self, page: Page) -> None:
+        """Absent, unless another save has taken the page's place."""
+        if self.pages.get(page.key) is page:
+            del self.pages[page.key]
+
+    def end(self, flight: Flight) -> None:
+        del self.flights[flight.order.order_id]
+        if not flight.abandoned:
+            self.give_up(flight)
+
+    def give_up(self, flight: Flight) -> None:
+        for block in flight.order.blocks:
+            self.held[block] -= 1
+
+    def free_blocks(self, data: st.DataObject, count: int) -> list[int]:
+        """Blocks that no order needs; abandoned saves may still read them, and get garbage."""
+        free = [block for block in BLOCKS if not self.held.get(block)]
+        first = data.draw(st.integers(0, len(free) - 1)) if free else 0
+        return (free[first:] + free[:first])[:count]
+
+    def pick(self, data: st.DataObject, among: list[Any]) -> Any:
+        return among[self.draw_index(data, among)]
+
+    def draw_index(self, data: st.DataObject, among: list[Any]) -> int:
+        return data.draw(st.integers(0, len(among) - 1))

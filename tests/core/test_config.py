@@ -1,0 +1,152 @@
+"""Settings: two sources, one frozen result, and refusals that say what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.config import GIB, TierConfig, check_cpu_size, load_config
+from tiered_kv.errors import ConfigError, TieredKVError
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def refusal(env: dict[str, str] | None = None, extra: dict[str, object] | None = None) -> str:
+    """The sentence with which a configuration is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(env or {}, extra)
+    return str(caught.value)
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    config = load_config({"PATH": "/bin", "TIERED": "no"})
+    assert config == TierConfig(cpu_gib=4.0, pin_fraction=0.5, trace=None)
+
+
+def test_settings_come_from_the_environment_or_from_the_extra_config(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    env = {
+        "TIERED_KV_CPU_GIB": "0.5",
+        "TIERED_KV_PIN_FRACTION": "1",
+        "TIERED_KV_TRACE": str(trace),
+    }
+    extra: dict[str, object] = {"cpu_gib": 0.5, "pin_fraction": 1, "trace": str(trace)}
+
+    assert load_config(env) == load_config({}, extra) == TierConfig(0.5, 1.0, trace)
+
+
+def test_the_extra_config_wins_over_the_environment() -> None:
+    env = {"TIERED_KV_CPU_GIB": "8", "TIERED_KV_PIN_FRACTION": "0.1"}
+    assert load_config(env, {"cpu_gib": 2}) == TierConfig(cpu_gib=2.0, pin_fraction=0.1)
+
+
+def test_a_number_may_be_written_as_text_in_the_extra_config() -> None:
+    assert load_config({}, {"cpu_gib": "0.25"}).cpu_gib == 0.25
+
+
+def test_zero_turns_the_cpu_tier_or_pinning_off() -> None:
+    config = load_config({}, {"cpu_gib": 0, "pin_fraction": 0})
+    assert config.cpu_bytes_per_rank(1) == 0
+    assert config.pin_fraction == 0
+
+
+def test_a_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
+    sentence = refusal({"TIERED_KV_CPU_GB": "4"})
+    assert sentence == "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib?"
+
+
+def test_a_strange_key_is_refused_with_the_keys_there_are() -> None:
+    sentence = refusal(extra={"colour": "blue"})
+    assert "unknown setting 'colour'" in sentence
+    for field in dataclasses.fields(TierConfig):
+        assert field.name in sentence
+
+
+@pytest.mark.parametrize("value", ["", "4GB", "four", None, True, [4], {"gib": 4}])
+def test_what_is_not_a_number_is_refused_with_a_number_to_write(value: object) -> None:
+    sentence = refusal(extra={"cpu_gib": value})
+    assert sentence == f"TIERED_KV_CPU_GIB={value!r} is not a number: write TIERED_KV_CPU_GIB=4."
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, "1e9", "nan", "inf", "-inf", float("nan")])
+def test_an_impossible_size_is_refused_with_one_that_works(value: object) -> None:
+    sentence = refusal(extra={"cpu_gib": value})
+    assert "is outside 0 to" in sentence
+    assert "GiB" in sentence
+    assert sentence.endswith("write TIERED_KV_CPU_GIB=4.")
+
+
+def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
+    assert "write TIERED_KV_CPU_GIB=4." in refusal(extra={"cpu_gib": 10**400})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.01, 50])
+def test_a_pin_fraction_is_a_share(value: float) -> None:
+    sentence = refusal(extra={"pin_fraction": value})
+    assert "is outside 0 to 1 of VRAM blocks" in sentence
+    assert sentence.endswith("write TIERED_KV_PIN_FRACTION=0.5.")
+
+
+@pytest.mark.parametrize("value", [3, True, ["trace.jsonl"]])
+def test_a_trace_that_is_no_path_is_refused(value: object) -> None:
+    assert refusal(extra={"trace": value}).endswith(
+        "is not a path: write TIERED_KV_TRACE=trace.jsonl."
+    )
+
+
+def test_a_trace_is_a_file_in_a_folder_that_exists(tmp_path: Path) -> None:
+    for wrong in (tmp_path, tmp_path / "missing" / "trace.jsonl"):
+        sentence = refusal({"TIERED_KV_TRACE": str(wrong)})
+        assert sentence.startswith(f"TIERED_KV_TRACE={wrong} cannot be written")
+        assert sentence.endswith("name a file in an existing folder.")
+
+
+@pytest.mark.parametrize("value", ["", None])
+def test_an_empty_trace_is_none(value: str | None) -> None:
+    assert load_config({}, {"trace": value}).trace is None
+
+
+@given(st.dictionaries(st.sampled_from(["cpu_gib", "pin_fraction", "trace", "x"]), JSON_VALUES))
+def test_whatever_json_says_is_taken_or_refused(extra: dict[str, object]) -> None:
+    try:
+        config = load_config({}, extra)
+    except ConfigError:
+        return  # any other exception fails the test
+    assert 0 <= config.pin_fraction <= 1
+    assert config.cpu_bytes_per_rank(1) >= 0
+
+
+def test_sizes_are_for_the_engine_and_split_over_its_ranks() -> None:
+    config = TierConfig(cpu_gib=4)
+    assert [config.cpu_bytes_per_rank(ranks) for ranks in (1, 2, 3)] == [
+        4 * GIB,
+        2 * GIB,
+        4 * GIB // 3,
+    ]
+
+
+def test_a_cpu_tier_that_fits_is_accepted() -> None:
+    check_cpu_size(TierConfig(cpu_gib=4), ranks=2, available_bytes=2 * GIB)
+
+
+def test_a_cpu_tier_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
+    config = TierConfig(cpu_gib=4)
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        check_cpu_size(config, ranks=2, available_bytes=GIB)
+    sentence = str(caught.value)
+    assert "1.0 GiB of memory are left for each of 2 ranks" in sentence
+    assert sentence.endswith("set at most 1.6.")
+    check_cpu_size(TierConfig(cpu_gib=1.6), ranks=2, available_bytes=GIB)
+
+
+def test_every_error_of_this_project_can_be_caught_as_one() -> None:
+    assert issubclass(ConfigError, TieredKVError)
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,173 @@
+"""The fakes that other tests rely on do what they say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.threads import leaked_threads, running_threads
+from tiered_kv.layout import PageLayout, Placement, page_layout
+from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.testing.block_pool import FakeBlockPool
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.transfer import TransferConformance
+from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
+from tiered_kv.transfer.cpu import CpuTransfer
+
+
+class TestFaultyTransferWithoutFaults(TransferConformance):
+    """Until a fault is asked for, it is the backend it wraps."""
+
+    def make_backend(self, layout: PageLayout, storage: Any, pool: CpuPool) -> TransferBackend:
+        return FaultyTransfer(CpuTransfer(layout, storage, pool))
+
+
+class Copies:
+    """Four blocks that hold 1 to 4, and four slots that hold 11 to 14."""
+
+    def __init__(self) -> None:
+        self.pool = CpuPool(4, 8)
+        self.pool.slots[:] = np.arange(11, 15, dtype=np.uint8)[:, None]
+        self.storage = np.repeat(np.arange(1, 5, dtype=np.uint8), 8)
+        layout = page_layout([Placement(1, 32, 8, 0)], 4)
+        self.faulty = FaultyTransfer(CpuTransfer(layout, self.storage, self.pool))
+
+    def run(self, direction: Direction, blocks: list[int], slots: list[int]) -> set[int]:
+        return set(self.faulty.run(CopyJob(1, direction, blocks, slots)).failed)
+
+    @property
+    def blocks(self) -> list[int]:
+        return [int(n) for n in self.storage[::8]]
+
+    @property
+    def slots(self) -> list[int]:
+        return [int(n) for n in self.pool.slots[:, 0]]
+
+
+@pytest.fixture
+def copies() -> Iterator[Copies]:
+    made = Copies()
+    yield made
+    made.faulty.close()
+
+
+def test_a_failure_asked_for_strikes_the_next_job_of_its_direction_once(copies: Copies) -> None:
+    copies.faulty.fail_next(Direction.LOAD, {1})
+
+    assert copies.run(Direction.SAVE, [0, 1], [0, 1]) == set()
+    assert copies.run(Direction.LOAD, [2, 3], [0, 1]) == {1}
+    assert copies.blocks == [1, 2, 1, 4], "the block that failed keeps what it held"
+    assert copies.run(Direction.LOAD, [2, 3], [0, 1]) == set()
+    assert copies.blocks == [1, 2, 1, 2]
+    assert copies.faulty.struck == 1
+
+
+def test_a_whole_job_can_fail(copies: Copies) -> None:
+    copies.faulty.fail_next(Direction.SAVE)
+    assert copies.run(Direction.SAVE, [0, 1, 2], [0, 1, 2]) == {0, 1, 2}
+    assert copies.slots == [11, 12, 13, 14]
+
+
+def test_failures_asked_for_twice_strike_two_jobs(copies: Copies) -> None:
+    copies.faulty.fail_next(Direction.SAVE, {0})
+    copies.faulty.fail_next(Direction.SAVE, {1, 7})
+    assert copies.run(Direction.SAVE, [0, 1], [0, 1]) == {0}
+    assert copies.run(Direction.SAVE, [0, 1], [0, 1]) == {1}
+
+
+def test_a_job_in_the_background_fails_like_any_other(copies: Copies) -> None:
+    copies.faulty.fail_next(Direction.LOAD, {0})
+    copies.faulty.submit(CopyJob(7, Direction.LOAD, (0, 1), (0, 1)))
+    copies.faulty.drain()
+    (result,) = copies.faulty.poll()
+    assert (result.job_id, result.failed) == (7, frozenset({0}))
+
+
+def test_a_corrupt_load_lies(copies: Copies) -> None:
+    copies.faulty.corrupt_next_load()
+    assert copies.run(Direction.LOAD, [0, 1, 2], [0, 1, 2]) == set()
+    assert copies.blocks == [13, 11, 12, 4]
+    assert copies.slots == [11, 12, 13, 14], "the pool itself is as it was"
+    assert copies.run(Direction.LOAD, [0, 1, 2], [0, 1, 2]) == set()
+    assert copies.blocks == [11, 12, 13, 4]
+
+
+def test_a_lone_page_of_a_corrupt_load_does_not_arrive(copies: Copies) -> None:
+    copies.faulty.corrupt_next_load()
+    assert copies.run(Direction.LOAD, [3], [0]) == set()
+    assert copies.blocks == [1, 2, 3, 4]
+    assert copies.faulty.struck == 1
+
+
+def test_saves_are_never_corrupt(copies: Copies) -> None:
+    copies.faulty.corrupt_next_load()
+    copies.run(Direction.SAVE, [0, 1], [0, 1])
+    assert copies.slots == [1, 2, 13, 14]
+    assert copies.faulty.struck == 0
+
+
+# -- the block pool ---------------------------------------------------------------------
+
+
+def test_blocks_are_reused_in_the_order_in_which_they_were_given_up() -> None:
+    pool = FakeBlockPool(7)
+    first = pool.allocate([b"a", b"b", None])
+    assert pool.free_order == [4, 5, 6]
+
+    pool.free_blocks(reversed(first))
+
+    assert pool.free_order == [3, 4, 5, 6, 2, 1], "without a hash first, the context's head last"
+    pool.check_integrity()
+
+
+def test_a_free_block_that_is_touched_is_free_no_more() -> None:
+    pool = FakeBlockPool(4)
+    (block,) = pool.allocate([b"a"])
+    pool.free_blocks([block])
+
+    pool.touch([block])
+
+    assert pool.free_order == [2, 3]
+    assert block.ref_cnt == 1
+    pool.touch([block])
+    pool.free_blocks([block])
+    assert pool.free_order == [2, 3], "one reference is left"
+    pool.check_integrity()
+
+
+def test_a_block_freed_twice_is_an_error() -> None:
+    pool = FakeBlockPool(4)
+    blocks = pool.allocate([b"a"])
+    pool.free_blocks(blocks)
+    with pytest.raises(ValueError, match="block 1 is freed twice"):
+        pool.free_blocks(blocks)
+
+
+def test_more_blocks_than_are_free_cannot_be_had() -> None:
+    with pytest.raises(ValueError, match="4 blocks wanted, 3 are free"):
+        FakeBlockPool(4).allocate([None] * 4)
+
+
+# -- threads ----------------------------------------------------------------------------
+
+
+def test_threads_left_behind_are_noticed() -> None:
+    before, stop = running_threads(), threading.Event()
+    threads = [
+        threading.Thread(target=stop.wait, name="anyone"),
+        threading.Thread(target=stop.wait, name="tiered-kv-copy", daemon=True),
+        threading.Thread(target=stop.wait, name="somebody's daemon", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        assert leaked_threads(before, patience_s=0.0) == ["anyone", "tiered-kv-copy"]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert leaked_threads(before) == []

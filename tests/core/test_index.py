@@ -1,0 +1,105 @@
+"""The page index obeys the contract, whatever the eviction order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tiered_kv.index import EvictionOrder, PageIndex
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.eviction import LeastRecentlyUsed
+from tiered_kv.testing.index import IndexConformance
+
+
+class LastInFirstOut(EvictionOrder):
+    """The newest page goes first; being used changes nothing."""
+
+    def __init__(self) -> None:
+        self._keys: list[PageKey] = []
+
+    def added(self, key: PageKey) -> None:
+        self._keys.append(key)
+
+    def removed(self, key: PageKey) -> None:
+        self._keys.remove(key)
+
+    def touched(self, key: PageKey) -> None:
+        assert key in self._keys, "touched a page that cannot be evicted"
+
+    def victim(self) -> PageKey | None:
+        return self._keys[-1] if self._keys else None
+
+    def __iter__(self) -> Iterator[PageKey]:
+        return reversed(self._keys)
+
+
+class AnyPage(LastInFirstOut):
+    """A page by lot, the same until something changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng = random.Random(0)
+
+    def added(self, key: PageKey) -> None:
+        self._keys.insert(self._rng.randint(0, len(self._keys)), key)
+
+
+class TestIndexWithLeastRecentlyUsed(IndexConformance):
+    def make_index(self, num_slots: int) -> PageIndex:
+        return PageIndex(num_slots, LeastRecentlyUsed())
+
+
+class TestIndexWithLastInFirstOut(IndexConformance):
+    def make_index(self, num_slots: int) -> PageIndex:
+        return PageIndex(num_slots, LastInFirstOut())
+
+
+class TestIndexWithAnyPage(IndexConformance):
+    def make_index(self, num_slots: int) -> PageIndex:
+        return PageIndex(num_slots, AnyPage())
+
+
+def test_the_page_used_longest_ago_is_evicted_and_tails_before_heads() -> None:
+    index = PageIndex(4, LeastRecentlyUsed())
+    keys = [PageKey(bytes([n]) * 20) for n in range(6)]
+    for key in keys[:4]:
+        slot = index.reserve(key)
+        assert slot is not None
+        index.commit(key, slot)
+
+    index.touch(reversed(keys[:2]))  # a context of two pages: its head is used last
+    index.reserve(keys[4])
+    assert not index.known(keys[2])
+    index.reserve(keys[5])
+    assert not index.known(keys[3])
+    index.forget(keys[5])
+    assert [index.known(key) for key in keys[:2]] == [True, True]
+    index.check_integrity()
+
+
+def test_a_page_that_was_read_counts_as_just_used() -> None:
+    index = PageIndex(2, LeastRecentlyUsed())
+    first, second, third = (PageKey(bytes([n]) * 20) for n in range(3))
+    for key in (first, second):
+        slot = index.reserve(key)
+        assert slot is not None
+        index.commit(key, slot)
+    index.release(first, index.acquire(first))
+
+    index.reserve(third)
+
+    assert index.known(first)
+    assert not index.known(second)
+
+
+def test_integrity_notices_a_page_released_too_often() -> None:
+    index = PageIndex(1, LeastRecentlyUsed())
+    key = PageKey(b"k" * 20)
+    slot = index.reserve(key)
+    assert slot == 0
+    index.commit(key, slot)
+    index.release(key, slot)
+    with pytest.raises(AssertionError):
+        index.check_integrity()

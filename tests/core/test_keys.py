@@ -1,0 +1,103 @@
+"""Keys: equal for the same bytes, different as soon as anything that makes them differs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.keys import Fingerprint, page_key, tail_key
+
+BASE = Fingerprint(
+    model="a" * 32,
+    adapter="",
+    dtype="bfloat16",
+    cache_dtype="auto",
+    kv_scales="checkpoint",
+    rope={"rope_theta": 10000.0, "rope_scaling": {"factor": 2.0, "rope_type": "yarn"}},
+    block_size=16,
+    layout="3x4096",
+    ranks=1,
+    hash_algorithm="sha256/",
+    generation=0,
+)
+CHANGES: dict[str, object] = {
+    "model": "b" * 32,
+    "adapter": "c" * 32,
+    "dtype": "float16",
+    "cache_dtype": "fp8",
+    "kv_scales": "dynamic",
+    "rope": {"rope_theta": 10000.0, "rope_scaling": {"factor": 4.0, "rope_type": "yarn"}},
+    "block_size": 32,
+    "layout": "3x8192",
+    "ranks": 2,
+    "hash_algorithm": "sha256_cbor/",
+    "generation": 1,
+}
+TOKENS = st.lists(st.integers(0, 2**31), max_size=5)
+EXTRAS = st.none() | st.tuples(st.text(max_size=3))
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint)])
+def test_every_field_changes_the_fingerprint(field: str) -> None:
+    changed = replace(BASE, **{field: CHANGES[field]})  # type: ignore[arg-type]
+    assert changed.digest() != BASE.digest()
+
+
+def test_a_value_counts_in_the_field_where_it_stands() -> None:
+    """The model's digest as the adapter's is another engine."""
+    swapped = replace(BASE, model=BASE.dtype, dtype=BASE.model)
+    assert swapped.digest() != BASE.digest()
+
+
+def test_the_order_of_rope_settings_does_not_matter() -> None:
+    turned = replace(BASE, rope=dict(reversed(list(BASE.rope.items()))))
+    assert turned.digest() == BASE.digest()
+
+
+def test_a_fingerprint_is_the_same_in_every_process_and_version() -> None:
+    """Pages on disk are found by it. If this changes, raise FORMAT_VERSION and update it."""
+    assert BASE.digest().hex() == "51bfb27ee11dde9f33539d1240c02b97"
+    assert tail_key(b"parent", [1, 2, 70000], ("salt",)).hex() == (
+        "706172656e746d368e054393b8ebcb096deeba19852555cc89884b6af19b522599c46d531d0f"
+    )
+
+
+def test_a_page_is_named_by_its_fingerprint_and_its_block() -> None:
+    fingerprint = BASE.digest()
+    assert len(fingerprint) == 16
+    key = page_key(fingerprint, b"hash-and-group")
+    assert key == fingerprint + b"hash-and-group"
+
+
+def test_a_tail_begins_with_the_fingerprint_of_the_page_before_it() -> None:
+    """So that whatever groups keys by fingerprint finds tails beside full pages."""
+    parent = page_key(BASE.digest(), b"h" * 36)
+    assert tail_key(parent, [1], None)[:16] == BASE.digest()
+
+
+@given(st.binary(min_size=16, max_size=52), TOKENS, EXTRAS)
+def test_a_tail_has_the_same_key_for_the_same_context(
+    parent: bytes, tokens: list[int], extra: object
+) -> None:
+    assert tail_key(parent, tokens, extra) == tail_key(parent, tuple(tokens), extra)
+
+
+@given(
+    st.sampled_from([b"p" * 16, b"q" * 16, b"p" * 15 + b"q"]), TOKENS, EXTRAS,
+    st.sampled_from([b"p" * 16, b"q" * 16, b"p" * 15 + b"q"]), TOKENS, EXTRAS,
+)  # fmt: skip
+def test_tails_of_different_contexts_have_different_keys(
+    parent: bytes, tokens: list[int], extra: object,
+    other_parent: bytes, other_tokens: list[int], other_extra: object,
+) -> None:  # fmt: skip
+    same = (parent, tokens, extra) == (other_parent, other_tokens, other_extra)
+    ours = tail_key(parent, tokens, extra)
+    assert (ours == tail_key(other_parent, other_tokens, other_extra)) is same
+
+
+def test_a_tail_is_no_full_page() -> None:
+    fingerprint = BASE.digest()
+    assert tail_key(fingerprint, [], None) != page_key(fingerprint, b"")

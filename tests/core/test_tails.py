@@ -1,0 +1,157 @@
+"""Partial tails are found by the page before them and by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.keys import PageKey, tail_key
+from tiered_kv.tails import MAX_TAILS_PER_PARENT, TailIndex
+
+PARENT, OTHER = b"parent".ljust(16), b"other".ljust(16)
+
+
+def always(key: PageKey) -> bool:
+    return True
+
+
+def never(key: PageKey) -> bool:
+    return False
+
+
+def shared(tails: TailIndex, tokens: Sequence[int], parent: bytes = PARENT) -> int:
+    found = tails.longest(parent, None, tokens, always)
+    return found[1] if found else 0
+
+
+def test_a_tail_is_found_by_what_follows_it() -> None:
+    tails = TailIndex()
+    tail = tails.add(PARENT, None, [1, 2, 3])
+
+    found = tails.longest(PARENT, None, [1, 2, 3, 4, 5], always)
+
+    assert found == (tail, 3)
+    assert tail.key == tail_key(PARENT, [1, 2, 3], None)
+
+
+def test_a_tail_is_good_as_far_as_its_tokens_agree() -> None:
+    tails = TailIndex()
+    tails.add(PARENT, None, [1, 2, 3])
+    assert shared(tails, [1, 2, 9]) == 2
+    assert shared(tails, [1]) == 1
+    assert shared(tails, [9, 2, 3]) == 0
+    assert shared(tails, []) == 0
+
+
+def test_the_tail_that_shares_most_wins() -> None:
+    tails = TailIndex()
+    tails.add(PARENT, None, [1, 2])
+    long = tails.add(PARENT, None, [1, 2, 3])
+    tails.add(PARENT, None, [1, 7, 8, 9])
+    assert tails.longest(PARENT, None, [1, 2, 3, 4], always) == (long, 3)
+
+
+def test_a_tail_after_another_page_is_another_tail() -> None:
+    tails = TailIndex()
+    tails.add(PARENT, None, [1, 2, 3])
+    assert tails.longest(OTHER, None, [1, 2, 3], always) is None
+
+
+def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
+    """Extra keys hold the cache salt and the adapter."""
+    tails = TailIndex()
+    mine = tails.add(PARENT, ("mine",), [1, 2, 3])
+    assert tails.longest(PARENT, ("yours",), [1, 2, 3], always) is None
+    assert tails.longest(PARENT, None, [1, 2, 3], always) is None
+    assert tails.longest(PARENT, ("mine",), [1, 2, 3], always) == (mine, 3)
+
+
+def test_a_tail_whose_bytes_are_not_readable_gives_way_to_one_whose_are() -> None:
+    tails = TailIndex()
+    short = tails.add(PARENT, None, [1])
+    long = tails.add(PARENT, None, [1, 2])
+    assert tails.longest(PARENT, None, [1, 2], lambda key: key != long.key) == (short, 1)
+    assert tails.longest(PARENT, None, [1, 2], never) is None
+
+
+def test_the_oldest_fork_of_a_context_is_forgotten() -> None:
+    tails = TailIndex()
+    for first in range(MAX_TAILS_PER_PARENT + 1):
+        tails.add(PARENT, None, [100 + first])
+    assert shared(tails, [100]) == 0
+    assert all(shared(tails, [101 + i]) == 1 for i in range(MAX_TAILS_PER_PARENT))
+    assert len(tails) == MAX_TAILS_PER_PARENT
+
+
+def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
+    tails = TailIndex()
+    for first in range(MAX_TAILS_PER_PARENT):
+        tails.add(PARENT, None, [100 + first])
+    tails.add(PARENT, None, [100])
+    assert len(tails) == MAX_TAILS_PER_PARENT
+
+    tails.add(PARENT, None, [999])
+
+    assert shared(tails, [100]) == 1
+    assert shared(tails, [101]) == 0
+
+
+def test_tails_whose_pages_are_gone_are_pruned() -> None:
+    tails = TailIndex()
+    kept = tails.add(PARENT, None, [1])
+    tails.add(PARENT, None, [2])
+    tails.add(OTHER, None, [3])
+
+    tails.prune(lambda key: key == kept.key)
+
+    assert len(tails) == 1
+    assert shared(tails, [1]) == 1
+    assert shared(tails, [2]) == shared(tails, [3], OTHER) == 0
+    tails.add(OTHER, None, [3])
+    assert len(tails) == 2
+
+
+def test_clear_forgets_everything() -> None:
+    tails = TailIndex()
+    tails.add(PARENT, None, [1])
+    tails.clear()
+    assert len(tails) == 0
+    assert shared(tails, [1]) == 0
+
+
+SHORT_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([PARENT, OTHER]), SHORT_TOKENS), max_size=30),
+    SHORT_TOKENS,
+    st.sets(st.integers(0, 29)),
+)
+def test_the_longest_tail_is_what_looking_at_all_of_them_gives(
+    added: list[tuple[bytes, list[int]]], wanted: list[int], unreadable: set[int]
+) -> None:
+    tails = TailIndex()
+    model: dict[bytes, list[tuple[int, ...]]] = {PARENT: [], OTHER: []}
+    hidden = set()
+    for i, (parent, tokens) in enumerate(added):
+        tail = tails.add(parent, None, tokens)
+        mine = model[parent]
+        if tail.tokens in mine:
+            mine.remove(tail.tokens)
+        mine.append(tail.tokens)
+        del mine[:-MAX_TAILS_PER_PARENT]
+        if i in unreadable:
+            hidden.add(tail.key)
+    assert len(tails) == sum(map(len, model.values()))
+
+    for parent, mine in model.items():
+        best = 0
+        for tokens_of in mine:
+            if tail_key(parent, tokens_of, None) in hidden:
+                continue
+            agree = [i for i in range(len(wanted) + 1) if tokens_of[:i] == tuple(wanted[:i])]
+            best = max(best, min(agree[-1], len(tokens_of)))
+        found = tails.longest(parent, None, wanted, lambda key: key not in hidden)
+        assert (found[1] if found else 0) == best

@@ -1,0 +1,153 @@
+"""Real vLLM engines in this process, on the small real model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the test
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+CONNECTOR: dict[str, Any] = {
+    "kv_connector": "TieredContinuumConnector",
+    "kv_connector_module_path": "tiered_kv.connectors.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a prompt was answered: token ids, their logprobs, and by how much the best
+    token beat the second best at the position where it was closest (nats)."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    margin: float
+
+
+class Engine:
+    """An engine and, if it has the connector, both its halves."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+
+    @property
+    def half(self) -> Any:
+        return self.core.scheduler.connector.scheduler_half
+
+    @property
+    def worker(self) -> Any:
+        """The worker half; only where the worker runs in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker_half
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
+        """All prompts at once, greedily."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+        asked: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = []
+        for output in self.llm.generate(asked, params, use_tqdm=False):
+            tokens = tuple(output.outputs[0].token_ids)
+            steps = output.outputs[0].logprobs
+            chosen = [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
+            best = [sorted(entry.logprob for entry in step.values())[-2:] for step in steps]
+            answers.append(Answer(tokens, tuple(chosen), min(high - low for low, high in best)))
+        return answers
+
+    def alone(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
+        """Each prompt by itself."""
+        return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
+
+    def settle(self) -> None:
+        """Step until copies under way are reported; an in-process engine does not by itself."""
+        for _ in range(10_000):
+            if not self.core.scheduler.has_requests():
+                return
+            self.core.step()
+        raise AssertionError("copies never ended")
+
+    def evict_vram(self, tokens: int) -> None:
+        """Run rival texts of that many tokens, so that nothing else stays in the pool."""
+        for start in range(0, tokens, 1000):
+            self.generate([[(start + i) % 40_000 + 100 for i in range(1000)]], max_tokens=1)
+        self.settle()
+
+
+@contextmanager
+def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
+    """An in-process engine, gone with the block."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    extra = options.pop("extra", {})
+    if connector:
+        options["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+    settings: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": 130,
+        "disable_log_stats": False,
+        **options,
+    }
+    llm = LLM(str(model), **settings)
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of real source text, one file of the standard library for each length.
+
+    From 60 tokens on a text begins anew after two thirds: a model that can copy is sure of
+    how it goes on.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    files = [p for p in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")) if big(p)]
+    found: list[list[int]] = []
+    for length, path in zip(lengths, files, strict=False):
+        ids = list(tokenizer(path.read_text(errors="replace")[: length * 8])["input_ids"])
+        assert len(ids) >= length, f"{path} is too short for {length} tokens"
+        again = ids[: length * 2 // 3] if length >= 60 else []
+        found.append((again + ids)[:length])
+    return found
+
+
+def big(path: Path) -> bool:
+    return (
+        path.stat().st_size > 12_000
+        and "test" not in str(path)
+        and "site-packages" not in str(path)
+    )
