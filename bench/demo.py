@@ -134,9 +134,10 @@ def compare(
     jobs = make_jobs(plan, source_files())
     sizing = size_for(jobs, plan.max_tokens, 32 if on_cpu else 16)
     contexts = sum(job.estimate_tokens(plan.max_tokens) for job in jobs)
+    device = "CPU" if on_cpu else "CUDA"
     console.print(
         f"{plan.jobs} agents, {plan.turns} turns each, about {contexts:,} tokens of context in the "
-        f"end; a KV pool of {sizing.pool_tokens:,} tokens; {name} on {'CPU' if on_cpu else 'CUDA'}.",
+        f"end; a KV pool of {sizing.pool_tokens:,} tokens; {name} on {device}.",
         soft_wrap=True,
     )
     out.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(comparison.table(), "", sep="\n")
     for note in comparison.notes():
         print(f"- {note}")
-    print(f"- logs and trace in {args.out}; {time.perf_counter() - began:.0f} s in all")
+    out = args.out.resolve()
+    shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+    print(f"- logs and trace in {shown}; {time.perf_counter() - began:.0f} s in all")
     print("", comparison.summary(), sep="\n")
     return 0
 

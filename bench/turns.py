@@ -76,7 +76,7 @@ def read_trace(path: Path) -> list[TracedTurn]:
     over.
 
     Raises:
-        TraceError: no such file, a damaged line, or a turn whose sources are not its prompt.
+        TraceError: no such file, or a damaged line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -101,8 +101,8 @@ def sources_from_trace(
     """The trace's sources for every turn the client made, by (job, turn).
 
     Raises:
-        TraceError: a turn is missing, or its prompt has another length than the client's answer
-            said: the trace is not of this run.
+        TraceError: a turn is missing, or its sources do not add up to the prompt that the
+            client's answer names.
     """
     found = {(turn.job, turn.turn): turn.sources for turn in traced}
     wanted = {}
@@ -112,8 +112,8 @@ def sources_from_trace(
             raise TraceError(f"the trace lacks turn {result.turn} of {result.job}")
         if found[key].prompt != result.prompt_tokens:
             raise TraceError(
-                f"turn {result.turn} of {result.job}: {found[key].prompt} prompt tokens in the "
-                f"trace, {result.prompt_tokens} in the answer's usage"
+                f"turn {result.turn} of {result.job}: {found[key]} in the trace, but "
+                f"{result.prompt_tokens} prompt tokens in the answer's usage"
             )
         wanted[key] = found[key]
     return wanted
@@ -170,6 +170,4 @@ def _traced_turn(line: str) -> TracedTurn | None:
     sources = Sources(
         int(event["vram_tokens"]), int(event["cpu_tokens"]), int(event["recomputed_tokens"])
     )
-    if sources.prompt != event["prompt_tokens"]:
-        raise ValueError(f"{sources} do not make {event['prompt_tokens']} prompt tokens")
     return TracedTurn(str(event["job_id"]), int(event["turn"]), sources)

@@ -23,9 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import load_config
-from tiered_kv.connectors.vllm.engine import check_version, read_engine, refuse_unsupported
+from tiered_kv.connectors.vllm.engine import (
+    check_version,
+    read_engine,
+    refuse_unsupported,
+    why_not_offloadable,
+)
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints, base_fingerprint
 from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.plugin import share_logging
 from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
 from tiered_kv.connectors.vllm.stats import TieredPromMetrics, TieredStats
 from tiered_kv.connectors.vllm.worker_half import WorkerHalf
@@ -62,6 +68,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        share_logging()
         check_version(vllm.__version__)
         refuse_unsupported(vllm_config)
         transfer = vllm_config.kv_transfer_config
@@ -72,6 +79,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_half: WorkerHalf | None = None
         self._failed_hooks: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
+            if reason := why_not_offloadable(vllm_config, kv_cache_config):
+                logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
             self.scheduler_half = SchedulerHalf(
                 facts,
                 config,

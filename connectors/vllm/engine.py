@@ -113,16 +113,13 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Turn vLLM's configuration into ours. Both halves get the same answer."""
-    reason = _why_not_offloadable(vllm_config, kv_cache_config)
     layout = None
-    if reason is None:
+    if why_not_offloadable(vllm_config, kv_cache_config) is None:
         placements = [
             Placement(len(t.layers), t.layer_stride, t.block_stride, t.offset)
             for t in kv_cache_config.kv_cache_tensors
         ]
         layout = page_layout(placements, kv_cache_config.num_blocks)
-    else:
-        logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
         block_size=vllm_config.cache_config.block_size,
@@ -132,7 +129,8 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     )
 
 
-def _why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why this model's pages cannot be copied to CPU memory; None if they can."""
     from vllm.v1.kv_cache_interface import is_full_attention_spec
 
     groups = kv_cache_config.kv_cache_groups

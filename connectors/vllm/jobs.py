@@ -50,8 +50,8 @@ class JobTable:
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
         """A turn finished; ``over`` if the client said that none follows."""
         job.running.discard(request_id)
-        if over and not job.running:
-            self._jobs.pop(job.key, None)
+        if over and not job.running and self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
 
     def _forget_old(self) -> None:
         while len(self._jobs) > MAX_JOBS:

@@ -4,8 +4,19 @@ vLLM calls it in the API server, the engine core and every worker, and may call 
 in one process.
 """
 
+import logging
+
 NAME = "TieredContinuumConnector"
 MODULE = "tiered_kv.connectors.vllm.connector"
+
+
+def share_logging() -> None:
+    """Log where vLLM logs: it sets up its own logger only, and INFO of others would be lost."""
+    ours, theirs = logging.getLogger("tiered_kv"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
 
 
 def register() -> None:

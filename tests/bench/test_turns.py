@@ -60,7 +60,6 @@ def test_a_last_line_that_was_cut_off_is_passed_over(trace: Path) -> None:
     ("text", "reason"),
     [
         ("not json\n" + trace_line(), "line 1"),
-        (trace_line().replace('"vram_tokens": 64', '"vram_tokens": 60'), "do not make 100"),
         (trace_line().replace('"turn": 1', '"turn": null'), "line 1"),
         ('{"event": "turn", "job_id": "a"}\n', "line 1"),
     ],
@@ -82,7 +81,7 @@ def test_a_trace_must_account_for_every_turn_of_the_client() -> None:
     assert wanted == {("a", 1): Sources(64, 30, 6)}
     with pytest.raises(TraceError, match="lacks turn 2 of a"):
         sources_from_trace(traced, [turn_result("a", 2)])
-    with pytest.raises(TraceError, match="100 prompt tokens in the trace, 120 in"):
+    with pytest.raises(TraceError, match=r"cpu=30.* in the trace, but 120 prompt"):
         sources_from_trace(traced, [turn_result("a", 1, prompt=120)])
 
 

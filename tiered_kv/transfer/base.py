@@ -33,6 +33,10 @@ class CopyJob:
     blocks: Sequence[int]
     slots: Sequence[int]
 
+    def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.slots):
+            raise ValueError(f"{len(self.blocks)} blocks for {len(self.slots)} slots")
+
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:

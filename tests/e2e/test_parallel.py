@@ -1,0 +1,91 @@
+"""Two tensor-parallel ranks, and a model that is not all full attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import engine
+
+pytestmark = pytest.mark.e2e
+
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
+
+def tiny_model(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TINY, **config}))
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    return [[(17 * i + 31 * j) % 2000 + 5 for j in range(60 + 90 * i)] for i in range(5)]
+
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 60,
+    "seed": 1,
+}
+
+
+def test_two_ranks_save_and_restore_and_count_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = tiny_model(tmp_path / "tiny", architectures=["LlamaForCausalLM"], model_type="llama")
+    with engine(
+        model, connector=True, extra={"cpu_gib": 0.5}, tensor_parallel_size=2, **OPTIONS
+    ) as two:
+        assert two.half.facts.ranks == 2
+        cold = [answer.tokens for answer in two.alone(prompts())]
+        two.evict_vram(60 * 32)
+        totals = dict(two.half.counters.totals)
+        assert [answer.tokens for answer in two.alone(prompts())] == cold
+        two.settle()
+        after = two.half.counters.totals
+        assert after["prompt_tokens_cpu"] - totals["prompt_tokens_cpu"] > 1000
+        assert after["bytes_saved"] == after["pages_saved"] * two.half.facts.page_bytes * 2
+        assert after["hook_errors"] == after["restore_failures"] == 0
+        assert two.half.planner.in_flight == 0
+        two.half.index.check_integrity()
+
+
+def test_a_model_of_mixed_attention_runs_and_is_left_to_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(
+        tmp_path / "mixed",
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=32,
+    )
+    with engine(model, connector=False, **OPTIONS) as plain:
+        right = [answer.tokens for answer in plain.alone(prompts())]
+    with engine(model, connector=True, extra={"cpu_gib": 0.5}, **OPTIONS) as mixed:
+        assert [answer.tokens for answer in mixed.alone(prompts())] == right
+        assert [answer.tokens for answer in mixed.alone(prompts())] == right
+        mixed.settle()
+        assert mixed.half.facts.layout is None
+        assert mixed.half.counters.totals["pages_saved"] == 0
+        assert mixed.half.counters.totals["hook_errors"] == 0
+    said = [r for r in caplog.records if "stays in VRAM" in r.getMessage()]
+    assert len(said) == 1, "said once"

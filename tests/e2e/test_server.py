@@ -1,0 +1,243 @@
+"""A real server with the connector, over HTTP: what a client and an operator see."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.restore import CONNECTOR, texts
+from bench.server import MODEL_NAME, ServerOptions, VllmServer
+
+pytestmark = pytest.mark.e2e
+
+BLOCKS, BLOCK = 160, 32
+counter = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("server")
+    options = ServerOptions(
+        model=small_model,
+        kv_blocks=BLOCKS,
+        max_model_len=2048,
+        kv_transfer_config=CONNECTOR,
+        env={
+            "TIERED_KV_CPU_GIB": "1",
+            "TIERED_KV_TRACE": str(folder / "trace.jsonl"),
+            "VLLM_SERVER_DEV_MODE": "1",  # for the reset and sleep endpoints
+        },
+    )
+    with VllmServer(options, folder / "server.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: VllmServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as made:
+        yield made
+
+
+def ask(client: httpx.Client, prompt: Any, max_tokens: int = 4, **body: Any) -> dict[str, Any]:
+    answer = client.post(
+        "/v1/completions",
+        json={
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **body,
+        },
+    )
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def job(name: str, last: bool = False) -> dict[str, Any]:
+    return {"kv_transfer_params": {"job_id": name, "is_last_step": last}}
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    text = client.get("/metrics").text
+    found = re.search(rf"^{re.escape(name)}\{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not on /metrics"
+    return float(found[1])
+
+
+def count(client: httpx.Client, name: str) -> float:
+    return metric(client, f"vllm:tiered_kv_{name}_total")
+
+
+def tick(client: httpx.Client) -> None:
+    """An unrelated request of one token: hooks run and gauges move on steps only."""
+    ask(client, [500 + next(counter)], max_tokens=1)
+
+
+def usage_in_gap(client: httpx.Client) -> float:
+    """``vllm:kv_cache_usage_perc`` between requests.
+
+    The gauge is set while the tick's own block is allocated or just after it is freed;
+    the smaller of a few readings is the one without it.
+    """
+    readings = []
+    for _ in range(3):
+        tick(client)
+        readings.append(metric(client, "vllm:kv_cache_usage_perc"))
+    share = 1 / (BLOCKS - 1)
+    return round(min(readings) / share) * share
+
+
+def drain(client: httpx.Client) -> None:
+    """Wait until pins of earlier tests have run out."""
+    deadline = time.monotonic() + 20
+    while metric_or_zero(client) > 0 and time.monotonic() < deadline:
+        tick(client)
+
+
+def metric_or_zero(client: httpx.Client) -> float:
+    return usage_in_gap(client)
+
+
+def test_the_connector_is_found_by_name_and_says_what_it_has(server: VllmServer) -> None:
+    log = server.log_text()
+    assert "CPU tier of rank 0: " in log
+    assert "TieredContinuumConnector" in log
+
+
+def test_a_five_turn_job_holds_its_blocks_until_its_last_turn(client: httpx.Client) -> None:
+    drain(client)
+    context = texts(client, 1, 400)[0][:300]
+    held = []
+    for turn in range(1, 6):
+        answer = ask(client, context, **job("five", last=turn == 5))["choices"][0]
+        context = context + answer["token_ids"] + [700 + turn * 100 + i for i in range(80)]
+        first, second = usage_in_gap(client), usage_in_gap(client)
+        assert first == second, "constant through the gap while pinned"
+        held.append(first)
+    assert held[:4] == sorted(set(held[:4])), "rises turn by turn"
+    assert held[0] > 0
+    assert held[4] == 0, "nothing is held after the last turn"
+    assert count(client, "pins_handed_over") >= 4
+
+
+def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    drain(client)
+    pinned, unpinned = (text[:1000] for text in texts(client, 2, 1000))
+    ask(client, unpinned, max_tokens=1)
+    ask(client, pinned, max_tokens=1, **job("holder"))
+    # One-token rivals of 1,500 tokens, quick enough to end within the pin's two seconds
+    # only on a fast machine: so the job's own short turns renew the pin in between.
+    for i in range(5):
+        ask(client, [(i * 1500 + j) % 40_000 + 50 for j in range(700)], max_tokens=1)
+        ask(client, pinned, max_tokens=1, **job("holder"))
+    last = ask(client, pinned, max_tokens=1, **job("holder", last=True))
+    again = ask(client, unpinned, max_tokens=1)
+
+    events = trace(server)[-2:]
+    assert events[0]["vram_tokens"] >= 992, last
+    assert events[1]["vram_tokens"] < 500, again
+    assert events[1]["cpu_tokens"] > 400, "what left VRAM came back from CPU memory"
+
+
+def trace(server: VllmServer) -> list[dict[str, Any]]:
+    path = Path(server.options.env["TIERED_KV_TRACE"])
+    deadline = time.monotonic() + 10
+    lines: list[dict[str, Any]] = []
+    while time.monotonic() < deadline:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if lines:
+            return lines
+    return lines
+
+
+BAD: list[Any] = [
+    {"job_id": {"a": 1}},
+    {"job_id": "x" * 10_000_000},
+    {"job_id": "j", "is_last_step": "perhaps"},
+    {"job_id": "j", "ttl": -3, "unknown": [None]},
+    {"is_last_step": True},
+    {"job_id": 3.5},
+]
+
+
+def test_bad_hints_do_not_disturb_anybody(client: httpx.Client, server: VllmServer) -> None:
+    ignored = count(client, "hints_ignored")
+    for hints in BAD:
+        assert ask(client, [1, 2, 3], kv_transfer_params=hints)["choices"]
+    tick(client)
+    assert count(client, "hints_ignored") - ignored >= len(BAD) - 1
+    server.check()
+
+
+def test_two_turns_of_a_job_at_once_are_served(client: httpx.Client) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, client, [900 + i] * 40, 12, **job("twice")) for i in range(2)]
+        assert all(future.result()["choices"] for future in asked)
+    ask(client, [7, 8, 9], **job("twice", last=True))
+
+
+def test_a_chat_answer_says_where_its_prompt_came_from(client: httpx.Client) -> None:
+    body = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **job("chat", last=True),
+    }
+    answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    told = answer["kv_transfer_params"]["tiered_kv"]
+    parts = told["vram_tokens"] + told["cpu_tokens"] + told["recomputed_tokens"]
+    assert parts == told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+
+
+def test_resets_pause_and_sleep_work_while_pins_and_saves_are_pending(
+    client: httpx.Client,
+) -> None:
+    prompt = texts(client, 1, 600)[0]
+    for path in ("/reset_prefix_cache", "/pause", "/sleep?level=0"):
+        ask(client, prompt, **job("resting"))  # pinned for two seconds, its tail being saved
+        answer = client.post(path)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+        if path == "/pause":
+            client.post("/resume").raise_for_status()
+        if path.startswith("/sleep"):
+            client.post("/wake_up").raise_for_status()
+        assert ask(client, prompt, **job("resting", last=True))["choices"]
+    assert count(client, "resets") >= 1
+    assert count(client, "pins_released") >= 1
+
+
+def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: VllmServer) -> None:
+    body = {"model": MODEL_NAME, "prompt": [5] * 300, "max_tokens": 400, "stream": True}
+    with client.stream("POST", "/v1/completions", json={**body, **job("gone")}) as stream:
+        next(stream.iter_lines())
+    for _ in range(50):
+        tick(client)
+        if metric(client, "vllm:num_requests_running") == 0:
+            break
+    assert any(event["finish"] == "FINISHED_ABORTED" for event in trace(server))
+
+
+def test_at_the_end_nothing_is_held_and_no_hook_has_failed(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    drain(client)
+    assert usage_in_gap(client) == 0
+    assert metric(client, "vllm:tiered_kv_pinned_blocks") == 0
+    assert count(client, "hook_errors") == 0
+    assert count(client, "save_failures") == count(client, "restore_failures") == 0
+    server.check()
