@@ -108,7 +108,8 @@ class Saves:
         pages = self._newly_filled(turn, computed)
         block, length = divmod(computed, size)
         place = None
-        if length and block == turn.cursor and block < len(block_ids):
+        worth_it = block > 0 or turn.job is not None  # else a slot for a few stray tokens
+        if length and worth_it and block == turn.cursor and block < len(block_ids):
             place = turn.tail_place(block, size)
         self._remember_prompt_end(turn)
         used = list(reversed(turn.page_keys()[: turn.cursor]))

@@ -71,25 +71,36 @@ def test_a_prompt_that_ended_in_a_block_its_answer_filled_is_found_whole(
     assert rig.count("prompt_tokens_cpu") == 300
 
 
-def test_a_short_prompt_without_a_full_block_keeps_its_tail(make_rig: MakeRig) -> None:
+def test_a_job_keeps_even_a_tail_without_a_full_block(make_rig: MakeRig) -> None:
     rig = make_rig()
     prompt = text(9, seed=6)
-    evicted(rig, prompt)
+    rig.ask("first", prompt, params={"job_id": "j"})
+    rig.now += 5
+    rig.fill()
 
     assert rig.ask("again", prompt) == expected(prompt, 4)
 
     assert rig.count("prompt_tokens_cpu") == 8
 
 
+def test_a_few_stray_tokens_take_no_slot(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.ask("stray", text(3, seed=6))
+    assert len(rig.half.index) == 0
+
+
 def test_tails_of_another_salt_are_strangers(make_rig: MakeRig) -> None:
     rig = make_rig()
     prompt = text(9, seed=7)
-    assert rig.ask("mine", prompt, salt="me") == expected(prompt, 4)
+    turn = {"job_id": "j"}
+    assert rig.ask("mine", prompt, salt="me", params=turn) == expected(prompt, 4)
+    rig.now += 5
     rig.fill()
 
-    rig.ask("theirs", prompt, salt="you")
-
+    rig.ask("theirs", prompt, salt="you", params=turn)
     assert rig.count("prompt_tokens_cpu") == 0
+    rig.ask("mine again", prompt, salt="me", params=turn)
+    assert rig.count("prompt_tokens_cpu") == 8
 
 
 def test_a_page_is_saved_once_however_often_it_is_used(make_rig: MakeRig) -> None:

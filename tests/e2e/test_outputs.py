@@ -18,7 +18,7 @@ from tiered_kv.transfer.base import Direction
 
 pytestmark = pytest.mark.e2e
 
-LENGTHS = [9, 31, 32, 33, 40, 63, 64, 65, 90, 100, 127, 128, 129, 150, 160, 200]
+LENGTHS = [48, 31, 32, 33, 40, 63, 64, 65, 90, 100, 127, 128, 129, 150, 160, 200]
 LENGTHS += [255, 256, 257, 300, 333, 400, 500, 640]
 CANDIDATES = 3
 POOL_TOKENS = 130 * 32

@@ -78,9 +78,10 @@ def test_a_model_of_mixed_attention_runs_and_is_left_to_vllm(
         layer_types=["sliding_attention", "full_attention"] * 2,
         query_pre_attn_scalar=32,
     )
-    with engine(model, connector=False, **OPTIONS) as plain:
+    options = {**OPTIONS, "num_gpu_blocks_override": 200}
+    with engine(model, connector=False, **options) as plain:
         right = [answer.tokens for answer in plain.alone(prompts())]
-    with engine(model, connector=True, extra={"cpu_gib": 0.5}, **OPTIONS) as mixed:
+    with engine(model, connector=True, extra={"cpu_gib": 0.5}, **options) as mixed:
         assert [answer.tokens for answer in mixed.alone(prompts())] == right
         assert [answer.tokens for answer in mixed.alone(prompts())] == right
         mixed.settle()
