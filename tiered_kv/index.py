@@ -22,7 +22,7 @@ from tiered_kv.keys import PageKey
 class EvictionOrder(Protocol):
     """Order of the evictable pages: told of each page that becomes or ceases to be one.
 
-    Every method is O(1), runs on the scheduler thread and does not raise for a page
+    Every method is O(1) per page, runs on the scheduler thread and does not raise for a page
     that was added before. ``tiered_kv.policies.eviction`` holds the implementations.
     """
 
@@ -48,10 +48,11 @@ class PageState(Enum):
 
 
 @dataclass(slots=True)
-class _Page:
-    state: PageState
+class _Orphan:
+    """A forgotten page whose bytes still travel: its slot is free once they stop."""
+
     slot: int
-    readers: int = 0
+    readers: int
 
 
 class PageIndex:
@@ -66,117 +67,153 @@ class PageIndex:
         self.num_slots = num_slots
         self.evictions = 0
         self._eviction = eviction
-        self._pages: dict[PageKey, _Page] = {}
+        # Slots by page. Kept apart by state, so that whole orders move at once.
+        self._saving: dict[PageKey, int] = {}
+        self._cpu: dict[PageKey, int] = {}
+        self._readers: dict[PageKey, int] = {}
+        self._orphans: dict[PageKey, list[_Orphan]] = {}
         self._free = list(range(num_slots - 1, -1, -1))
-        # Pages forgotten while their bytes still travel: the slot is free once they stop.
-        self._orphans: dict[PageKey, list[_Page]] = {}
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self._cpu) + len(self._saving)
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
     def state(self, key: PageKey) -> PageState | None:
-        page = self._pages.get(key)
-        return page.state if page else None
+        if key in self._cpu:
+            return PageState.CPU
+        return PageState.SAVING if key in self._saving else None
 
     def known(self, key: PageKey) -> bool:
         """True if the page exists or is on its way: it need not be saved again."""
-        return key in self._pages
+        return key in self._cpu or key in self._saving
+
+    def unknown(self, pages: Iterable[tuple[PageKey, int]]) -> dict[PageKey, int]:
+        """Those of ``(key, anything)`` that are not known, each key once, the first one."""
+        cpu, saving = self._cpu, self._saving
+        found: dict[PageKey, int] = {}
+        for key, it in pages:
+            if key not in cpu and key not in saving and key not in found:
+                found[key] = it
+        return found
 
     def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of readable pages that begins at ``start``, at most ``stop``."""
-        pages, readable = self._pages, PageState.CPU
+        cpu = self._cpu
         for i in range(start, stop):
-            page = pages.get(keys[i])
-            if page is None or page.state is not readable:
+            if keys[i] not in cpu:
                 return i
         return max(start, stop)
 
     # -- saving -----------------------------------------------------------------
 
     def reserve(self, key: PageKey) -> int | None:
-        """absent → SAVING: a slot for a page about to be saved, evicting if need be.
+        """``reserve_all`` for one page; None when no slot can be had."""
+        slots = self.reserve_all((key,))
+        return slots[0] if slots else None
 
-        Returns None when no slot can be had (all are being read or written).
+    def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
+        """absent → SAVING: slots for distinct pages about to be saved, evicting if need be.
+
+        Returns:
+            A slot for each of the first pages; fewer than ``keys`` when no more can be had
+            (all are being read or written).
         """
-        if key in self._pages:
+        if any(key in self._cpu or key in self._saving for key in keys):
             raise ValueError("a page is reserved once: it is already saved or on its way")
-        slot = self._free.pop() if self._free else self._evict()
-        if slot is not None:
-            self._pages[key] = _Page(PageState.SAVING, slot)
-        return slot
+        count = len(keys)
+        slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
+        del self._free[len(self._free) - len(slots) :]
+        while len(slots) < count and (slot := self._evict()) is not None:
+            slots.append(slot)
+        self._saving.update(zip(keys, slots, strict=False))
+        return slots
 
     def commit(self, key: PageKey, slot: int) -> bool:
-        """SAVING → CPU: the bytes are whole on every rank.
+        """``commit_all`` for one page; False if it was forgotten meanwhile."""
+        return self.commit_all((key,), (slot,)) == 1
 
-        Returns False if the page was forgotten meanwhile; its slot is then free again.
+    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        """SAVING → CPU: the bytes are whole on every rank; returns how many are readable now.
+
+        Pages forgotten meanwhile stay so; their slots are free again.
         """
-        page = self._pages.get(key)
-        if page is None or page.slot != slot or page.state is not PageState.SAVING:
-            self._bury(key, slot)
-            return False
-        page.state = PageState.CPU
-        self._eviction.added(key)
-        return True
+        saving = self._saving
+        if [saving.get(key) for key in keys] != list(slots):
+            kept = []
+            for key, slot in zip(keys, slots, strict=True):
+                if saving.get(key) == slot:
+                    kept.append(key)
+                else:
+                    self._bury(key, slot)
+            keys = kept
+        self._cpu.update([(key, saving.pop(key)) for key in keys])
+        added = self._eviction.added
+        for key in keys:
+            added(key)
+        return len(keys)
 
     def abort(self, key: PageKey, slot: int) -> None:
         """SAVING → absent: the copy failed somewhere."""
-        page = self._pages.get(key)
-        if page is None or page.slot != slot or page.state is not PageState.SAVING:
+        if self._saving.get(key) != slot:
             self._bury(key, slot)
             return
-        del self._pages[key]
+        del self._saving[key]
         self._free.append(slot)
 
     # -- reading ----------------------------------------------------------------
 
     def acquire(self, key: PageKey) -> int:
-        """Slot of a readable page, which stays put until ``release``."""
-        page = self._pages[key]
-        if page.state is not PageState.CPU:
-            raise ValueError(f"page is {page.state.value}, not readable")
-        if page.readers == 0:
+        """Slot of a readable page, which stays put until ``release``.
+
+        Raises:
+            KeyError: it is absent.
+            ValueError: it is on its way.
+        """
+        if key in self._saving:
+            raise ValueError("page is saving, not readable")
+        slot = self._cpu[key]
+        readers = self._readers.get(key, 0)
+        if readers == 0:
             self._eviction.removed(key)
-        page.readers += 1
-        return page.slot
+        self._readers[key] = readers + 1
+        return slot
 
     def release(self, key: PageKey, slot: int) -> None:
         """One reader less. A page forgotten while read gives its slot back with the last."""
-        page = self._pages.get(key)
-        if page is None or page.slot != slot:
+        if self._cpu.get(key) != slot or key not in self._readers:
             self._bury(key, slot)
             return
-        page.readers -= 1
-        if page.readers == 0:
+        self._readers[key] -= 1
+        if self._readers[key] == 0:
+            del self._readers[key]
             self._eviction.added(key)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last."""
-        pages, touched = self._pages, self._eviction.touched
+        cpu, readers, touched = self._cpu, self._readers, self._eviction.touched
         for key in keys:
-            page = pages.get(key)
-            if page is not None and page.state is PageState.CPU and page.readers == 0:
+            if key in cpu and key not in readers:
                 touched(key)
 
     # -- forgetting -------------------------------------------------------------
 
     def forget(self, key: PageKey) -> None:
         """Any state → absent. A slot still being read or written is freed when that ends."""
-        page = self._pages.pop(key, None)
-        if page is None:
-            return
-        if page.state is PageState.CPU and page.readers == 0:
+        if key in self._saving:
+            self._orphans.setdefault(key, []).append(_Orphan(self._saving.pop(key), 1))
+        elif key in self._readers:
+            orphan = _Orphan(self._cpu.pop(key), self._readers.pop(key))
+            self._orphans.setdefault(key, []).append(orphan)
+        elif key in self._cpu:
             self._eviction.removed(key)
-            self._free.append(page.slot)
-        else:
-            self._orphans.setdefault(key, []).append(page)
+            self._free.append(self._cpu.pop(key))
 
     def clear(self) -> None:
         """Forget every page."""
-        for key in list(self._pages):
+        for key in [*self._saving, *self._cpu]:
             self.forget(key)
 
     # -- inside -----------------------------------------------------------------
@@ -187,30 +224,28 @@ class PageIndex:
             return None
         self._eviction.removed(victim)
         self.evictions += 1
-        return self._pages.pop(victim).slot
+        return self._cpu.pop(victim)
 
     def _bury(self, key: PageKey, slot: int) -> None:
+        """A copy of a forgotten page has ended."""
         orphans = self._orphans.get(key, [])
-        for orphan in orphans:
-            if orphan.slot == slot:
-                orphan.readers -= 1
-                if orphan.readers <= 0:
-                    orphans.remove(orphan)
-                    if not orphans:
-                        del self._orphans[key]
-                    self._free.append(slot)
-                return
-        raise ValueError("a page was completed or released that nobody reserved or acquired")
+        orphan = next((orphan for orphan in orphans if orphan.slot == slot), None)
+        if orphan is None:
+            raise ValueError("a page was completed or released that nobody reserved or acquired")
+        orphan.readers -= 1
+        if orphan.readers == 0:
+            orphans.remove(orphan)
+            self._free.append(slot)
+            if not orphans:
+                del self._orphans[key]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
-        orphans = [page for pages in self._orphans.values() for page in pages]
-        used = [page.slot for page in self._pages.values()] + [page.slot for page in orphans]
+        orphans = [orphan.slot for orphans in self._orphans.values() for orphan in orphans]
+        used = [*self._saving.values(), *self._cpu.values(), *orphans]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
-        evictable = {
-            key
-            for key, page in self._pages.items()
-            if page.state is PageState.CPU and page.readers == 0
-        }
+        assert not self._saving.keys() & self._cpu.keys(), "a page in two states"
+        evictable = self._cpu.keys() - self._readers.keys()
         assert set(self._eviction) == evictable, "eviction order and pages disagree"
-        assert all(page.readers >= 0 for page in self._pages.values()), "released too often"
+        assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
+        assert all(count > 0 for count in self._readers.values()), "released too often"

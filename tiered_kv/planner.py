@@ -76,24 +76,17 @@ class Planner:
         Returns None if nothing needs saving or no slot can be had. Pages left without a
         slot are simply not saved, and counted in ``unsaved``.
         """
-        keys: list[PageKey] = []
-        blocks: list[int] = []
-        slots: list[int] = []
-        known, reserve = self.index.known, self.index.reserve
-        for key, block in pages:
-            if known(key):
-                continue
-            slot = reserve(key)
-            if slot is None:
-                self.unsaved += 1
-                continue
-            keys.append(key)
-            blocks.append(block)
-            slots.append(slot)
-        if not keys:
+        fresh = self.index.unknown(pages)
+        if not fresh:
             return None
-        order = SaveOrder(self._new_id(), tuple(blocks), tuple(slots))
-        self._flights[order.order_id] = _Flight(order, tuple(keys))
+        keys = tuple(fresh)
+        slots = tuple(self.index.reserve_all(keys))
+        self.unsaved += len(keys) - len(slots)
+        if not slots:
+            return None
+        blocks = tuple(fresh.values())[: len(slots)]
+        order = SaveOrder(self._new_id(), blocks, slots)
+        self._flights[order.order_id] = _Flight(order, keys[: len(slots)])
         return order
 
     def plan_load(
@@ -161,19 +154,19 @@ class Planner:
 
     def _finish(self, flight: _Flight, failed: frozenset[int]) -> Settled:
         order, index = flight.order, self.index
-        pages = zip(flight.keys, order.slots, strict=True)
+        pages = list(zip(flight.keys, order.slots, strict=True))
         if isinstance(order, LoadOrder):
             for i, (key, slot) in enumerate(pages):
                 index.release(key, slot)
                 if i in failed:
                     index.forget(key)
-        elif failed:
-            for i, (key, slot) in enumerate(pages):
-                (index.abort if i in failed else index.commit)(key, slot)
+        elif not failed:
+            index.commit_all(flight.keys, order.slots)
         else:
-            commit = index.commit
-            for key, slot in pages:
-                commit(key, slot)
+            for i in failed:
+                index.abort(*pages[i])
+            good = [page for i, page in enumerate(pages) if i not in failed]
+            index.commit_all([key for key, _ in good], [slot for _, slot in good])
         return Settled(order, flight.keys, failed, flight.abandoned)
 
     def _learn(self, report: OrderReport) -> None:

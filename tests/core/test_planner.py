@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -233,7 +233,7 @@ class KeepsAbandonedPages(Planner):
 
 class EvictsWhatIsRead(PageIndex):
     def acquire(self, key: PageKey) -> int:
-        return self._pages[key].slot
+        return self._cpu[key]
 
     def release(self, key: PageKey, slot: int) -> None:
         pass
@@ -243,25 +243,25 @@ class FreesSlotsInUse(PageIndex):
     """Consistent in itself: only the bytes tell."""
 
     def forget(self, key: PageKey) -> None:
-        page = self._pages.pop(key, None)
-        if page is not None:
-            if page.state is PageState.CPU and page.readers == 0:
-                self._eviction.removed(key)
-            self._free.append(page.slot)
+        if key in self._cpu and key not in self._readers:
+            self._eviction.removed(key)
+        for pages in (self._saving, self._cpu):
+            if key in pages:
+                self._free.append(pages.pop(key))
+        self._readers.pop(key, None)
 
     def _bury(self, key: PageKey, slot: int) -> None:
         pass
 
 
 class ReadsBeforeItIsWhole(PageIndex):
-    def reserve(self, key: PageKey) -> int | None:
-        slot = super().reserve(key)
-        if slot is not None:
-            super().commit(key, slot)
-        return slot
+    def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
+        slots = super().reserve_all(keys)
+        super().commit_all(keys[: len(slots)], slots)
+        return slots
 
-    def commit(self, key: PageKey, slot: int) -> bool:
-        return self.known(key)
+    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        return sum(map(self.known, keys))
 
 
 PLANNERS = [
