@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +32,20 @@ def progress() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+@contextmanager
+def only_result_on_stdout() -> Iterator[None]:
+    """Send what others print (vLLM logs to standard output) to standard error instead."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:

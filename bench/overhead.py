@@ -4,7 +4,7 @@
 
 ``step_ratio``: vLLM's scheduler alone (schedule and update, no model) with 64 requests
 decoding, with the connector over without it. ``decode_ratio``: a decode step of the real
-model on real servers, eight requests at a time, every filled block being saved. Beside
+model in a real engine, eight requests at a time, every filled block being saved. Beside
 each its ``control``: stock over stock, measured in the same way in the same run, which is
 what the machine's noise makes of 1.0. ``*_net`` is the ratio divided by its control.
 
@@ -14,43 +14,40 @@ The contestants take turns within fractions of a second, so that a noisy neighbo
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from bench.engines import engine
 from bench.model import small_model
-from bench.output import parser, progress, show
-from bench.restore import CONNECTOR
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.output import only_result_on_stdout, parser, progress, show
 
 RUNNING = 64
-DECODERS = 8
+CYCLE = 128
+"""Steps after which saves come back to the same requests (``saves.STRIDE_TOKENS``)."""
 DECODE_TOKENS = 96
 
 Tick = Callable[[str], None]
 
 
-def ratios(times: dict[str, list[float]]) -> tuple[float, float]:
-    """Connector over stock, and stock over stock, of totals that leave out outliers.
+def ratios(times: dict[str, list[float]], period: int) -> tuple[float, float]:
+    """Connector over stock, and stock over stock (the larger over the smaller).
 
-    The three lists hold the same moments. A moment in which one of them was disturbed
-    (beyond four times the median) is left out of all.
+    What comes back every ``period`` samples is cost and must count; what comes once is the
+    machine's. So each phase of the period contributes its median, and phases are summed.
     """
-    stock, control, ours = times["stock"], times["control"], times["connector"]
-    limit = 4 * statistics.median(stock)
-    kept = [row for row in zip(stock, control, ours, strict=True) if max(row) < limit]
-    total_stock, total_control, total_ours = (sum(column) for column in zip(*kept, strict=True))
-    mean_stock = (total_stock + total_control) / 2
-    return total_ours / mean_stock, max(total_stock, total_control) / mean_stock
+    totals = {
+        name: sum(statistics.median(samples[phase::period]) for phase in range(period))
+        for name, samples in times.items()
+    }
+    both = totals["stock"], totals["control"]
+    return totals["connector"] / statistics.fmean(both), max(both) / min(both)
 
 
 def scheduler_step(steps: int, tick: Tick) -> dict[str, list[float]]:
@@ -94,71 +91,43 @@ def scheduler_step(steps: int, tick: Tick) -> dict[str, list[float]]:
     return times
 
 
-async def _decode(client: httpx.AsyncClient, seed: int) -> None:
-    body = {
-        "model": MODEL_NAME,
-        "prompt": [1000 + seed * 17 + i for i in range(8)],
-        "max_tokens": DECODE_TOKENS,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
-    (await client.post("/v1/completions", json=body)).raise_for_status()
-
-
-async def _decode_step(client: httpx.AsyncClient, round_number: int) -> float:
-    began = time.perf_counter()
-    await asyncio.gather(*(_decode(client, round_number * DECODERS + i) for i in range(DECODERS)))
-    return (time.perf_counter() - began) / DECODE_TOKENS
-
-
 def decode_step(model: Path, rounds: int, tick: Tick) -> dict[str, list[float]]:
-    """Seconds per decode step of three servers that run side by side and decode in turn."""
-    configs: dict[str, Any] = {"stock": None, "control": None, "connector": CONNECTOR}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = {}
-        for name, config in configs.items():
-            options = ServerOptions(
-                model=model,
-                kv_blocks=400,
-                max_model_len=2048,
-                kv_transfer_config=config,
-                env={"TIERED_KV_CPU_GIB": "1"} if config else {},
-            )
-            server = VllmServer(options, Path(folder) / f"{name}.log", start_timeout_s=600)
-            servers[name] = stack.enter_context(server)
-            tick("starting servers")
-        times = asyncio.run(_take_turns({n: s.url for n, s in servers.items()}, rounds, tick))
-        saved = [
-            line.rsplit(" ", 1)[1]
-            for line in servers["connector"].metrics_text().splitlines()
-            if line.startswith("vllm:tiered_kv_pages_saved_total")
-        ]
-        if not saved or float(saved[0]) < rounds * DECODERS:
-            raise RuntimeError(f"the connector saved {saved} pages: nothing was measured")
-    return times
+    """Seconds per decode step, in one engine whose connector is taken off and put back.
 
+    Two processes of the same stock server can differ by more than what is looked for (17%
+    was seen), so all contestants share one.
+    """
+    times: dict[str, list[float]] = {"stock": [], "control": [], "connector": []}
+    options = {"num_gpu_blocks_override": 400}
+    with engine(model, connector=True, extra={"cpu_gib": 1}, **options) as running:
 
-async def _take_turns(urls: dict[str, str], rounds: int, tick: Tick) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in urls}
-    clients = {n: httpx.AsyncClient(base_url=url, timeout=120) for n, url in urls.items()}
-    names = list(urls)
-    try:
+        def decode(seed: int) -> float:
+            prompts = [[(seed * 31 + i * 17 + j) % 40_000 + 9 for j in range(8)] for i in range(8)]
+            began = time.perf_counter()
+            running.generate(prompts, max_tokens=DECODE_TOKENS)
+            seconds = (time.perf_counter() - began) / DECODE_TOKENS
+            running.settle()
+            return seconds
+
+        names = list(times)
         for i in range(-1, rounds):
-            for name in names[i % 3 :] + names[: i % 3]:
-                seconds = await _decode_step(clients[name], i + 1)
+            for turn, name in enumerate(names[i % 3 :] + names[: i % 3]):
+                off = nullcontext() if name == "connector" else running.without_connector()
+                with off:
+                    seconds = decode(3 * i + turn + 3)
                 if i >= 0:  # the first round warms up
                     times[name].append(seconds)
             tick("decode rounds")
-    finally:
-        for client in clients.values():
-            await client.aclose()
+        saved = running.half.counters.totals["pages_saved"]
+        if saved < rounds * 8 * (DECODE_TOKENS // 32):
+            raise RuntimeError(f"only {saved} pages were saved: nothing was measured")
     return times
 
 
 def measure(model: Path, steps: int, rounds: int, tick: Tick) -> dict[str, float | int]:
     """Both comparisons."""
-    step_ratio, step_control = ratios(scheduler := scheduler_step(steps, tick))
-    decode_ratio, decode_control = ratios(decode := decode_step(model, rounds, tick))
+    step_ratio, step_control = ratios(scheduler := scheduler_step(steps, tick), CYCLE)
+    decode_ratio, decode_control = ratios(decode := decode_step(model, rounds, tick), 1)
     return {
         "step_ratio": step_ratio,
         "decode_ratio": decode_ratio,
@@ -177,13 +146,13 @@ def measure(model: Path, steps: int, rounds: int, tick: Tick) -> dict[str, float
 
 def main() -> None:
     command = parser(__doc__.splitlines()[0])
-    command.add_argument("--steps", type=int, default=1500, help="scheduler steps each")
-    command.add_argument("--rounds", type=int, default=9, help="decode rounds each")
+    command.add_argument("--steps", type=int, default=2048, help="scheduler steps each")
+    command.add_argument("--rounds", type=int, default=15, help="decode rounds each")
     command.add_argument("--model", type=Path, help="a model folder; default: the small model")
     args: argparse.Namespace = command.parse_args()
-    with progress() as bar:
+    with only_result_on_stdout(), progress() as bar:
         bar.disable = args.json or not sys.stderr.isatty()
-        task = bar.add_task("", total=args.steps + 3 + args.rounds + 1)
+        task = bar.add_task("", total=args.steps + args.rounds + 1)
         result = measure(
             args.model or small_model(),
             args.steps,

@@ -20,11 +20,11 @@ from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.tails import TailIndex
 
-STRIDE_TOKENS = 64
+STRIDE_TOKENS = 128
 """A decoding request is looked at once it may have filled this many tokens' blocks..."""
-TOGETHER = 8
+TOGETHER = 16
 """...in a step that is a multiple of this. What it filled since is saved when it finishes,
-and lost when it is preempted: at most 72 tokens or a block."""
+and lost when it is preempted: at most 144 tokens or a block."""
 
 
 class Saves:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import engine
+from bench.engines import engine
 
 pytestmark = pytest.mark.e2e
 

@@ -77,6 +77,22 @@ class Engine:
         """Each prompt by itself."""
         return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
 
+    @contextmanager
+    def without_connector(self) -> Iterator[None]:
+        """Plain vLLM for a while: the same process and memory, no connector on either side.
+
+        Only while idle. Blocks stay cached; what is computed meanwhile is not saved.
+        """
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        scheduler = self.core.scheduler
+        connector, agent = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+        try:
+            yield
+        finally:
+            scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = connector, agent
+
     def settle(self) -> None:
         """Step until copies under way are reported; an in-process engine does not by itself."""
         for _ in range(10_000):
