@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tiered_kv.index import EvictionOrder
 from tiered_kv.keys import PageKey
@@ -17,6 +17,9 @@ class LeastRecentlyUsed(EvictionOrder):
 
     def added(self, key: PageKey) -> None:
         self._order[key] = None
+
+    def added_all(self, keys: Sequence[PageKey]) -> None:
+        self._order.update(dict.fromkeys(keys))
 
     def removed(self, key: PageKey) -> None:
         del self._order[key]

@@ -11,7 +11,7 @@ O(1) per page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -28,6 +28,11 @@ class EvictionOrder(Protocol):
 
     def added(self, key: PageKey) -> None:
         """The page can be evicted from now on; it counts as just used."""
+
+    def added_all(self, keys: Sequence[PageKey]) -> None:
+        """``added`` for each page in turn."""
+        for key in keys:
+            self.added(key)
 
     def removed(self, key: PageKey) -> None:
         """The page can no longer be evicted: it is being read, or gone."""
@@ -90,14 +95,12 @@ class PageIndex:
         """True if the page exists or is on its way: it need not be saved again."""
         return key in self._cpu or key in self._saving
 
-    def unknown(self, pages: Iterable[tuple[PageKey, int]]) -> dict[PageKey, int]:
-        """Those of ``(key, anything)`` that are not known, each key once, the first one."""
+    def unknown(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
+        """Those of the pages (with anything) that are not known, in the same order."""
         cpu, saving = self._cpu, self._saving
-        found: dict[PageKey, int] = {}
-        for key, it in pages:
-            if key not in cpu and key not in saving and key not in found:
-                found[key] = it
-        return found
+        if cpu.keys().isdisjoint(pages) and saving.keys().isdisjoint(pages):
+            return pages
+        return {key: it for key, it in pages.items() if not (key in cpu or key in saving)}
 
     def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of readable pages that begins at ``start``, at most ``stop``."""
@@ -121,7 +124,7 @@ class PageIndex:
             A slot for each of the first pages; fewer than ``keys`` when no more can be had
             (all are being read or written).
         """
-        if any(key in self._cpu or key in self._saving for key in keys):
+        if not (self._cpu.keys().isdisjoint(keys) and self._saving.keys().isdisjoint(keys)):
             raise ValueError("a page is reserved once: it is already saved or on its way")
         count = len(keys)
         slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
@@ -141,18 +144,17 @@ class PageIndex:
         Pages forgotten meanwhile stay so; their slots are free again.
         """
         saving = self._saving
-        if [saving.get(key) for key in keys] != list(slots):
-            kept = []
-            for key, slot in zip(keys, slots, strict=True):
-                if saving.get(key) == slot:
-                    kept.append(key)
-                else:
+        if tuple(map(saving.get, keys)) != tuple(slots):  # some were forgotten
+            pages = list(zip(keys, slots, strict=True))
+            keys = [key for key, slot in pages if saving.get(key) == slot]
+            for key, slot in pages:
+                if saving.get(key) != slot:
                     self._bury(key, slot)
-            keys = kept
-        self._cpu.update([(key, saving.pop(key)) for key in keys])
-        added = self._eviction.added
+            slots = [saving[key] for key in keys]
         for key in keys:
-            added(key)
+            del saving[key]
+        self._cpu.update(zip(keys, slots, strict=True))
+        self._eviction.added_all(keys)
         return len(keys)
 
     def abort(self, key: PageKey, slot: int) -> None:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import NewType
+from typing import NewType, cast
 
 PageKey = NewType("PageKey", bytes)
 """Identity of a page over all ranks: 16 bytes of fingerprint, then the block's hash."""
@@ -61,9 +61,9 @@ class Fingerprint:
         return sha256(text.encode()).digest()[:_DIGEST_BYTES]
 
 
-def page_key(fingerprint: bytes, block_hash_with_group: bytes) -> PageKey:
-    """Key of a full block, from the hash vLLM keeps on it (group id included)."""
-    return PageKey(fingerprint + block_hash_with_group)
+def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes], group: bytes) -> list[PageKey]:
+    """Keys of full blocks, from vLLM's hashes of them and the 4 bytes it appends for a group."""
+    return cast("list[PageKey]", [fingerprint + block_hash + group for block_hash in block_hashes])
 
 
 def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:

@@ -76,7 +76,10 @@ class Planner:
         Returns None if nothing needs saving or no slot can be had. Pages left without a
         slot are simply not saved, and counted in ``unsaved``.
         """
-        fresh = self.index.unknown(pages)
+        first: dict[PageKey, int] = {}
+        for key, block in pages:  # requests of one batch may have computed the same page
+            first.setdefault(key, block)
+        fresh = self.index.unknown(first)
         if not fresh:
             return None
         keys = tuple(fresh)
@@ -154,14 +157,15 @@ class Planner:
 
     def _finish(self, flight: _Flight, failed: frozenset[int]) -> Settled:
         order, index = flight.order, self.index
+        if isinstance(order, SaveOrder) and not failed:
+            index.commit_all(flight.keys, order.slots)
+            return Settled(order, flight.keys, failed, flight.abandoned)
         pages = list(zip(flight.keys, order.slots, strict=True))
         if isinstance(order, LoadOrder):
             for i, (key, slot) in enumerate(pages):
                 index.release(key, slot)
                 if i in failed:
                     index.forget(key)
-        elif not failed:
-            index.commit_all(flight.keys, order.slots)
         else:
             for i in failed:
                 index.abort(*pages[i])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.connectors.vllm.jobs import Job
-from tiered_kv.keys import PageKey, page_key
+from tiered_kv.keys import PageKey, page_keys
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.turns import TurnHints
 
@@ -68,8 +68,7 @@ class Turn:
         assert self.fingerprint is not None
         keys, hashes = self.keys, self.request.block_hashes
         if len(keys) < len(hashes):
-            suffix = self.group_suffix
-            keys += [page_key(self.fingerprint, h + suffix) for h in hashes[len(keys) :]]
+            keys += page_keys(self.fingerprint, hashes[len(keys) :], self.group_suffix)
         return keys
 
     def tail_place(self, block: int, block_size: int) -> tuple[bytes, object] | None:

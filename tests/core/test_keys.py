@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.keys import Fingerprint, page_key, tail_key
+from tiered_kv.keys import Fingerprint, page_keys, tail_key
 
 BASE = Fingerprint(
     model="a" * 32,
@@ -68,13 +68,13 @@ def test_a_fingerprint_is_the_same_in_every_process_and_version() -> None:
 def test_a_page_is_named_by_its_fingerprint_and_its_block() -> None:
     fingerprint = BASE.digest()
     assert len(fingerprint) == 16
-    key = page_key(fingerprint, b"hash-and-group")
+    key = page_keys(fingerprint, [b"hash-and-"], b"group")[0]
     assert key == fingerprint + b"hash-and-group"
 
 
 def test_a_tail_begins_with_the_fingerprint_of_the_page_before_it() -> None:
     """So that whatever groups keys by fingerprint finds tails beside full pages."""
-    parent = page_key(BASE.digest(), b"h" * 36)
+    parent = page_keys(BASE.digest(), [b"h" * 32], b"\0" * 4)[0]
     assert tail_key(parent, [1], None)[:16] == BASE.digest()
 
 
@@ -100,4 +100,4 @@ def test_tails_of_different_contexts_have_different_keys(
 
 def test_a_tail_is_no_full_page() -> None:
     fingerprint = BASE.digest()
-    assert tail_key(fingerprint, [], None) != page_key(fingerprint, b"")
+    assert tail_key(fingerprint, [], None) != page_keys(fingerprint, [b""], b"")[0]
