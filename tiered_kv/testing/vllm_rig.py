@@ -234,6 +234,9 @@ class Rig:
         output = self.scheduler.schedule()
         scheduled = time.perf_counter()
         result = self._execute(output)
+        backend = self.worker.worker_half.backend if self.worker is not None else None
+        if backend is not None and not self.options.check_kv:
+            backend.drain()  # a worker's copies do not hold the scheduler's interpreter
         executed = time.perf_counter()
         answers = self.scheduler.update_from_output(output, result)
         self.scheduler_s = time.perf_counter() - executed + scheduled - began
