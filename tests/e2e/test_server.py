@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,8 @@ def usage_in_gap(client: httpx.Client) -> float:
 def drain(client: httpx.Client) -> None:
     """Wait until pins of earlier tests have run out."""
     deadline = time.monotonic() + 20
-    while metric_or_zero(client) > 0 and time.monotonic() < deadline:
+    while usage_in_gap(client) > 0 and time.monotonic() < deadline:
         tick(client)
-
-
-def metric_or_zero(client: httpx.Client) -> float:
-    return usage_in_gap(client)
 
 
 def test_the_connector_is_found_by_name_and_says_what_it_has(server: VllmServer) -> None:
@@ -146,21 +142,23 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
     last = ask(client, pinned, max_tokens=1, **job("holder", last=True))
     again = ask(client, unpinned, max_tokens=1)
 
-    events = trace(server)[-2:]
+    events = trace(server, lambda found: [e["tier"] for e in found[-2:]] == ["drop", "cpu"])[-2:]
     assert events[0]["vram_tokens"] >= 992, last
     assert events[1]["vram_tokens"] < 500, again
     assert events[1]["cpu_tokens"] > 400, "what left VRAM came back from CPU memory"
 
 
-def trace(server: VllmServer) -> list[dict[str, Any]]:
+Events = list[dict[str, Any]]
+
+
+def trace(server: VllmServer, there: Callable[[Events], bool]) -> Events:
+    """The trace once it holds what is waited for: a thread writes it behind the answers."""
     path = Path(server.options.env["TIERED_KV_TRACE"])
     deadline = time.monotonic() + 10
-    lines: list[dict[str, Any]] = []
-    while time.monotonic() < deadline:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        if lines:
-            return lines
-    return lines
+    while True:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        if there(events) or time.monotonic() > deadline:
+            return events
 
 
 BAD: list[Any] = [
@@ -228,7 +226,11 @@ def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: Vl
         tick(client)
         if metric(client, "vllm:num_requests_running") == 0:
             break
-    assert any(event["finish"] == "FINISHED_ABORTED" for event in trace(server))
+
+    def aborted(events: Events) -> bool:
+        return any(event["finish"] == "FINISHED_ABORTED" for event in events)
+
+    assert aborted(trace(server, aborted))
 
 
 def test_at_the_end_nothing_is_held_and_no_hook_has_failed(
