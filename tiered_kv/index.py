@@ -113,19 +113,26 @@ class PageIndex:
     # -- saving -----------------------------------------------------------------
 
     def reserve(self, key: PageKey) -> int | None:
-        """``reserve_all`` for one page; None when no slot can be had."""
+        """``reserve_all`` for one page; None when no slot can be had.
+
+        Raises:
+            ValueError: the page is saved, or on its way.
+        """
+        if self.known(key):
+            raise ValueError("a page is reserved once: it is already saved or on its way")
         slots = self.reserve_all((key,))
         return slots[0] if slots else None
 
     def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """absent → SAVING: slots for distinct pages about to be saved, evicting if need be.
+        """absent → SAVING: slots for pages about to be saved, evicting if need be.
+
+        Args:
+            keys: distinct, and none of them known.
 
         Returns:
             A slot for each of the first pages; fewer than ``keys`` when no more can be had
             (all are being read or written).
         """
-        if not (self._cpu.keys().isdisjoint(keys) and self._saving.keys().isdisjoint(keys)):
-            raise ValueError("a page is reserved once: it is already saved or on its way")
         count = len(keys)
         slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
         del self._free[len(self._free) - len(slots) :]
@@ -144,15 +151,16 @@ class PageIndex:
         Pages forgotten meanwhile stay so; their slots are free again.
         """
         saving = self._saving
-        if tuple(map(saving.get, keys)) != tuple(slots):  # some were forgotten
-            pages = list(zip(keys, slots, strict=True))
-            keys = [key for key, slot in pages if saving.get(key) == slot]
-            for key, slot in pages:
-                if saving.get(key) != slot:
+        reserved = [saving.pop(key, None) for key in keys]
+        if reserved != list(slots):  # some were forgotten, and perhaps reserved again
+            pages = list(zip(keys, slots, reserved, strict=True))
+            for key, slot, now in pages:
+                if now != slot:
                     self._bury(key, slot)
-            slots = [saving[key] for key in keys]
-        for key in keys:
-            del saving[key]
+                    if now is not None:
+                        saving[key] = now
+            keys = [key for key, slot, now in pages if now == slot]
+            slots = [slot for _, slot, now in pages if now == slot]
         self._cpu.update(zip(keys, slots, strict=True))
         self._eviction.added_all(keys)
         return len(keys)

@@ -1,6 +1,6 @@
 """Names of pages: what must be equal for two pages to hold the same bytes.
 
-A page's key is ``fingerprint ‖ block hash ‖ group``. vLLM's block hash covers the
+A page's key is ``fingerprint ‖ block hash``. vLLM's block hash covers the
 tokens, the LoRA name, multimodal inputs and the cache salt; the fingerprint covers
 what that hash leaves out, so that bytes of another model, dtype or generation can
 never be found under the key of this one.
@@ -35,6 +35,7 @@ class Fingerprint:
         cache_dtype: dtype in which K and V are stored, for example ``auto`` or ``fp8``.
         kv_scales: where the scales of a quantised cache come from.
         rope: the position-encoding settings as loaded, overrides included.
+        group: the KV cache group the pages belong to.
         block_size: tokens of a page.
         layout: description of a page's byte regions.
         ranks: number of tensor-parallel ranks a page is cut into.
@@ -48,6 +49,7 @@ class Fingerprint:
     cache_dtype: str
     kv_scales: str
     rope: Mapping[str, object]
+    group: int
     block_size: int
     layout: str
     ranks: int
@@ -61,9 +63,9 @@ class Fingerprint:
         return sha256(text.encode()).digest()[:_DIGEST_BYTES]
 
 
-def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes], group: bytes) -> list[PageKey]:
-    """Keys of full blocks, from vLLM's hashes of them and the 4 bytes it appends for a group."""
-    return cast("list[PageKey]", [fingerprint + block_hash + group for block_hash in block_hashes])
+def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey]:
+    """Keys of full blocks, from vLLM's hashes of them."""
+    return cast("list[PageKey]", [fingerprint + block_hash for block_hash in block_hashes])
 
 
 def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:

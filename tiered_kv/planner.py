@@ -9,7 +9,7 @@ One thread, no locks, nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.index import PageIndex
@@ -70,16 +70,13 @@ class Planner:
         """Time one rank needs to copy that many pages, at the bandwidth seen so far."""
         return pages * self._page_bytes / self.bandwidth
 
-    def plan_save(self, pages: Iterable[tuple[PageKey, int]]) -> SaveOrder | None:
-        """Order a copy VRAM → CPU of ``(key, block)`` pairs; known pages are left out.
+    def plan_save(self, pages: Mapping[PageKey, int]) -> SaveOrder | None:
+        """Order a copy VRAM → CPU of pages, from the blocks given; known ones are left out.
 
         Returns None if nothing needs saving or no slot can be had. Pages left without a
         slot are simply not saved, and counted in ``unsaved``.
         """
-        first: dict[PageKey, int] = {}
-        for key, block in pages:  # requests of one batch may have computed the same page
-            first.setdefault(key, block)
-        fresh = self.index.unknown(first)
+        fresh = self.index.unknown(pages)
         if not fresh:
             return None
         keys = tuple(fresh)

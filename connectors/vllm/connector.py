@@ -144,13 +144,20 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.refuse_restore(request, blocks)
             raise
 
-    @_never_raises(lambda self: self._scheduler.take_orders())
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.build(scheduler_output)
+    # The two hooks of every step guard themselves: the wrapper's cost would be seen.
 
-    @_never_raises(lambda self: None)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        try:
+            return self.scheduler_half.build(scheduler_output)  # type: ignore[union-attr]
+        except Exception:
+            self._hook_failed("build_connector_meta")
+            return self._scheduler.take_orders()
+
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.completed(connector_output)
+        try:
+            self.scheduler_half.completed(connector_output)  # type: ignore[union-attr]
+        except Exception:
+            self._hook_failed("update_connector_output")
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -212,10 +219,10 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both ---------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> TieredStats | None:
-        if self.scheduler_half is None:
+        half = self.scheduler_half
+        if half is None or not half.stats_due:
             return None
-        data = self.scheduler_half.take_stats()
-        return TieredStats(data=data) if data else None
+        return TieredStats(data=half.take_stats())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:

@@ -79,6 +79,7 @@ def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
         cache_dtype=str(cache.cache_dtype),
         kv_scales="checkpoint",
         rope=rope,
+        group=facts.group,
         block_size=facts.block_size,
         layout=facts.layout.describe() if facts.layout else "",
         ranks=facts.ranks,

@@ -38,17 +38,13 @@ class Restores:
         self._index = planner.index
         self._tails = tails
         self._counters = counters
-        self._unsent: list[LoadOrder] = []
+        self.unsent: list[LoadOrder] = []
         self._step_s = ASSUMED_STEP_S
         self._last_look: float | None = None
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
     def take(self) -> tuple[LoadOrder, ...]:
         """The orders not yet sent."""
-        orders, self._unsent = tuple(self._unsent), []
+        orders, self.unsent = tuple(self.unsent), []
         return orders
 
     def time_steps(self, now: float, steps: int) -> None:
@@ -109,7 +105,7 @@ class Restores:
             raise RuntimeError("vLLM expects a restore that was not offered")
         keys = hit.keys[: -(-tokens // self._facts.block_size)]
         where = block_ids[hit.first : hit.first + len(keys)]
-        self._unsent.append(self._planner.plan_load(turn.request_id, keys, where, hit.mode))
+        self.unsent.append(self._planner.plan_load(turn.request_id, keys, where, hit.mode))
         turn.hit = None
         turn.loading = hit.mode is RestoreMode.ASYNC
         self._counters.add("restores_async" if turn.loading else "restores_sync")
@@ -119,7 +115,7 @@ class Restores:
         that the workers report its blocks as bad and the tokens are recomputed."""
         mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
         bad = tuple(block_ids[first:])
-        self._unsent.append(LoadOrder(NO_ORDER, request_id, bad, (NO_SLOT,) * len(bad), mode))
+        self.unsent.append(LoadOrder(NO_ORDER, request_id, bad, (NO_SLOT,) * len(bad), mode))
 
     def settled(self, done: Settled) -> None:
         """A restore is over on every rank."""

@@ -9,7 +9,7 @@ a time, and the requests of a few steps are looked at together, so that orders a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
@@ -20,11 +20,11 @@ from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.tails import TailIndex
 
-STRIDE_TOKENS = 128
+STRIDE_TOKENS = 256
 """A decoding request is looked at once it may have filled this many tokens' blocks..."""
 TOGETHER = 16
 """...in a step that is a multiple of this. What it filled since is saved when it finishes,
-and lost when it is preempted: at most 144 tokens or a block."""
+and lost when it is preempted: at most 272 tokens or a block."""
 
 
 class Saves:
@@ -51,16 +51,12 @@ class Saves:
         self._pool = pool
         self._blocks_of = blocks_of
         self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
-        self._unsent: list[SaveOrder] = []
+        self.unsent: list[SaveOrder] = []
         self._last_of_turn: dict[OrderId, list[PageKey]] = {}
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
     def take(self) -> tuple[SaveOrder, ...]:
         """The orders not yet sent."""
-        orders, self._unsent = tuple(self._unsent), []
+        orders, self.unsent = tuple(self.unsent), []
         return orders
 
     def watch(self, turn: Turn, step: int) -> None:
@@ -78,7 +74,7 @@ class Saves:
         if step not in self._calendar:
             return
         due = self._calendar.pop(step)
-        filled: list[tuple[PageKey, int]] = []
+        filled: dict[PageKey, int] = {}
         size = self._facts.block_size
         stride = max(size, STRIDE_TOKENS // size * size)
         for turn in due:
@@ -86,7 +82,7 @@ class Saves:
                 continue
             request = turn.request
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-            filled += self._newly_filled(turn, tokens)
+            filled.update(self._newly_filled(turn, tokens))
             look = step + 1  # a prefill may fill many blocks in the next step
             if tokens >= request.num_tokens:
                 look += max(0, turn.cursor * size + stride - tokens - 1)
@@ -105,7 +101,7 @@ class Saves:
         computed = min(
             request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1
         )
-        pages = self._newly_filled(turn, computed)
+        pages = dict(self._newly_filled(turn, computed))
         block, length = divmod(computed, size)
         place = None
         worth_it = block > 0 or turn.job is not None  # else a slot for a few stray tokens
@@ -115,7 +111,7 @@ class Saves:
         used = list(reversed(turn.page_keys()[: turn.cursor]))
         if place is not None:
             tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
-            pages.append((tail.key, block_ids[block]))
+            pages[tail.key] = block_ids[block]
             used.insert(0, tail.key)
             if len(self._tails) > 2 * self._planner.index.num_slots:
                 self._tails.prune(self._planner.index.known)
@@ -148,15 +144,15 @@ class Saves:
 
     def drop_all(self) -> None:
         """Forget every save, sent or not, and give up its blocks at once."""
-        for order in self._unsent:
+        for order in self.unsent:
             self._planner.cancel(order)
             self._give_up(order.blocks)
-        self._unsent.clear()
+        self.unsent.clear()
         self._last_of_turn.clear()
         for order in self._planner.abandon_saves():
             self._give_up(order.blocks)
 
-    def _newly_filled(self, turn: Turn, tokens: int) -> list[tuple[PageKey, int]]:
+    def _newly_filled(self, turn: Turn, tokens: int) -> Iterable[tuple[PageKey, int]]:
         """Blocks filled since the last look, with their keys.
 
         Args:
@@ -168,18 +164,15 @@ class Saves:
         full = min(tokens // self._facts.block_size, len(keys), len(blocks))
         start = turn.cursor
         if full <= start:
-            return []
+            return ()
         turn.cursor = full
-        return [
-            (key, block.block_id)
-            for key, block in zip(keys[start:full], blocks[start:full], strict=True)
-        ]
+        return zip(keys[start:full], [b.block_id for b in blocks[start:full]], strict=True)
 
-    def _order(self, pages: Sequence[tuple[PageKey, int]]) -> SaveOrder | None:
+    def _order(self, pages: Mapping[PageKey, int]) -> SaveOrder | None:
         order = self._planner.plan_save(pages) if pages else None
         if order is not None:
             self._pool.touch([self._pool.blocks[block] for block in order.blocks])
-            self._unsent.append(order)
+            self.unsent.append(order)
         return order
 
     def _give_up(self, block_ids: Sequence[int]) -> None:

@@ -83,7 +83,6 @@ class SchedulerHalf:
         self._clock = clock
         self._wall = wall
         self._trace = TraceWriter(config.trace) if config.trace else None
-        self._group_suffix = facts.group.to_bytes(4, "big")
         self._turns: dict[str, Turn] = {}
         self._restored: dict[str, Turn] = {}  # async restore over, not yet scheduled
         self._seen_failures: dict[int, int] = {}
@@ -91,6 +90,8 @@ class SchedulerHalf:
         self._step = 0
         self._was_idle = True
         self._running = 0
+        self.stats_due = True
+        """A busy engine asks for stats in every step and is told in some of them."""
         self._last_report = clock()
 
     def bind(self, manager: Any) -> None:
@@ -136,7 +137,6 @@ class SchedulerHalf:
             job=job,
             number=job.turns if job else 1,
             fingerprint=self._fingerprint(request),
-            group_suffix=self._group_suffix,
         )
 
     def _fingerprint(self, request: Any) -> bytes | None:
@@ -194,12 +194,13 @@ class SchedulerHalf:
     def build(self, scheduler_output: Any) -> TieredMetadata:
         """``build_connector_meta``: this step's orders."""
         self._step += 1
+        self.stats_due = not (self._running and self._step % STATS_EVERY)
         if not scheduler_output.total_num_scheduled_tokens:
             self._was_idle = True
         if not self._step % TIME_EVERY:
             self.restores.time_steps(self._clock(), 0 if self._was_idle else TIME_EVERY)
             self._was_idle = False
-        if len(self.pins) and (late := self.pins.expire(self._clock())):
+        if self.pins and (late := self.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
         if self._restored:
             self.room.for_restored(list(self._restored.values()))
@@ -209,7 +210,7 @@ class SchedulerHalf:
 
     def take_orders(self) -> TieredMetadata:
         """The orders not yet sent. Also what is sent when ``build`` itself fails."""
-        if not (self.saves.has_unsent or self.restores.has_unsent):
+        if not (self.saves.unsent or self.restores.unsent):
             return self._no_orders
         self._last_report = self._clock()
         return TieredMetadata(self.saves.take(), self.restores.take(), self._seen_failures)
@@ -217,8 +218,9 @@ class SchedulerHalf:
     def completed(self, output: Any) -> None:
         """``update_connector_output``: workers reported."""
         meta = output.kv_connector_worker_meta
-        if not isinstance(meta, TieredWorkerMetadata):
+        if meta is None:
             return
+        assert isinstance(meta, TieredWorkerMetadata)
         self._last_report = self._clock()
         if meta.failures:
             self._seen_failures = {**self._seen_failures, **meta.failures}
@@ -346,17 +348,12 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Keep an otherwise idle engine stepping until copies under way are reported."""
-        if self.saves.has_unsent or self.restores.has_unsent:
+        if self.saves.unsent or self.restores.unsent:
             return True
         return self.planner.in_flight > 0 and self._clock() - self._last_report < MAX_PUSH_S
 
     def take_stats(self) -> dict[str, int]:
-        """Counters added since the last call, with the gauges; empty if nothing happened.
-
-        A busy engine asks in every step and is told in some of them.
-        """
-        if self._running and self._step % STATS_EVERY:
-            return {}
+        """Counters added since the last call, with the gauges; empty if nothing happened."""
         totals = {
             "pages_evicted": self.index.evictions,
             "pages_not_saved": self.planner.unsaved,

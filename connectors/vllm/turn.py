@@ -48,7 +48,6 @@ class Turn:
     job: Job | None
     number: int
     fingerprint: bytes | None
-    group_suffix: bytes
     keys: list[PageKey] = field(default_factory=list)
     cursor: int = 0
     due: int = -1
@@ -68,7 +67,7 @@ class Turn:
         assert self.fingerprint is not None
         keys, hashes = self.keys, self.request.block_hashes
         if len(keys) < len(hashes):
-            keys += page_keys(self.fingerprint, hashes[len(keys) :], self.group_suffix)
+            keys += page_keys(self.fingerprint, hashes[len(keys) :])
         return keys
 
     def tail_place(self, block: int, block_size: int) -> tuple[bytes, object] | None:

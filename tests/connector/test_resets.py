@@ -15,7 +15,7 @@ def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_rig: MakeRig) ->
     while "t1" not in rig.finished:
         rig.step()
     assert len(rig.half.pins) == 1
-    assert rig.half.saves.has_unsent, "the tail's save waits for the next step"
+    assert rig.half.saves.unsent, "the tail's save waits for the next step"
 
     assert rig.scheduler.reset_prefix_cache()
 
@@ -30,7 +30,7 @@ def test_saves_under_way_during_a_reset_are_never_found(make_rig: MakeRig) -> No
     rig.add("t1", prompt)
     rig.step()  # saves of the first blocks are sent
     rig.abort("t1")
-    assert rig.half.planner.in_flight > 0 or rig.half.saves.has_unsent
+    assert rig.half.planner.in_flight > 0 or rig.half.saves.unsent
 
     assert rig.scheduler.reset_prefix_cache()
     rig.run()

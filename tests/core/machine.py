@@ -92,7 +92,7 @@ class OrdersMachine(RuleBasedStateMachine):
         idle = {key for key in before if self.idle(key)}
         evictions, unsaved = self.index.evictions, self.planner.unsaved
 
-        order = self.planner.plan_save(zip(keys, blocks, strict=True))
+        order = self.planner.plan_save(dict(zip(keys, blocks, strict=True)))
 
         content = dict(zip(blocks, keys, strict=True))
         planned = [content[block] for block in order.blocks] if order else []

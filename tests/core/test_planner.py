@@ -37,13 +37,13 @@ def report(ranks: int = 2, failed: set[int] | None = None, seconds: float = 0.0)
 
 
 def saved(planner: Planner, *keys: PageKey) -> None:
-    order = planner.plan_save([(key, block) for block, key in enumerate(keys)])
+    order = planner.plan_save({key: block for block, key in enumerate(keys)})
     assert order is not None
     assert planner.settle({order.order_id: report()})
 
 
 def test_a_page_is_there_when_the_last_rank_has_reported(planner: Planner) -> None:
-    order = planner.plan_save([(A, 7)])
+    order = planner.plan_save({A: 7})
     assert order is not None
     assert planner.settle({order.order_id: report(ranks=1)}) == []
     assert planner.index.state(A) is PageState.SAVING
@@ -57,7 +57,7 @@ def test_a_page_is_there_when_the_last_rank_has_reported(planner: Planner) -> No
 
 
 def test_a_page_that_failed_on_any_rank_has_failed(planner: Planner) -> None:
-    order = planner.plan_save([(A, 7), (B, 8)])
+    order = planner.plan_save({A: 7, B: 8})
     assert order is not None
     planner.settle({order.order_id: report(ranks=1, failed={1})})
     (done,) = planner.settle({order.order_id: report(ranks=1)})
@@ -67,22 +67,22 @@ def test_a_page_that_failed_on_any_rank_has_failed(planner: Planner) -> None:
 
 
 def test_a_page_already_saved_or_on_its_way_is_left_out(planner: Planner) -> None:
-    first = planner.plan_save([(A, 1), (A, 2)])
+    first = planner.plan_save({A: 1})
     assert first is not None
     assert first.blocks == (1,)
-    assert planner.plan_save([(A, 3)]) is None
-    second = planner.plan_save([(A, 3), (B, 4)])
+    assert planner.plan_save({A: 3}) is None
+    second = planner.plan_save({A: 3, B: 4})
     assert second is not None
     assert second.blocks == (4,)
     assert planner.unsaved == 0
 
 
 def test_pages_without_a_slot_are_not_saved_and_counted(planner: Planner) -> None:
-    order = planner.plan_save([(A, 1), (B, 2), (C, 3)])
+    order = planner.plan_save({A: 1, B: 2, C: 3})
     assert order is not None
     assert order.blocks == (1, 2)
     assert planner.unsaved == 1
-    assert planner.plan_save([(C, 3)]) is None
+    assert planner.plan_save({C: 3}) is None
     assert planner.unsaved == 2
 
 
@@ -107,20 +107,20 @@ def test_pages_and_blocks_of_a_load_must_be_as_many(planner: Planner) -> None:
     saved(planner, A)
     with pytest.raises(ValueError, match="1 pages cannot fill 2 blocks"):
         planner.plan_load("r", [A], [1, 2], RestoreMode.SYNC)
-    assert planner.plan_save([(B, 1), (C, 2)]) is not None, "A was never acquired"
+    assert planner.plan_save({B: 1, C: 2}) is not None, "A was never acquired"
 
 
 def test_a_load_that_cannot_be_ordered_locks_nothing(planner: Planner) -> None:
     saved(planner, A)
     with pytest.raises(KeyError):
         planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
-    planner.plan_save([(B, 1), (C, 2)])
+    planner.plan_save({B: 1, C: 2})
     assert not planner.index.known(A), "A makes room"
     assert planner.in_flight == 1
 
 
 def test_a_save_taken_back_leaves_no_trace(planner: Planner) -> None:
-    order = planner.plan_save([(A, 1)])
+    order = planner.plan_save({A: 1})
     assert order is not None
     planner.cancel(order)
     assert planner.in_flight == 0
@@ -131,17 +131,17 @@ def test_a_save_taken_back_leaves_no_trace(planner: Planner) -> None:
 def test_a_slot_written_by_an_abandoned_save_is_not_reused_before_its_report(
     planner: Planner,
 ) -> None:
-    order = planner.plan_save([(A, 1), (B, 2)])
+    order = planner.plan_save({A: 1, B: 2})
     assert order is not None
     assert planner.abandon_saves() == [order]
     assert planner.abandon_saves() == [], "once is enough"
-    assert planner.plan_save([(A, 3)]) is None
+    assert planner.plan_save({A: 3}) is None
 
     (done,) = planner.settle({order.order_id: report()})
 
     assert done.abandoned
     assert not planner.index.known(A)
-    assert planner.plan_save([(A, 3)]) is not None
+    assert planner.plan_save({A: 3}) is not None
 
 
 def test_loads_are_not_abandoned_with_the_saves(planner: Planner) -> None:
@@ -157,7 +157,7 @@ def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: Planner) -> Non
     assert planner.copy_seconds(10) == pytest.approx(10 * PAGE_BYTES / BANDWIDTH)
     slow = PAGE_BYTES / (BANDWIDTH / 4)
     for _ in range(60):
-        order = planner.plan_save([(A, 1)])
+        order = planner.plan_save({A: 1})
         assert order is not None
         planner.settle({order.order_id: report(ranks=1, seconds=slow / 100)})
         planner.settle({order.order_id: report(ranks=1, seconds=slow)})
