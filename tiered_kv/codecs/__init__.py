@@ -1,0 +1,1 @@
+"""Codecs: how a page's bytes become fewer on SSD. ``base`` is the contract."""

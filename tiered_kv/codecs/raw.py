@@ -1,0 +1,33 @@
+"""The codec that stores pages as they are: for disks faster than the cores can decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+
+NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class RawCodec:
+    """No encoding."""
+
+    page_format: PageFormat
+    codec_id = 0
+    name = "raw"
+    table = b""
+    wants_training = False
+
+    def encode(self, page: Bytes) -> EncodedPage:
+        return EncodedPage(page, NOTHING)
+
+    def decode(self, encoded: EncodedPage, out: Bytes) -> None:
+        if encoded.plane.nbytes != out.nbytes or encoded.frame.nbytes:
+            raise CodecError(f"{encoded.plane.nbytes} raw bytes are no page of {out.nbytes}")
+        out[:] = encoded.plane
+
+    def trained(self, pages: list[Bytes]) -> Codec:
+        return self
