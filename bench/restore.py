@@ -1,11 +1,13 @@
-"""Time to first token of a context by where its KV is: nowhere, in CPU memory, in VRAM.
+"""Time to first token of a context by where its KV is: nowhere, on SSD, in CPU memory, in VRAM.
 
     python -m bench.restore --json
 
-One real server, one run. Eight texts of 3,000 tokens are asked in turn, which is more than
+Real servers, one run. Eight texts of 3,000 tokens are asked in turn, which is more than
 the KV pool holds; each is then asked twice again, when it has left VRAM (its pages come
-from CPU memory) and right after (VRAM). Where the tokens really came from is read from the
-connector's trace, and a sample from anywhere else is an error, not a number.
+from CPU memory) and right after (VRAM). Then the same with CPU memory for half of them, so
+that each comes from SSD, and once more after that server was stopped and started. Where
+the tokens really came from is read from the connector's trace, and a sample from anywhere
+else is an error, not a number.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -55,53 +59,114 @@ def first_token_ms(client: httpx.Client, prompt: Sequence[int]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
+class Samples:
+    """Times of requests by where their KV was to come from, checked against the trace.
+
+    Args:
+        advance: told of every request, with its kind.
+    """
+
+    def __init__(self, advance: Callable[[str], None]) -> None:
+        self.times: dict[str, list[float]] = {}
+        self._advance = advance
+
+    @contextmanager
+    def server(self, options: ServerOptions, folder: Path) -> Iterator[Ask]:
+        """A server for some requests; what it gives sends one of a kind.
+
+        Raises:
+            RuntimeError: a request's KV did not come from where it was meant to.
+        """
+        trace = folder / "trace.jsonl"
+        trace.unlink(missing_ok=True)
+        env = {**options.env, "TIERED_KV_TRACE": str(trace)}
+        kinds: list[str] = []
+        server = VllmServer(replace(options, env=env), folder / "server.log")
+        with server, httpx.Client(base_url=server.url, timeout=120) as client:
+            first_token_ms(client, list(range(100, 400)))  # warm-up
+
+            def ask(kind: str, prompt: list[int]) -> None:
+                self.times.setdefault(kind, []).append(first_token_ms(client, prompt))
+                kinds.append(kind)
+                self._advance(kind)
+
+            yield Ask(client, ask)
+        events = [json.loads(line) for line in trace.read_text().splitlines()]
+        _check_sources(kinds, events[-len(kinds) :])
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A running server: its client, and how to time a request of some kind."""
+
+    client: httpx.Client
+    time: Callable[[str, list[int]], None]
+
+
 def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | int]:
-    """Run the server and the three kinds of requests.
+    """Three servers: CPU memory for everything; CPU memory for a few contexts, and an SSD;
+    the same after a restart.
 
     Raises:
         RuntimeError: a request's KV did not come from where it was meant to.
     """
-    with tempfile.TemporaryDirectory() as folder, progress() as bar:
+    with tempfile.TemporaryDirectory() as name, progress() as bar:
         bar.disable = not show_progress
-        trace = Path(folder) / "trace.jsonl"
-        options = ServerOptions(
+        folder = Path(name)
+        task = bar.add_task("starting the server", total=6 * CONTEXTS)
+        samples = Samples(lambda kind: bar.update(task, advance=1, description=kind))
+        roomy = ServerOptions(
             model=model,
             kv_blocks=5 * tokens // 32,
             max_model_len=tokens + 64,
             kv_transfer_config=CONNECTOR,
-            env={"TIERED_KV_TRACE": str(trace), "TIERED_KV_CPU_GIB": "2"},
+            env={"TIERED_KV_CPU_GIB": "2"},
         )
-        task = bar.add_task("starting the server", total=3 * CONTEXTS)
-        server = VllmServer(options, Path(folder) / "server.log")
-        with server, httpx.Client(base_url=server.url, timeout=120) as client:
-            prompts = texts(client, CONTEXTS, tokens)
-            first_token_ms(client, list(range(100, 400)))  # warm-up
-            samples: list[tuple[str, float]] = []
-
-            def sample(kind: str, prompt: list[int]) -> None:
-                samples.append((kind, first_token_ms(client, prompt)))
-                bar.update(task, advance=1, description=kind)
-
+        context_gib = 2.5e-5 * tokens  # about 23 kB a token
+        tight = replace(
+            roomy,
+            extra_args=("--shutdown-timeout", "10"),
+            env={
+                "TIERED_KV_CPU_GIB": f"{4 * context_gib:.4f}",
+                "TIERED_KV_SSD_PATH": str(folder / "ssd"),
+                "TIERED_KV_SSD_GIB": "4",
+            },
+        )
+        with samples.server(roomy, folder) as server:
+            prompts = texts(server.client, CONTEXTS, tokens)
             for prompt in prompts:
-                sample("cold", prompt)
+                server.time("cold", prompt)
             for prompt in prompts:
-                sample("cpu", prompt)
-                sample("vram", prompt)
-        events = [json.loads(line) for line in trace.read_text().splitlines()]
-        _check_sources([kind for kind, _ in samples], events[-len(samples) :])
-    times = {kind: [ms for k, ms in samples if k == kind] for kind in ("cold", "cpu", "vram")}
-    median = {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
+                server.time("cpu", prompt)
+                server.time("vram", prompt)
+        with samples.server(tight, folder) as server:
+            for prompt in prompts:
+                server.time("cold", prompt)
+            for prompt in prompts:
+                server.time("ssd", prompt)
+        with samples.server(tight, folder) as server:
+            for prompt in prompts:
+                server.time("ssd_after_restart", prompt)
+    median = {f"{kind}_ms": statistics.median(ms) for kind, ms in samples.times.items()}
     return {
         **median,
         "cold_over_cpu": median["cold_ms"] / median["cpu_ms"],
         "cpu_over_vram": median["cpu_ms"] / median["vram_ms"],
+        "cold_over_ssd": median["cold_ms"] / median["ssd_ms"],
+        "cold_over_ssd_after_restart": median["cold_ms"] / median["ssd_after_restart_ms"],
         "tokens": tokens,
         "samples": CONTEXTS,
     }
 
 
 def _check_sources(kinds: Sequence[str], events: Sequence[dict[str, int]]) -> None:
-    source = {"cold": "recomputed_tokens", "cpu": "cpu_tokens", "vram": "vram_tokens"}
+    source = {
+        "cold": "recomputed_tokens",
+        "cpu": "cpu_tokens",
+        "vram": "vram_tokens",
+        "ssd": "ssd_tokens",
+        "ssd_after_restart": "ssd_tokens",
+    }
     for kind, event in zip(kinds, events, strict=True):
         if event[source[kind]] < 0.9 * event["prompt_tokens"]:
             raise RuntimeError(f"a {kind} request was served from elsewhere: {event}")

@@ -21,6 +21,10 @@ class LeastRecentlyUsed(EvictionOrder):
     def added_all(self, keys: Sequence[PageKey]) -> None:
         self._order.update(dict.fromkeys(keys))
 
+    def put_back(self, key: PageKey) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key, last=False)
+
     def removed(self, key: PageKey) -> None:
         del self._order[key]
 

@@ -21,6 +21,8 @@ class Tier(Enum):
     """In VRAM until a deadline, with its copy in CPU memory."""
     CPU = "cpu"
     """In CPU memory; VRAM may reuse its blocks at once."""
+    SSD = "ssd"
+    """On SSD, as soon as it is saved: the next turn is far away."""
     DROP = "drop"
     """Nowhere in particular: the job is over."""
 

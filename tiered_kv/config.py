@@ -7,6 +7,7 @@ them, the connector's ``kv_connector_extra_config`` in lower case without the pr
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,17 +25,32 @@ class TierConfig:
     Attributes:
         cpu_gib: CPU memory for pages, GiB for the whole engine (all its ranks together);
             0 turns the tier off.
+        ssd_path: folder for pages on SSD, shared by every engine that is given it; None turns
+            the tier off.
+        ssd_gib: everything under that folder, GiB.
+        codec: how pages are stored there: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or
+            ``centred``.
+        io_threads: of each rank, for pages on SSD; 0 takes what the cores allow.
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
         trace: path of the JSONL trace; None writes none.
     """
 
     cpu_gib: float = 4.0
+    ssd_path: Path | None = None
+    ssd_gib: float = 32.0
+    codec: str = "auto"
+    io_threads: int = 0
     pin_fraction: float = 0.5
     trace: Path | None = None
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
         """The CPU tier's bytes on each of ``ranks`` ranks."""
         return int(self.cpu_gib * GIB) // ranks
+
+    @property
+    def ssd_bytes(self) -> int:
+        """What may lie under ``ssd_path``, all engines together."""
+        return int(self.ssd_gib * GIB)
 
 
 def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = None) -> TierConfig:
@@ -57,11 +73,21 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
             raise ConfigError(f"unknown setting {key!r} ({ENV_PREFIX}{key.upper()}): {hint}")
     defaults = TierConfig()
-    return TierConfig(
+    config = TierConfig(
         cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
+        ssd_path=_folder(given, "ssd_path"),
+        ssd_gib=_number(given, "ssd_gib", defaults.ssd_gib, 0.001, 1 << 20, "GiB"),
+        codec=_codec(given),
+        io_threads=int(_number(given, "io_threads", defaults.io_threads, 0, 256, "threads")),
         pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
         trace=_path(given, "trace"),
     )
+    if config.ssd_path is not None and config.cpu_gib == 0:
+        raise ConfigError(
+            f"{ENV_PREFIX}SSD_PATH needs CPU memory for pages on their way: "
+            f"set {ENV_PREFIX}CPU_GIB above 0."
+        )
+    return config
 
 
 def check_cpu_size(config: TierConfig, ranks: int, available_bytes: int) -> None:
@@ -94,6 +120,28 @@ def _number(
             f"{name}={value:g} is outside {low:g} to {high:g} {unit}: write {name}={default:g}."
         )
     return value
+
+
+def _codec(given: Mapping[str, object]) -> str:
+    raw = given.get("codec", "auto")
+    if not isinstance(raw, str) or re.fullmatch(r"auto|raw|centred|zstd(:\d{1,2})?", raw) is None:
+        raise ConfigError(
+            f"{ENV_PREFIX}CODEC={raw!r} is no codec: write auto, raw, zstd, zstd:LEVEL or centred."
+        )
+    return raw
+
+
+def _folder(given: Mapping[str, object], key: str) -> Path | None:
+    raw = given.get(key)
+    name = ENV_PREFIX + key.upper()
+    if raw is None or raw == "":
+        return None
+    if not isinstance(raw, (str, Path)):
+        raise ConfigError(f"{name}={raw!r} is not a path: write {name}=/var/cache/tiered-kv.")
+    path = Path(raw).absolute()
+    if not (path if path.exists() else path.parent).is_dir():
+        raise ConfigError(f"{name}={raw} cannot be used: name a folder whose parent exists.")
+    return path
 
 
 def _path(given: Mapping[str, object], key: str) -> Path | None:

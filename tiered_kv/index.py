@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Protocol
 
 from tiered_kv.keys import PageKey
@@ -33,6 +34,9 @@ class EvictionOrder(Protocol):
         """``added`` for each page in turn."""
         for key in keys:
             self.added(key)
+
+    def put_back(self, key: PageKey) -> None:
+        """The page can be evicted again, without having been used: it is the next victim."""
 
     def removed(self, key: PageKey) -> None:
         """The page can no longer be evicted: it is being read, or gone."""
@@ -66,11 +70,16 @@ class PageIndex:
     Args:
         num_slots: capacity of the CPU pool in pages; 0 means no CPU tier.
         eviction: chooses which readable page makes room.
+
+    Attributes:
+        evictions: pages evicted so far.
+        taken: slots given out so far, evicted ones included.
     """
 
     def __init__(self, num_slots: int, eviction: EvictionOrder) -> None:
         self.num_slots = num_slots
         self.evictions = 0
+        self.taken = 0
         self._eviction = eviction
         # Slots by page. Kept apart by state, so that whole orders move at once.
         self._saving: dict[PageKey, int] = {}
@@ -90,6 +99,10 @@ class PageIndex:
         if key in self._cpu:
             return PageState.CPU
         return PageState.SAVING if key in self._saving else None
+
+    def readable(self, key: PageKey) -> bool:
+        """True if the page is in CPU memory, whole."""
+        return key in self._cpu
 
     def known(self, key: PageKey) -> bool:
         """True if the page exists or is on its way: it need not be saved again."""
@@ -138,6 +151,7 @@ class PageIndex:
         del self._free[len(self._free) - len(slots) :]
         while len(slots) < count and (slot := self._evict()) is not None:
             slots.append(slot)
+        self.taken += len(slots)
         self._saving.update(zip(keys, slots, strict=False))
         return slots
 
@@ -191,15 +205,23 @@ class PageIndex:
         self._readers[key] = readers + 1
         return slot
 
-    def release(self, key: PageKey, slot: int) -> None:
-        """One reader less. A page forgotten while read gives its slot back with the last."""
+    def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
+        """One reader less. A page forgotten while read gives its slot back with the last.
+
+        Args:
+            used: False if it was only copied to SSD, which is no sign of its value.
+        """
         if self._cpu.get(key) != slot or key not in self._readers:
             self._bury(key, slot)
             return
         self._readers[key] -= 1
         if self._readers[key] == 0:
             del self._readers[key]
-            self._eviction.added(key)
+            (self._eviction.added if used else self._eviction.put_back)(key)
+
+    def idle_victims(self, among: int) -> Iterator[PageKey]:
+        """The next pages to be evicted, first victim first; at most ``among`` of them."""
+        return islice(iter(self._eviction), among)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last."""

@@ -21,6 +21,9 @@ PageKey = NewType("PageKey", bytes)
 FORMAT_VERSION = 1
 """Raised whenever the bytes of a page, or what its key covers, change their meaning."""
 
+UNIDENTIFIED = "unidentified-"
+"""How the digest of a model without files begins; the rest is random."""
+
 _DIGEST_BYTES = 16
 
 
@@ -40,7 +43,8 @@ class Fingerprint:
         layout: description of a page's byte regions.
         ranks: number of tensor-parallel ranks a page is cut into.
         hash_algorithm: vLLM's block hash function and its seed.
-        generation: starts at 0; a cache reset starts the next.
+        generation: empty; after a cache reset something that never was before, so that its
+            pages are not taken for those of an engine that was reset as often.
     """
 
     model: str
@@ -54,7 +58,12 @@ class Fingerprint:
     layout: str
     ranks: int
     hash_algorithm: str
-    generation: int
+    generation: str
+
+    @property
+    def lasting(self) -> bool:
+        """Whether an engine started later can have the same fingerprint."""
+        return not (self.generation or self.model.startswith(UNIDENTIFIED))
 
     def digest(self) -> bytes:
         """16 bytes that differ whenever a field does."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NewType, TypeAlias
+
+from tiered_kv.keys import PageKey
 
 OrderId = NewType("OrderId", int)
 
@@ -30,11 +32,15 @@ class RestoreMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward."""
+    """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward.
+
+    ``keys`` tell the worker what its slots hold, for the flush when the engine is stopped.
+    """
 
     order_id: OrderId
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
+    keys: tuple[PageKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +55,44 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class DemoteOrder:
+    """Write ``slots[i]`` of the CPU pool to SSD as page ``keys[i]``.
+
+    The slots stay as they are until the order is reported. ``due``: the worker's I/O thread
+    begins by itself at that time (``time.monotonic``, which processes of a machine share),
+    since an idle engine runs no hook.
+    """
+
+    order_id: OrderId
+    keys: tuple[PageKey, ...]
+    slots: tuple[int, ...]
+    due: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromoteOrder:
+    """Read page ``keys[i]`` from SSD into ``slots[i]`` of the CPU pool, reserved for it.
+
+    ``due`` as for ``DemoteOrder``.
+    """
+
+    order_id: OrderId
+    keys: tuple[PageKey, ...]
+    slots: tuple[int, ...]
+    due: float
+
+
+Order: TypeAlias = SaveOrder | LoadOrder | DemoteOrder | PromoteOrder
+
+
+@dataclass(frozen=True, slots=True)
 class OrderReport:
     """What became of an order on ``ranks`` ranks.
 
     Attributes:
         ranks: how many ranks this report stands for.
-        failed: indices into the order's blocks whose copy failed on any of them.
-        nbytes: bytes moved by the slowest rank.
+        failed: indices of the order's pages whose copy failed on any of them.
+        nbytes: bytes of the pages moved by the slowest rank.
         seconds: time that rank spent copying; 0 when unknown.
     """
 

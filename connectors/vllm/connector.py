@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -81,6 +82,11 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
+            if config.ssd_path is not None and not getattr(vllm_config, "shutdown_timeout", 0):
+                logger.warning(
+                    "vLLM kills its workers as soon as it is told to stop, and what only CPU "
+                    "memory holds is lost then: add --shutdown-timeout 10 to have it flushed to SSD"
+                )
             self.scheduler_half = SchedulerHalf(
                 facts,
                 config,
@@ -91,7 +97,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 time.time,
             )
         else:
-            self.worker_half = WorkerHalf(facts, config, vllm_config.parallel_config.rank)
+            self.worker_half = WorkerHalf(
+                facts,
+                config,
+                vllm_config.parallel_config.rank,
+                lambda: base_fingerprint(vllm_config, facts),
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -183,10 +194,18 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.reset()
         return True
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.recovered(metadata)
+
     # -- worker side --------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches, self._kv_cache_config)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.handshake()
 
     def _orders(self) -> TieredMetadata:
         meta = self._get_connector_metadata()

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.layout import PageLayout, Placement, page_layout
 
@@ -26,6 +27,8 @@ class EngineFacts:
         num_blocks: blocks of the VRAM pool, vLLM's null block included.
         max_model_len: tokens of the longest request.
         layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
+        element: type of the elements of K and V.
+        replica: index of this engine among data-parallel ones.
         group: the KV cache group whose pages are offloaded; 0 when there is one group.
     """
 
@@ -34,11 +37,17 @@ class EngineFacts:
     num_blocks: int
     max_model_len: int
     layout: PageLayout | None
+    element: ElementType = ElementType.OPAQUE
+    replica: int = 0
     group: int = 0
 
     @property
     def page_bytes(self) -> int:
         return self.layout.page_bytes if self.layout else 0
+
+    @property
+    def page_format(self) -> PageFormat:
+        return PageFormat(self.element, self.page_bytes, self.block_size)
 
     def slots(self, cpu_bytes_per_rank: int) -> int:
         """Page slots of a rank's CPU tier."""
@@ -126,7 +135,24 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
         layout=layout,
+        element=_element(vllm_config),
+        replica=vllm_config.parallel_config.data_parallel_index,
     )
+
+
+def _element(vllm_config: Any) -> ElementType:
+    """Type of the elements of the KV cache; opaque if it is none we know."""
+    stored = str(vllm_config.cache_config.cache_dtype)
+    if stored == "auto":
+        stored = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return {
+        "bfloat16": ElementType.BF16,
+        "float16": ElementType.FP16,
+        "half": ElementType.FP16,
+        "fp8": ElementType.FP8_E4M3,
+        "fp8_e4m3": ElementType.FP8_E4M3,
+        "fp8_e5m2": ElementType.FP8_E5M2,
+    }.get(stored, ElementType.OPAQUE)
 
 
 def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.digests import default_cache, digest_files, model_files
-from tiered_kv.keys import Fingerprint
+from tiered_kv.keys import UNIDENTIFIED, Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,14 @@ class Fingerprints:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
 
     @property
-    def generation(self) -> int:
-        return self._base.generation
+    def base(self) -> Fingerprint:
+        """Of the base model, in this generation. It names the segment stores of the workers:
+        pages of adapters lie there under keys of their own."""
+        return self._base
 
     def next_generation(self) -> None:
         """Make every key so far unreachable."""
-        self._base = replace(self._base, generation=self._base.generation + 1)
+        self._base = replace(self._base, generation=secrets.token_hex(8))
         self._digests.clear()
 
     def of(self, lora_request: Any | None) -> bytes | None:
@@ -84,7 +86,7 @@ def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
         layout=facts.layout.describe() if facts.layout else "",
         ranks=facts.ranks,
         hash_algorithm=_hash_algorithm(cache),
-        generation=0,
+        generation="",
     )
 
 
@@ -95,7 +97,7 @@ def _hash_algorithm(cache: Any) -> str:
 def _model_digest(vllm_config: Any) -> str:
     """Digest of the weights as served; random, so never found again, if they have no files."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    unknown = f"unidentified-{secrets.token_hex(8)}"
+    unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown
     try:

@@ -6,11 +6,65 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
-from tiered_kv.orders import LoadOrder, OrderId, OrderReport, SaveOrder
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import (
+    DemoteOrder,
+    LoadOrder,
+    OrderId,
+    OrderReport,
+    PromoteOrder,
+    SaveOrder,
+)
+from tiered_kv.storage.segment_store import Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class SsdOrders:
+    """What the workers' I/O threads shall do.
+
+    Attributes:
+        fingerprint: of the new generation of pages, after a cache reset: what is on disk
+            is invalid, and so is every order sent before.
+        lost: pages that some rank has lost: the others can forget them.
+        reclaims: by rank, a segment that shall die and the pages that survive it.
+    """
+
+    demotes: tuple[DemoteOrder, ...] = ()
+    promotes: tuple[PromoteOrder, ...] = ()
+    fingerprint: bytes | None = None
+    lost: tuple[PageKey, ...] = ()
+    reclaims: Mapping[int, Proposal] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SsdReport:
+    """What a rank says of its segment store.
+
+    Attributes:
+        gone: pages that are no longer there.
+        proposal: a segment that should die, until it does.
+        counters: what was added to counters of these names since the last report.
+        stored_bytes: bytes its live pages take on disk.
+    """
+
+    gone: tuple[PageKey, ...] = ()
+    proposal: Proposal | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TieredHandshake(KVConnectorHandshakeMetadata):
+    """A worker's word at start: the pages its segment store has, oldest first, and how many
+    bytes of pages a second it expects to promote."""
+
+    keys: tuple[PageKey, ...]
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -26,6 +80,7 @@ class TieredMetadata(KVConnectorMetadata):
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     seen_failures: Mapping[int, int] = field(default_factory=dict)
+    ssd: SsdOrders | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +90,8 @@ class TieredWorkerMetadata(KVConnectorWorkerMetadata):
     reports: Mapping[OrderId, OrderReport]
     failures: Mapping[int, int] = field(default_factory=dict)
     """Failed sync restores so far, by rank."""
+    ssd: Mapping[int, SsdReport] = field(default_factory=dict)
+    """By rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredWorkerMetadata:
         assert isinstance(other, TieredWorkerMetadata)
@@ -42,4 +99,6 @@ class TieredWorkerMetadata(KVConnectorWorkerMetadata):
         for order_id, report in other.reports.items():
             mine = reports.get(order_id)
             reports[order_id] = mine.merge(report) if mine else report
-        return TieredWorkerMetadata(reports, {**self.failures, **other.failures})
+        return TieredWorkerMetadata(
+            reports, {**self.failures, **other.failures}, {**self.ssd, **other.ssd}
+        )

@@ -90,11 +90,16 @@ class Saves:
             self.watch(turn, look)
         self._order(filled)
 
-    def finish(self, turn: Turn, block_ids: Sequence[int]) -> None:
+    def finish(
+        self, turn: Turn, block_ids: Sequence[int]
+    ) -> tuple[SaveOrder | None, list[PageKey]]:
         """The turn is over: save the blocks it filled last, and its partial tail.
 
         All its pages then count as just used, the end of the context as the least
         valuable: a prefix without its end is a hit, an end without its prefix is none.
+
+        Returns:
+            The last save of the turn, if there is one, and all its pages, first to last.
         """
         turn.due = -1
         request, size = turn.request, self._facts.block_size
@@ -120,6 +125,7 @@ class Saves:
             self._planner.index.touch(used)
         else:  # its pages can be touched once they are there
             self._last_of_turn[order.order_id] = used
+        return order, used[::-1]
 
     def _remember_prompt_end(self, turn: Turn) -> None:
         """The answer has filled the block in which the prompt ended: a prompt that ends there
@@ -132,6 +138,7 @@ class Saves:
 
     def settled(self, done: Settled) -> None:
         """A save is over on every rank: its blocks need no longer stay."""
+        assert isinstance(done.order, SaveOrder)
         self._planner.index.touch(self._last_of_turn.pop(done.order.order_id, ()))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)

@@ -9,21 +9,27 @@ Hooks come in this order: ``arrived`` once; ``match`` in every step until admitt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints
 from tiered_kv.connectors.vllm.jobs import JobTable
-from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.metadata import (
+    TieredHandshake,
+    TieredMetadata,
+    TieredWorkerMetadata,
+)
+from tiered_kv.connectors.vllm.prefills import PrefillClock
 from tiered_kv.connectors.vllm.restores import Restores
 from tiered_kv.connectors.vllm.room import Room, pin_table
 from tiered_kv.connectors.vllm.saves import Saves
+from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.index import PageIndex
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import LoadOrder, RestoreMode
+from tiered_kv.orders import LoadOrder, RestoreMode, SaveOrder
 from tiered_kv.planner import Planner
 from tiered_kv.policies.eviction import LeastRecentlyUsed
 from tiered_kv.policies.restore import RestorePolicy
@@ -77,7 +83,9 @@ class SchedulerHalf:
         self.planner = Planner(self.index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
         self.tails = TailIndex()
         self.restores = Restores(facts, self.planner, self.tails, restores, self.counters)
+        self.prefills = PrefillClock()
         self.jobs = JobTable()
+        self.ssd: SsdTier | None = None
         self._config = config
         self._fingerprints = fingerprints
         self._clock = clock
@@ -103,6 +111,16 @@ class SchedulerHalf:
         self.pins = pin_table(self.facts, pool, self._config.pin_fraction, watermark)
         self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
         self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
+        if self._config.ssd_path is not None and self.index.num_slots:
+            groups = [self.facts.group]
+            self.ssd = SsdTier(
+                self.facts,
+                self.planner,
+                self.tails,
+                self.counters,
+                lambda block_hash: pool.get_cached_block(block_hash, groups) is not None,
+                lambda: self._clock(),
+            )
         self._wrap_reset(manager)
 
     def _wrap_reset(self, manager: Any) -> None:
@@ -120,6 +138,13 @@ class SchedulerHalf:
 
         manager.reset_prefix_cache = reset_prefix_cache
 
+    def recovered(self, ranks: Mapping[int, Any]) -> None:
+        """``set_xfer_handshake_metadata``: what the ranks have on SSD from before."""
+        if self.ssd is not None:
+            self.ssd.recovered(
+                {r: said for r, said in ranks.items() if isinstance(said, TieredHandshake)}
+            )
+
     # -- a turn arrives -----------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
@@ -131,18 +156,23 @@ class SchedulerHalf:
             key = JobKey(request.cache_salt or "", hints.job_id)
             job = self.jobs.turn_arrived(key, request.request_id, self._clock())
             self.counters.add("concurrent_turns", len(job.running) > 1)
-        self._turns[request.request_id] = Turn(
+        turn = self._turns[request.request_id] = Turn(
             request=request,
             hints=hints,
             job=job,
             number=job.turns if job else 1,
             fingerprint=self._fingerprint(request),
         )
+        if self.ssd is not None and self._may_restore(turn):
+            self.ssd.promote(turn, self.prefills.seconds_per_token)
 
     def _fingerprint(self, request: Any) -> bytes | None:
         if self.index.num_slots == 0:
             return None
         return self._fingerprints.of(request.lora_request)
+
+    def _may_restore(self, turn: Turn) -> bool:
+        return turn.fingerprint is not None and not turn.request.skip_reading_prefix_cache
 
     def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """``get_num_new_matched_tokens``: what can be restored beyond ``num_computed``."""
@@ -155,8 +185,13 @@ class SchedulerHalf:
         turn.hit = None
         if not turn.admitted:
             turn.vram_tokens = num_computed
-        if turn.fingerprint is None or request.skip_reading_prefix_cache:
+        if not self._may_restore(turn):
             return 0, False
+        if self.ssd is not None:
+            if not turn.awaits:
+                self.ssd.promote(turn, self.prefills.seconds_per_token)
+            if self.ssd.still_coming(turn):
+                return None, False
         turn.hit = self.restores.find(turn, num_computed, self._running)
         if turn.hit is None:
             return 0, False
@@ -172,12 +207,21 @@ class SchedulerHalf:
             turn.admitted = True
             turn.cpu_tokens = num_external
             self._running += 1
+            self.prefills.started(turn, self._clock())
+            if self.ssd is not None:
+                turn.ssd_tokens = min(num_external, self._came_up(turn))
+                self.ssd.claimed(turn)
         if turn.job is not None and self.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
             self.restores.order(turn, blocks.get_block_ids()[self.facts.group], num_external)
         if not turn.loading:
             self.saves.watch(turn, self._step + 1)
+
+    def _came_up(self, turn: Turn) -> int:
+        """Tokens of the restore about to be ordered whose pages were on SSD only."""
+        keys = turn.hit.keys if turn.hit else ()
+        return self.facts.block_size * sum(key in turn.ssd_keys for key in keys)
 
     def refuse_restore(self, request: Any, blocks: Any) -> None:
         """``allocated`` failed although vLLM counts on a restore."""
@@ -204,16 +248,18 @@ class SchedulerHalf:
             self.counters.add("pins_expired", late)
         if self._restored:
             self.room.for_restored(list(self._restored.values()))
+        self.prefills.look(self._clock())
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
         self.room.defer_new = False
         return self.take_orders()
 
     def take_orders(self) -> TieredMetadata:
         """The orders not yet sent. Also what is sent when ``build`` itself fails."""
-        if not (self.saves.unsent or self.restores.unsent):
+        ssd = self.ssd.take() if self.ssd is not None else None
+        if not (self.saves.unsent or self.restores.unsent or ssd):
             return self._no_orders
         self._last_report = self._clock()
-        return TieredMetadata(self.saves.take(), self.restores.take(), self._seen_failures)
+        return TieredMetadata(self.saves.take(), self.restores.take(), self._seen_failures, ssd)
 
     def completed(self, output: Any) -> None:
         """``update_connector_output``: workers reported."""
@@ -225,9 +271,16 @@ class SchedulerHalf:
         if meta.failures:
             self._seen_failures = {**self._seen_failures, **meta.failures}
             self._no_orders = TieredMetadata(seen_failures=self._seen_failures)
-        for done in self.planner.settle(meta.reports):
-            if not isinstance(done.order, LoadOrder):
+        settled = self.planner.settle(meta.reports)
+        if self.ssd is not None:
+            self.ssd.heard(meta.ssd)
+            for done in settled:
+                self.ssd.settled(done)
+            self.ssd.demote_ahead()
+        for done in settled:
+            if isinstance(done.order, SaveOrder):
                 self.saves.settled(done)
+            if not isinstance(done.order, LoadOrder):
                 continue
             self.restores.settled(done)
             turn = self._turns.get(done.order.request_id)
@@ -266,9 +319,13 @@ class SchedulerHalf:
         self._restored.pop(request.request_id, None)
         self._running -= turn.admitted
         has_kv = turn.admitted and not turn.loading
-        if has_kv and turn.fingerprint is not None:
-            self.saves.finish(turn, block_ids[self.facts.group])
         decision = self.policy.decide(_turn_end(turn))
+        if has_kv and turn.fingerprint is not None:
+            last, keys = self.saves.finish(turn, block_ids[self.facts.group])
+            if self.ssd is not None and decision.tier is Tier.SSD:
+                self.ssd.demote(keys, after=last.order_id if last else None)
+        if self.ssd is not None:
+            self.ssd.claimed(turn)
         pinned = 0
         if turn.job is not None:
             self.jobs.turn_ended(turn.job, request.request_id, over=turn.hints.is_last_step)
@@ -302,6 +359,7 @@ class SchedulerHalf:
         if not turn.admitted:
             came_from = dict.fromkeys(came_from, 0)
         self.counters.add("turns")
+        came_from["ssd"] = min(turn.ssd_tokens, came_from["cpu"])
         for source, tokens in came_from.items():
             self.counters.add(f"prompt_tokens_{source}", tokens)
         explained = {"prompt_tokens": prompt} | {f"{k}_tokens": v for k, v in came_from.items()}
@@ -337,9 +395,11 @@ class SchedulerHalf:
         """
         self.counters.add("resets")
         self.let_go()
-        self.index.clear()
-        self.tails.clear()
         self._fingerprints.next_generation()
+        if self.ssd is not None:
+            self.ssd.reset(self._fingerprints.base.digest())
+        self.planner.forget_all()
+        self.tails.clear()
         for turn in self._turns.values():
             turn.forget_pages()
             if turn.request.num_computed_tokens == 0:
@@ -348,9 +408,10 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Keep an otherwise idle engine stepping until copies under way are reported."""
-        if self.saves.unsent or self.restores.unsent:
+        if self.saves.unsent or self.restores.unsent or (self.ssd is not None and self.ssd.unsent):
             return True
-        return self.planner.in_flight > 0 and self._clock() - self._last_report < MAX_PUSH_S
+        now = self._clock()
+        return self.planner.expected(now) > 0 and now - self._last_report < MAX_PUSH_S
 
     def take_stats(self) -> dict[str, int]:
         """Counters added since the last call, with the gauges; empty if nothing happened."""
@@ -366,6 +427,7 @@ class SchedulerHalf:
             fresh |= {
                 "cpu_pages": len(self.index),
                 "cpu_slots": self.index.num_slots,
+                **(self.ssd.gauges() if self.ssd is not None else {}),
                 "pinned_blocks": self.pins.held_blocks,
                 "orders_in_flight": self.planner.in_flight,
                 "jobs": len(self.jobs),

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiered_kv.connectors.vllm.jobs import Job
 from tiered_kv.keys import PageKey, page_keys
-from tiered_kv.orders import RestoreMode
+from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.policies.turns import TurnHints
 
 
@@ -41,6 +41,10 @@ class Turn:
         loading: an async restore writes into its blocks.
         vram_tokens, cpu_tokens: where its prompt came from, at its first admission.
         asked_at: the step in which vLLM last asked what can be restored.
+        promotions: how often pages were looked for on SSD.
+        awaits: promotions that it waits for, at most until ``wait_until``.
+        ssd_keys: pages that came up for it, or are coming, until it is admitted.
+        ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
 
     request: Any
@@ -57,6 +61,11 @@ class Turn:
     vram_tokens: int = 0
     cpu_tokens: int = 0
     asked_at: int = -1
+    promotions: int = 0
+    awaits: set[OrderId] = field(default_factory=set)
+    wait_until: float = 0.0
+    ssd_keys: set[PageKey] = field(default_factory=set)
+    ssd_tokens: int = 0
 
     @property
     def request_id(self) -> str:

@@ -8,12 +8,19 @@ the worker's thread; the backend has threads or streams of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.metadata import (
+    SsdReport,
+    TieredHandshake,
+    TieredMetadata,
+    TieredWorkerMetadata,
+)
+from tiered_kv.connectors.vllm.worker_ssd import WorkerSsd
+from tiered_kv.keys import Fingerprint
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
 from tiered_kv.storage.cpu_pool import CpuPool, available_memory
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
@@ -28,12 +35,21 @@ class WorkerHalf:
         facts: the engine.
         config: the operator's settings.
         rank: this worker's rank.
+        fingerprint: gives the fingerprint of the engine's pages; asked only with an SSD tier.
     """
 
-    def __init__(self, facts: EngineFacts, config: TierConfig, rank: int) -> None:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: TierConfig,
+        rank: int,
+        fingerprint: Callable[[], Fingerprint],
+    ) -> None:
         self._facts = facts
         self._config = config
         self._rank = rank
+        self._fingerprint = fingerprint
+        self.ssd: WorkerSsd | None = None
         self._pool: CpuPool | None = None
         self.backend: TransferBackend | None = None
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
@@ -76,6 +92,18 @@ class WorkerHalf:
             slots * layout.page_bytes / (1 << 30),
             ", pinned" if self._pool.pinned else "",
         )
+        if self._config.ssd_path is not None:
+            try:
+                self.ssd = WorkerSsd(
+                    self._facts, self._config, self._rank, self._fingerprint(), self._pool
+                )
+            except BaseException:
+                self.close()
+                raise
+
+    def handshake(self) -> TieredHandshake | None:
+        """What this rank has on SSD from before; None without an SSD tier."""
+        return self.ssd.handshake if self.ssd is not None else None
 
     # -- a step -----------------------------------------------------------------
 
@@ -84,6 +112,8 @@ class WorkerHalf:
         backend = self.backend
         if backend is None:
             return
+        if self.ssd is not None and meta.ssd is not None:
+            self.ssd.carry_out(meta.ssd)
         for order in meta.loads:
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots)
             self._orders[order.order_id] = order
@@ -109,6 +139,8 @@ class WorkerHalf:
                 self._reports[order.order_id] = OrderReport(1, whole, 0, 0.0)
                 continue
             self._orders[order.order_id] = order
+            if self.ssd is not None:
+                self.ssd.saving(order)
             backend.submit(CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots))
 
     def finish(self) -> set[str]:
@@ -126,18 +158,24 @@ class WorkerHalf:
 
     def take_reports(self) -> TieredWorkerMetadata | None:
         """What became of orders since the last call; None if nothing."""
-        if not self._reports and not self._newly_failed:
+        said: SsdReport | None = None
+        if self.ssd is not None:
+            settled, said = self.ssd.take_reports()
+            self._reports.update(settled)
+        if not self._reports and not self._newly_failed and said is None:
             return None
         reports, self._reports = self._reports, {}
         self._newly_failed = False
         failures = {self._rank: self._failed_syncs} if self._failed_syncs else {}
-        return TieredWorkerMetadata(reports, failures)
+        return TieredWorkerMetadata(reports, failures, {self._rank: said} if said else {})
 
     def _done(self, result: CopyResult) -> None:
         order_id = OrderId(result.job_id)
         order = self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
+            if self.ssd is not None:
+                self.ssd.saved(order, result.failed)
             return
         self._bad_blocks.update(order.blocks[i] for i in result.failed)
         if order.mode is RestoreMode.ASYNC:
@@ -147,10 +185,16 @@ class WorkerHalf:
             self._newly_failed = True
 
     def close(self) -> None:
-        """Finish copies under way, stop threads, free the slab. Idempotent."""
+        """Finish copies under way, flush to SSD, stop threads, free the slab. Idempotent."""
         if self.backend is not None:
+            self.backend.drain()
+            for result in self.backend.poll():
+                self._done(result)
             self.backend.close()
             self.backend = None
+        if self.ssd is not None:
+            self.ssd.close()
+            self.ssd = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -4,6 +4,8 @@ nothing hangs, and every block and slot is accounted for at the end."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,37 @@ import pytest
 from tests.connector.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore, FasterRestore
+from tiered_kv.policies.signals import Decision, Tier, TurnEnd
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 40
+
+
+class SomeGoToSsd:
+    """Decisions of every kind, by lot."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def decide(self, turn: TurnEnd) -> Decision:
+        return Decision(self._rng.choice(list(Tier)), self._rng.choice([0.5, 5]))
+
+
+def break_once(store: Any, rng: random.Random) -> None:
+    """The next read or write of the store fails, or some of it does."""
+    name = rng.choice(["put", "get"])
+    right: Callable[..., frozenset[int]] = getattr(store, name)
+    raises = rng.random() < 0.5
+
+    def wrong(pages: Sequence[Any]) -> frozenset[int]:
+        setattr(store, name, right)
+        if raises:
+            raise OSError(5, "injected")
+        return frozenset(range(len(pages)))
+
+    setattr(store, name, wrong)
 
 
 def play(rig: Rig, rng: random.Random) -> int:
@@ -46,6 +74,8 @@ def play(rig: Rig, rng: random.Random) -> int:
         elif what < 0.95:
             if faulty is not None:
                 faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
+            if rig.worker.worker_half.ssd is not None:
+                break_once(rig.worker.worker_half.ssd.io.store, rng)
         else:
             rig.scheduler.reset_prefix_cache()
     rig.run()
@@ -60,18 +90,24 @@ def play(rig: Rig, rng: random.Random) -> int:
 
 
 @pytest.mark.parametrize("seed", range(SCRIPTS))
-def test_random_scripts_end_well(make_rig: MakeRig, seed: int) -> None:
+def test_random_scripts_end_well(make_rig: MakeRig, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
+    slots = rng.choice([0, 30, 30, 300])
+    on_disk: dict[str, Any] = {"ssd_path": str(tmp_path / "ssd"), "codec": "raw"}
+    ssd = rng.choice([{}, {**on_disk, "ssd_gib": 1}, {**on_disk, "ssd_gib": 0.004}])
     rig = make_rig(
         blocks=rng.choice([20, 30, 60]),
         max_model_len=256,
         max_batched_tokens=rng.choice([64, 256]),
         max_num_seqs=rng.choice([2, 8]),
         extra={
-            "cpu_gib": rng.choice([0, 30, 300]) * 16 * 8 / 2**30,
+            "cpu_gib": slots * 16 * CELL / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
+            **(ssd if slots else {}),
         },
     )
+    if rng.random() < 0.5:
+        rig.half.policy = SomeGoToSsd(rng)
     rig.half.restores.policy = rng.choice(
         [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
     )

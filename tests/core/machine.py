@@ -3,7 +3,7 @@
 ``OrdersMachine`` is a Hypothesis state machine. Its rules are what a scheduler may do and
 what can happen to a worker, in any order: saves, restores, cancels, resets, copies that
 fail, ranks that report late. Beside the planner it keeps a plain model, a dict of what
-each key must hold, and real bytes: VRAM and slots of every rank, as dicts.
+each key must hold, and real bytes: VRAM, slots and SSD of every rank, as dicts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiered_kv.index import PageIndex, PageState
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
+from tiered_kv.orders import (
+    DemoteOrder,
+    LoadOrder,
+    Order,
+    OrderId,
+    OrderReport,
+    PromoteOrder,
+    RestoreMode,
+    SaveOrder,
+)
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.policies.eviction import LeastRecentlyUsed
 
@@ -47,7 +56,7 @@ class Page:
 class Flight:
     """An order under way: which ranks have copied, which of those have reported."""
 
-    order: SaveOrder | LoadOrder
+    order: Order
     pages: list[Page]
     abandoned: bool = False
     copied: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -75,6 +84,8 @@ class OrdersMachine(RuleBasedStateMachine):
         self.ranks = range(ranks)
         self.vram = [dict.fromkeys(BLOCKS, b"nothing yet") for _ in self.ranks]
         self.slots = [dict.fromkeys(range(num_slots), b"nothing yet") for _ in self.ranks]
+        self.ssd: list[dict[PageKey, bytes]] = [{} for _ in self.ranks]
+        self.on_ssd: dict[PageKey, int] = {}  # key -> serial of the page
         self.pages: dict[PageKey, Page] = {}
         self.flights: dict[OrderId, Flight] = {}
         self.held: dict[int, int] = {}  # block -> orders that need it to stay
@@ -145,6 +156,49 @@ class OrdersMachine(RuleBasedStateMachine):
             self.held[block] = self.held.get(block, 0) + 1
         self.pass_time(data)
 
+    @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
+    def demote(self, data: st.DataObject, keys: list[PageKey]) -> None:
+        """Pages go down to SSD: some are there already, on their way, or nowhere."""
+        on_the_way = {p.key for f in self.flights.values() if self.is_demotion(f) for p in f.pages}
+        order = self.planner.plan_demote(keys, due=0.0)
+
+        wanted = [
+            key
+            for key in dict.fromkeys(keys)
+            if self.readable(key) and key not in self.on_ssd and key not in on_the_way
+        ]
+        assert (list(order.keys) if order else []) == wanted
+        if order is not None:
+            pages = [self.pages[key] for key in wanted]
+            assert list(order.slots) == [page.slot for page in pages]
+            self.flights[order.order_id] = Flight(order, pages)
+        self.pass_time(data)
+
+    @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
+    @precondition(lambda self: self.on_ssd)
+    def promote(self, data: st.DataObject, keys: list[PageKey]) -> None:
+        """Pages come up from SSD: some are in CPU memory already, or on their way."""
+        wanted = [k for k in dict.fromkeys(keys) if k in self.on_ssd and k not in self.pages]
+        before = dict(self.pages)
+        idle = {key for key in before if self.idle(key)}
+        order = self.planner.plan_promote(keys, due=0.0)
+
+        planned = list(order.keys) if order else []
+        assert planned == wanted[: len(planned)]
+        gone = {key for key in before if not self.index.known(key)}
+        assert gone <= idle, "a page in use was evicted"
+        for key in gone:
+            del self.pages[key]
+        if len(planned) < len(wanted):
+            assert gone == idle, "a slot could have been had"
+        if order is not None:
+            assert not {*order.slots} & self.slots_in_use(), "a slot was given twice"
+            flight = self.flights[order.order_id] = Flight(order, [])
+            for key, slot in zip(order.keys, order.slots, strict=True):
+                self.pages[key] = Page(key, self.on_ssd[key], slot)
+                flight.pages.append(self.pages[key])
+        self.pass_time(data)
+
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
         """Something else happens."""
@@ -210,8 +264,11 @@ class OrdersMachine(RuleBasedStateMachine):
         while self.unsent_saves():
             self.cancel(key)
         self.abandon_saves(key)
-        self.index.clear()
+        self.planner.forget_all()
+        for flight in self.flights.values():
+            flight.abandoned = True
         self.pages.clear()
+        self.on_ssd.clear()
 
     # -- what happens at the workers ------------------------------------------------
 
@@ -244,12 +301,24 @@ class OrdersMachine(RuleBasedStateMachine):
 
     def carry_out(self, flight: Flight, rank: int, fail: set[int]) -> None:
         order, vram, slots = flight.order, self.vram[rank], self.slots[rank]
-        flight.copied[rank] = frozenset(i for i in fail if i < len(order.blocks))
+        flight.copied[rank] = frozenset(i for i in fail if i < len(order.slots))
+        if isinstance(order, DemoteOrder | PromoteOrder):
+            self.read_or_write(order, rank, fail)
+            return
         for i, (block, slot) in enumerate(zip(order.blocks, order.slots, strict=True)):
             if isinstance(order, SaveOrder):
                 slots[slot] = b"torn" if i in fail else self.transported(vram[block])
             else:
                 vram[block] = b"torn" if i in fail else slots[slot]
+
+    def read_or_write(self, order: DemoteOrder | PromoteOrder, rank: int, fail: set[int]) -> None:
+        ssd, slots = self.ssd[rank], self.slots[rank]
+        for i, (key, slot) in enumerate(zip(order.keys, order.slots, strict=True)):
+            if isinstance(order, DemoteOrder):
+                if i not in fail:
+                    ssd[key] = slots[slot]
+            else:
+                slots[slot] = b"torn" if i in fail else ssd[key]
 
     def deliver(self, arriving: list[tuple[Flight, int]]) -> None:
         """Merged over the ranks, as vLLM does it."""
@@ -257,7 +326,7 @@ class OrdersMachine(RuleBasedStateMachine):
         for flight, rank in arriving:
             flight.reported.add(rank)
             failed = flight.copied[rank]
-            good = len(flight.order.blocks) - len(failed)
+            good = len(flight.order.slots) - len(failed)
             report = OrderReport(1, failed, good * PAGE_BYTES, seconds=1e-6 * good)
             order_id = flight.order.order_id
             known = reports.get(order_id)
@@ -279,11 +348,17 @@ class OrdersMachine(RuleBasedStateMachine):
         assert done.abandoned is flight.abandoned
         assert list(done.keys) == [page.key for page in flight.pages]
         for i, page in enumerate(flight.pages):
-            if self.is_save(flight):
+            if self.is_save(flight) or isinstance(flight.order, PromoteOrder):
                 if i in flight.failed:
                     self.forget(page)
                 else:
                     page.whole = True
+                bad = isinstance(flight.order, PromoteOrder) and i in flight.failed
+                if bad and not flight.abandoned:
+                    self.on_ssd.pop(page.key, None)
+            elif isinstance(flight.order, DemoteOrder):
+                if i not in flight.failed and not flight.abandoned:
+                    self.on_ssd[page.key] = page.serial
             elif i in flight.failed:  # whoever holds the key now: better lost than wrong
                 self.pages.pop(page.key, None)
             else:
@@ -319,6 +394,14 @@ class OrdersMachine(RuleBasedStateMachine):
                     assert found == page.bytes_of(rank), f"a wrong page is readable: {found!r}"
 
     @invariant()
+    def what_is_on_ssd_is_whole_on_every_rank(self) -> None:
+        assert len(self.planner.ssd) == len(self.on_ssd)
+        for key, serial in self.on_ssd.items():
+            assert key in self.planner.ssd
+            for rank in self.ranks:
+                assert self.ssd[rank][key] == Page(key, serial, 0).bytes_of(rank)
+
+    @invariant()
     def orders_in_flight_are_counted(self) -> None:
         assert self.planner.in_flight == len(self.flights)
         assert self.planner.bandwidth > 0
@@ -329,7 +412,7 @@ class OrdersMachine(RuleBasedStateMachine):
             return  # it never began, or has failed already
         for flight in list(self.flights.values()):
             for rank in set(self.ranks) - set(flight.copied):
-                flight.copied[rank] = frozenset(range(len(flight.order.blocks)))
+                flight.copied[rank] = frozenset(range(len(flight.order.slots)))
             late = self.world - len(flight.reported)
             report = OrderReport(late, flight.failed, 0, 0.0)
             for done in self.planner.settle({flight.order.order_id: report}):
@@ -380,6 +463,9 @@ class OrdersMachine(RuleBasedStateMachine):
     def is_save(self, flight: Flight) -> bool:
         return isinstance(flight.order, SaveOrder)
 
+    def is_demotion(self, flight: Flight) -> bool:
+        return isinstance(flight.order, DemoteOrder) and not flight.abandoned
+
     def forget(self, page: Page) -> None:
         """Absent, unless another save has taken the page's place."""
         if self.pages.get(page.key) is page:
@@ -387,12 +473,13 @@ class OrdersMachine(RuleBasedStateMachine):
 
     def end(self, flight: Flight) -> None:
         del self.flights[flight.order.order_id]
-        if not flight.abandoned:
+        if not (flight.abandoned and self.is_save(flight)):
             self.give_up(flight)
 
     def give_up(self, flight: Flight) -> None:
-        for block in flight.order.blocks:
-            self.held[block] -= 1
+        if isinstance(flight.order, SaveOrder | LoadOrder):
+            for block in flight.order.blocks:
+                self.held[block] -= 1
 
     def free_blocks(self, data: st.DataObject, count: int) -> list[int]:
         """Blocks that no order needs; abandoned saves may still read them, and get garbage."""

@@ -40,7 +40,9 @@ def test_settings_come_from_the_environment_or_from_the_extra_config(tmp_path: P
     }
     extra: dict[str, object] = {"cpu_gib": 0.5, "pin_fraction": 1, "trace": str(trace)}
 
-    assert load_config(env) == load_config({}, extra) == TierConfig(0.5, 1.0, trace)
+    assert load_config(env) == load_config({}, extra) == TierConfig(
+        cpu_gib=0.5, pin_fraction=1.0, trace=trace
+    )
 
 
 def test_the_extra_config_wins_over_the_environment() -> None:
@@ -150,3 +152,35 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_the_largest_that_does() ->
 def test_every_error_of_this_project_can_be_caught_as_one() -> None:
     assert issubclass(ConfigError, TieredKVError)
     assert issubclass(ConfigError, ValueError)
+
+
+# -- SSD ------------------------------------------------------------------------------
+
+
+def test_pages_go_to_ssd_only_where_a_folder_is_named(tmp_path: Path) -> None:
+    assert load_config({}).ssd_path is None
+    config = load_config({"TIERED_KV_SSD_PATH": str(tmp_path / "new"), "TIERED_KV_SSD_GIB": "1.5"})
+    assert config.ssd_path == tmp_path / "new"
+    assert config.ssd_bytes == 3 * GIB // 2
+    assert not (tmp_path / "new").exists(), "reading settings makes nothing"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "missing" / "ssd"):
+        assert "name a folder whose parent exists" in refusal({"TIERED_KV_SSD_PATH": str(wrong)})
+
+
+def test_an_ssd_tier_needs_cpu_memory(tmp_path: Path) -> None:
+    sentence = refusal({"TIERED_KV_SSD_PATH": str(tmp_path), "TIERED_KV_CPU_GIB": "0"})
+    assert "set TIERED_KV_CPU_GIB above 0" in sentence
+
+
+@pytest.mark.parametrize("name", ["auto", "raw", "zstd", "zstd:3", "centred"])
+def test_codecs_are_named(name: str) -> None:
+    assert load_config({"TIERED_KV_CODEC": name}).codec == name
+
+
+@pytest.mark.parametrize("name", ["", "lz4", "zstd:", "zstd:fast", 3, None])
+def test_a_codec_nobody_knows_is_refused(name: object) -> None:
+    assert "write auto, raw, zstd, zstd:LEVEL or centred" in refusal(extra={"codec": name})

@@ -22,6 +22,9 @@ class LastInFirstOut(EvictionOrder):
     def added(self, key: PageKey) -> None:
         self._keys.append(key)
 
+    def put_back(self, key: PageKey) -> None:
+        self._keys.append(key)
+
     def removed(self, key: PageKey) -> None:
         self._keys.remove(key)
 

@@ -12,7 +12,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import BANDWIDTH, PAGE_BYTES, OrdersMachine
 from tiered_kv.index import PageIndex, PageState
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode
+from tiered_kv.orders import (
+    DemoteOrder,
+    LoadOrder,
+    Order,
+    OrderId,
+    OrderReport,
+    PromoteOrder,
+    RestoreMode,
+)
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.policies.eviction import LeastRecentlyUsed
 
@@ -235,7 +243,7 @@ class EvictsWhatIsRead(PageIndex):
     def acquire(self, key: PageKey) -> int:
         return self._cpu[key]
 
-    def release(self, key: PageKey, slot: int) -> None:
+    def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
         pass
 
 
@@ -264,6 +272,27 @@ class ReadsBeforeItIsWhole(PageIndex):
         return sum(map(self.known, keys))
 
 
+class BelievesAFailedDemotion(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        if isinstance(flight.order, DemoteOrder):
+            failed = frozenset()
+        return super()._finish(flight, failed)
+
+
+class TrustsAFailedPromotion(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        if isinstance(flight.order, PromoteOrder):
+            failed = frozenset()
+        return super()._finish(flight, failed)
+
+
+class ForgetsNothingOnSsd(Planner):
+    def forget_all(self) -> None:
+        kept = list(self.ssd._used)
+        super().forget_all()
+        self.ssd.add(kept)
+
+
 PLANNERS = [
     CommitsBeforeAllRanks,
     IgnoresFailures,
@@ -271,6 +300,9 @@ PLANNERS = [
     NeverReleases,
     TriesAFailedPageAgain,
     KeepsAbandonedPages,
+    BelievesAFailedDemotion,
+    TrustsAFailedPromotion,
+    ForgetsNothingOnSsd,
 ]
 INDEXES = [EvictsWhatIsRead, FreesSlotsInUse, ReadsBeforeItIsWhole]
 HUNT = settings(max_examples=500, stateful_step_count=60, phases=QUICK, report_multiple_bugs=False)
@@ -307,3 +339,123 @@ class OneWrongByte(OrdersMachine):
 def test_the_machine_notices_a_single_wrong_page() -> None:
     with pytest.raises(AssertionError, match="a wrong page"):
         run_state_machine_as_test(OneWrongByte, settings=HUNT)
+
+
+# -- SSD ----------------------------------------------------------------------------------
+
+
+def settle(planner: Planner, order: Order, *failed: int) -> Settled:
+    report = OrderReport(1, frozenset(failed), 0, 0.0)
+    (done,) = planner.settle({order.order_id: report})
+    return done
+
+
+def on_ssd(planner: Planner, *keys: PageKey) -> None:
+    """The pages were saved, demoted, and evicted from CPU memory."""
+    saved = planner.plan_save({key: block for block, key in enumerate(keys)})
+    assert saved is not None
+    settle(planner, saved)
+    down = planner.plan_demote(keys, due=0.0)
+    assert down is not None
+    settle(planner, down)
+    for key in keys:
+        planner.index.forget(key)
+
+
+def test_a_page_stays_readable_while_it_goes_down() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    saved = planner.plan_save({A: 1, B: 2})
+    assert saved is not None
+    settle(planner, saved)
+    order = planner.plan_demote([A, C], due=7.0)
+    assert order is not None
+    assert (order.keys, order.slots, order.due) == ((A,), saved.slots[:1], 7.0)
+    assert planner.plan_demote([A], due=7.0) is None, "it is on its way already"
+
+    assert planner.index.readable(A)
+    assert planner.plan_save({C: 3}) is not None, "B makes room, A is being written"
+    assert not planner.index.known(B)
+    settle(planner, order)
+    assert A in planner.ssd
+    assert planner.index.readable(A), "a demoted page is in both places until it is evicted"
+
+
+def test_a_demoted_page_is_the_next_to_be_evicted() -> None:
+    planner = Planner(PageIndex(3, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    saved = planner.plan_save({A: 1, B: 2, C: 3})
+    assert saved is not None
+    settle(planner, saved)
+    order = planner.plan_demote([A, B], due=0.0)
+    assert order is not None
+    settle(planner, order)
+    assert list(planner.index.idle_victims(3)) == [A, B, C]
+
+
+def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    on_ssd(planner, A, B)
+    order = planner.plan_promote([A, C, B], due=0.0)
+    assert order is not None
+    assert order.keys == (A, B)
+    assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
+    assert planner.index.state(A) is PageState.SAVING
+    assert planner.plan_promote([A], due=0.0) is None, "it is on its way already"
+    settle(planner, order, 1)
+    assert planner.index.readable(A)
+    assert not planner.promoting
+    assert (A in planner.ssd, B in planner.ssd) == (True, False), "a bad page is not tried again"
+
+
+def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    on_ssd(planner, A)
+    order = planner.plan_promote([A], due=5.0)
+    assert order is not None
+    assert (planner.in_flight, planner.expected(now=4.9)) == (1, 0)
+    assert planner.expected(now=5.0) == 1
+    settle(planner, order)
+    assert (planner.in_flight, planner.expected(now=4.9)) == (0, 0)
+
+
+def test_an_order_never_sent_leaves_no_trace() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    on_ssd(planner, A)
+    up = planner.plan_promote([A], due=0.0)
+    assert up is not None
+    planner.cancel(up)
+    assert (planner.index.free_slots, planner.in_flight) == (2, 0)
+    assert A in planner.ssd, "nothing is known against it"
+    saved = planner.plan_save({B: 1})
+    assert saved is not None
+    settle(planner, saved)
+    down = planner.plan_demote([B], due=0.0)
+    assert down is not None
+    planner.cancel(down)
+    planner.index.check_integrity()
+    assert (planner.demoting, B in planner.ssd, planner.index.readable(B)) == (0, False, True)
+
+
+def test_what_goes_down_during_a_reset_is_not_on_ssd() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    saved = planner.plan_save({A: 1})
+    assert saved is not None
+    settle(planner, saved)
+    order = planner.plan_demote([A], due=0.0)
+    assert order is not None
+    planner.forget_all()
+    assert settle(planner, order).abandoned
+    assert len(planner.ssd) == 0
+    assert planner.index.free_slots == 2
+
+
+def test_the_speed_of_promotions_is_learned_from_them_alone() -> None:
+    planner = Planner(PageIndex(16, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    keys = [PageKey(bytes([n]) * 20) for n in range(16)]
+    on_ssd(planner, *keys)
+    before = planner.promote_seconds(16)
+    order = planner.plan_promote(keys, due=0.0)
+    assert order is not None
+    assert planner.promote_seconds(16) == 2 * before, "behind those already ordered"
+    planner.settle({order.order_id: OrderReport(1, frozenset(), 16 * PAGE_BYTES, 1.0)})
+    assert planner.promote_seconds(16) > before
+    assert planner.bandwidth == BANDWIDTH

@@ -25,6 +25,12 @@ class LeastRecentlyUsedMachine(RuleBasedStateMachine):
             self.order.added(key)
             self.model.append(key)
 
+    @rule(key=st.sampled_from(KEYS))
+    def put_back(self, key: PageKey) -> None:
+        if key not in self.model:
+            self.order.put_back(key)
+            self.model.insert(0, key)
+
     @rule(data=st.data())
     @precondition(lambda self: self.model)
     def touch(self, data: st.DataObject) -> None:

@@ -27,9 +27,9 @@ class CheckedIndex:
         if not callable(attribute):
             return attribute
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return attribute(*args)
+                return attribute(*args, **kwargs)
             finally:
                 self.unchecked.check_integrity()
 
@@ -158,6 +158,15 @@ class IndexConformance:
         assert not index.known(E)
         for key, slot in slots.items():
             assert index.commit(key, slot)
+
+    def test_a_page_that_was_only_copied_elsewhere_is_the_next_to_go(
+        self, index: CheckedIndex
+    ) -> None:
+        index.put(A, B, C)
+        slot = index.acquire(C)
+        index.release(C, slot, used=False)
+        assert list(index.idle_victims(1)) == [C]
+        assert index.reserve(D) == slot
 
     def test_a_page_that_is_read_is_never_evicted(self, index: CheckedIndex) -> None:
         index.put(A, B, C)

@@ -1,0 +1,308 @@
+"""The SSD tier as the scheduler half runs it: what goes down, what comes up, what may die.
+
+Pages go down when CPU slots run short, before they would be evicted, and when a turn's
+decision says so. They come up when the request that wants them arrives. Orders are for the
+workers' I/O threads, which carry them out by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, TieredHandshake
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.keys import PageKey
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
+from tiered_kv.planner import Planner, Settled
+from tiered_kv.policies.promotion import Promotion, worth_promoting
+from tiered_kv.storage.segment_store import Proposal
+from tiered_kv.tails import TailIndex
+
+logger = logging.getLogger(__name__)
+
+MOST_AHEAD = 4096
+"""Pages next in line for eviction that are kept on SSD as well, at most; half of the
+slots if that is less. More than a step saves: what is evicted before it is on SSD is lost."""
+ORDER_PAGES = 64
+"""Pages of one demotion."""
+MOST_DEMOTING = 256
+"""Pages under way to SSD at a time: they can neither be evicted nor written again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""How long nothing is demoted after a demotion failed: doubled each time."""
+TRIES = 2
+"""Promotions planned for a turn: when it arrives, and when it is asked for if that was
+not enough (slots were short, or the pages were evicted again)."""
+
+
+class SsdTier:
+    """Demotions, promotions and the answers to the stores. Owns the unsent orders.
+
+    Args:
+        cached: whether VRAM holds the block of a block hash.
+        clock: monotonic seconds, the same in every process of the machine.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        planner: Planner,
+        tails: TailIndex,
+        counters: Counters,
+        cached: Callable[[bytes], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._facts = facts
+        self._planner = planner
+        self._index = planner.index
+        self._ssd = planner.ssd
+        self._tails = tails
+        self._counters = counters
+        self._cached = cached
+        self._clock = clock
+        self._window = max(1, min(self._index.num_slots // 2, MOST_AHEAD))
+        self._looked_at = -self._window  # slots taken then
+        self._unclaimed = 0
+        self._pause_until = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._after_save: dict[OrderId, Sequence[PageKey]] = {}
+        self._demotes: list[DemoteOrder] = []
+        self._promotes: list[PromoteOrder] = []
+        self._fingerprint: bytes | None = None
+        self._lost: list[PageKey] = []
+        self._reclaims: dict[int, Proposal] = {}
+        self._answered: dict[int, int] = {}
+        self.stored_bytes: dict[int, int] = {}
+
+    @property
+    def unsent(self) -> bool:
+        return bool(
+            self._demotes
+            or self._promotes
+            or self._lost
+            or self._reclaims
+            or self._fingerprint is not None
+        )
+
+    def take(self) -> SsdOrders | None:
+        """What is to be sent; None if nothing."""
+        if not self.unsent:
+            return None
+        orders = SsdOrders(
+            tuple(self._demotes),
+            tuple(self._promotes),
+            self._fingerprint,
+            tuple(self._lost),
+            dict(self._reclaims),
+        )
+        self._demotes.clear()
+        self._promotes.clear()
+        self._fingerprint = None
+        self._lost.clear()
+        self._reclaims.clear()
+        return orders
+
+    # -- up -----------------------------------------------------------------------
+
+    def promote(self, turn: Turn, recompute_s_per_token: float) -> None:
+        """Order the pages up that the turn's prompt wants and only SSD has.
+
+        Args:
+            recompute_s_per_token: seconds a prompt token takes to compute, measured; 0
+                while unknown.
+        """
+        room = max(1, self._index.num_slots // 2) - self._unclaimed
+        if turn.promotions == TRIES or room <= 0 or not len(self._ssd):
+            return
+        turn.promotions += 1
+        wanted, tokens = self._find(turn)
+        if not wanted:
+            return
+        if len(wanted) > room:
+            wanted, tokens = wanted[:room], tokens * room // len(wanted)
+        now = self._clock()
+        fresh = [key for key in wanted if key not in self._planner.promoting]
+        promotion = Promotion(
+            promote_s=self._planner.promote_seconds(len(fresh)),
+            recompute_s=tokens * recompute_s_per_token,
+        )
+        if not worth_promoting(promotion):
+            self._counters.add("promotions_refused")
+            return
+        order = self._planner.plan_promote(fresh, now)
+        if order is not None:
+            self._promotes.append(order)
+        coming = self._planner.promoting
+        mine = [key for key in wanted if key in coming]
+        turn.awaits |= {coming[key] for key in mine}
+        turn.wait_until = now + promotion.longest_wait_s
+        self._unclaimed += len(set(mine) - turn.ssd_keys)
+        turn.ssd_keys.update(mine)
+
+    def _find(self, turn: Turn) -> tuple[list[PageKey], int]:
+        """Pages to come up for the turn, in order, and the prompt tokens they make usable.
+
+        What the prompt shares with VRAM or CPU memory is passed over, up to the first page
+        that is nowhere. All of it counts as used.
+        """
+        size, limit = self._facts.block_size, turn.request.num_tokens - 1
+        keys, hashes = turn.page_keys(), turn.request.block_hashes
+        stop = min(len(keys), limit // size + 1)
+        end = 0
+        while end < stop and self._cached(hashes[end]):
+            end += 1
+        first, wanted = stop, list[PageKey]()
+        while end < stop and not self._nowhere(keys[end]):
+            if not self._index.readable(keys[end]):
+                first = min(first, end)
+                wanted.append(keys[end])
+            end += 1
+        self._ssd.touch(keys[:end])
+        tokens = (end - first) * size if wanted else 0
+        if tail := self._find_tail(turn, end, limit):
+            self._ssd.touch([tail[0]])
+            tokens += tail[1]
+            if not self._index.readable(tail[0]):
+                wanted.append(tail[0])
+        return wanted, tokens
+
+    def _nowhere(self, key: PageKey) -> bool:
+        there = self._index.readable(key) or key in self._ssd or key in self._planner.promoting
+        return not there
+
+    def _find_tail(self, turn: Turn, block: int, limit: int) -> tuple[PageKey, int] | None:
+        size = self._facts.block_size
+        text = turn.request.all_token_ids[block * size : min((block + 1) * size, limit)]
+        place = turn.tail_place(block, size) if text else None
+        if place is None:
+            return None
+        found = self._tails.longest(*place, text, lambda key: not self._nowhere(key))
+        return (found[0].key, found[1]) if found else None
+
+    def still_coming(self, turn: Turn) -> bool:
+        """Whether vLLM shall ask again later: pages worth waiting for are under way."""
+        if not turn.awaits:
+            return False
+        in_flight = set(self._planner.promoting.values())
+        turn.awaits &= in_flight
+        if turn.awaits and self._clock() >= turn.wait_until:
+            self._counters.add("promotions_overdue")
+            turn.awaits.clear()
+        return bool(turn.awaits)
+
+    def claimed(self, turn: Turn) -> None:
+        """The turn was admitted, or is over: what came up for it may go again."""
+        self._unclaimed -= len(turn.ssd_keys)
+        turn.ssd_keys.clear()
+        turn.awaits.clear()
+
+    # -- down ---------------------------------------------------------------------
+
+    def demote(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
+        """Order a turn's pages down, once their save ``after`` has settled."""
+        if after is not None:
+            self._after_save[after] = keys
+        else:
+            self._demote(keys)
+
+    def demote_ahead(self) -> None:
+        """Keep the pages that would be evicted next on SSD as well.
+
+        Looks only when slots are short, and after so many were used since the last look.
+        """
+        index = self._index
+        taken = index.taken
+        if index.free_slots >= self._window or taken - self._looked_at < self._window // 4:
+            return
+        room = MOST_DEMOTING - self._planner.demoting
+        if room <= 0 or self._clock() < self._pause_until:
+            return
+        victims = [key for key in index.idle_victims(self._window) if key not in self._ssd]
+        if len(victims) <= room:
+            self._looked_at = taken
+        self._demote(victims[:room])
+
+    def _demote(self, keys: Sequence[PageKey]) -> None:
+        now = self._clock()
+        if now < self._pause_until:
+            return
+        for start in range(0, len(keys), ORDER_PAGES):
+            order = self._planner.plan_demote(keys[start : start + ORDER_PAGES], now)
+            if order is not None:
+                self._demotes.append(order)
+
+    # -- reports ------------------------------------------------------------------
+
+    def settled(self, done: Settled) -> None:
+        """An order is over on every rank."""
+        failed, good = len(done.failed), len(done.keys) - len(done.failed)
+        if isinstance(done.order, PromoteOrder):
+            self._counters.add("pages_promoted", good)
+            self._counters.add("promotion_failures", 0 if done.abandoned else failed)
+            self._lose(done)
+        elif isinstance(done.order, DemoteOrder):
+            self._counters.add("pages_demoted", good)
+            if failed and not done.abandoned:
+                self._counters.add("demotion_failures", failed)
+                self._pause_until = self._clock() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                self._lose(done)
+            elif good:
+                self._pause_s = FIRST_PAUSE_S
+        else:
+            self._demote(self._after_save.pop(done.order.order_id, ()))
+
+    def _lose(self, done: Settled) -> None:
+        if self._facts.ranks > 1:  # what one rank lacks is of no use to the others
+            self._lost += [done.keys[i] for i in done.failed]
+
+    def heard(self, reports: Mapping[int, SsdReport]) -> None:
+        """The ranks' stores spoke."""
+        for rank, report in reports.items():
+            self.stored_bytes[rank] = report.stored_bytes
+            for name, amount in report.counters.items():
+                self._counters.add(name, amount)
+            if report.gone:
+                self._counters.add("ssd_pages_reclaimed", len(report.gone))
+                self._ssd.discard(report.gone)
+                if self._facts.ranks > 1:
+                    self._lost += report.gone
+            dying = report.proposal
+            if dying is not None and self._answered.get(rank) != dying.segment:
+                self._answered[rank] = dying.segment
+                survivors = self._ssd.survivors(dying.keys)
+                self._reclaims[rank] = Proposal(dying.segment, survivors)
+
+    def recovered(self, ranks: Mapping[int, TieredHandshake]) -> None:
+        """What the stores held when the engine started: every rank must have a page."""
+        lists = [handshake.keys for handshake in ranks.values()]
+        if len(lists) < self._facts.ranks:
+            logger.warning("%d of %d ranks have an SSD tier", len(lists), self._facts.ranks)
+            return
+        everywhere = set(lists[0]).intersection(*lists[1:])
+        self._ssd.add(key for key in lists[0] if key in everywhere)
+        partial = set().union(*lists) - everywhere
+        self._lost += sorted(partial)
+        self._planner.ssd_bandwidth = min(handshake.bandwidth for handshake in ranks.values())
+        if everywhere:
+            logger.info("%d pages are on SSD from before", len(everywhere))
+
+    def reset(self, fingerprint: bytes) -> None:
+        """A new generation: what is on disk, and what was ordered, is invalid. Before the
+        planner forgets its pages."""
+        unsent: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
+        for order in unsent:
+            self._planner.cancel(order)
+        self._demotes.clear()
+        self._promotes.clear()
+        self._after_save.clear()
+        self._lost.clear()
+        self._reclaims.clear()
+        self._answered.clear()
+        self._fingerprint = fingerprint
+
+    def gauges(self) -> dict[str, Any]:
+        return {"ssd_pages": len(self._ssd), "ssd_bytes": sum(self.stored_bytes.values())}

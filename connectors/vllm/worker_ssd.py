@@ -1,0 +1,171 @@
+"""One rank's SSD tier: its segment store, the thread that serves it, and its last flush."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from functools import partial
+
+from tiered_kv.codecs.base import Codec, PageFormat
+from tiered_kv.codecs.choice import (
+    choose,
+    codec_from,
+    make_codec,
+    measure_codec,
+    synthetic_page,
+)
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, TieredHandshake
+from tiered_kv.errors import ConfigError
+from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.orders import OrderId, OrderReport, PromoteOrder, SaveOrder
+from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.storage.io_thread import IoThread
+from tiered_kv.storage.probe import DiskSpeed, measure_disk
+from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 3.0
+"""Time for the last flush: vLLM ends a process 5 seconds after it asked it to stop."""
+
+
+class WorkerSsd:
+    """The SSD side of a worker half.
+
+    Args:
+        rank: this worker's rank.
+        fingerprint: of the engine's pages.
+        pool: slots that pages come from and go to.
+
+    Raises:
+        ConfigError: the path cannot be used; the sentence says what to do.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: TierConfig,
+        rank: int,
+        fingerprint: Fingerprint,
+        pool: CpuPool,
+    ) -> None:
+        assert config.ssd_path is not None
+        threads = config.io_threads or _default_threads(facts.ranks)
+        options = StoreOptions(
+            root=config.ssd_path,
+            fingerprint=fingerprint.digest(),
+            replica=facts.replica,
+            rank=rank,
+            ranks=facts.ranks,
+            page_format=facts.page_format,
+            capacity_bytes=config.ssd_bytes,
+            io_threads=threads,
+        )
+        try:
+            config.ssd_path.mkdir(mode=0o700, exist_ok=True)
+            disk = measure_disk(config.ssd_path, threads)
+            codec, bandwidth = _choose(config.codec, facts.page_format, disk, threads)
+            self._open = partial(SegmentStore, codec=codec, codec_from=codec_from)
+            store = self._open(options)
+        except (StoreError, OSError, ValueError) as error:
+            raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
+        self.handshake = TieredHandshake(tuple(store.keys()), bandwidth)
+        self.io = IoThread(store, pool.slots)
+        self._options = options
+        self._rank = rank
+        self._lasting = fingerprint.lasting
+        self._holds: dict[int, PageKey] = {}  # slot -> page, of saves, the newest last
+        self._promotes: dict[OrderId, PromoteOrder] = {}
+        self._counted: dict[str, int] = {}
+        self._said = SsdReport()
+
+    # -- orders in ----------------------------------------------------------------
+
+    def carry_out(self, orders: SsdOrders) -> None:
+        """Hand a step's orders to the I/O thread."""
+        if orders.fingerprint is not None:
+            self._options = replace(self._options, fingerprint=orders.fingerprint)
+            self._lasting = False
+            self._holds.clear()
+            self._counted = {}
+            self.io.replace_store(partial(self._open, self._options))
+        if orders.lost:
+            self.io.drop(orders.lost)
+        if (dying := orders.reclaims.get(self._rank)) is not None:
+            self.io.reclaim(dying.segment, dying.keys)
+        for promote in orders.promotes:
+            self._forget_slots(promote.slots)
+            self.io.submit(promote)
+        for demote in orders.demotes:
+            self.io.submit(demote)
+
+    def saving(self, order: SaveOrder) -> None:
+        """Slots are about to be written."""
+        self._forget_slots(order.slots)
+
+    def saved(self, order: SaveOrder, failed: frozenset[int]) -> None:
+        """Slots now hold pages that are perhaps nowhere else."""
+        for i, (slot, key) in enumerate(zip(order.slots, order.keys, strict=True)):
+            if i not in failed:
+                self._holds[slot] = key
+
+    def _forget_slots(self, slots: tuple[int, ...]) -> None:
+        for slot in slots:
+            self._holds.pop(slot, None)
+
+    # -- reports out ----------------------------------------------------------------
+
+    def take_reports(self) -> tuple[dict[OrderId, OrderReport], SsdReport | None]:
+        """What became of orders, and what the store says if it is something new."""
+        reports, gone = self.io.take_reports(), self.io.take_gone()
+        proposal = self.io.proposal
+        if not reports and not gone and proposal == self._said.proposal:
+            return reports, None
+        store = self.io.store
+        stats = store.stats
+        totals = {
+            "ssd_bytes_written": stats.bytes_written,
+            "ssd_bytes_read": stats.bytes_read,
+            "ssd_pages_bad": stats.pages_bad,
+            "ssd_errors": stats.write_errors + stats.read_errors + self.io.failures,
+        }
+        added = {
+            name: total - self._counted.get(name, 0)
+            for name, total in totals.items()
+            if total > self._counted.get(name, 0)
+        }
+        self._counted = totals
+        self._said = SsdReport(tuple(gone), proposal, added, store.stored_bytes)
+        return reports, self._said
+
+    def close(self) -> None:
+        """Flush what the time allows, the newest pages first; release the store."""
+        last: list[tuple[PageKey, int]] = []
+        if self._lasting:
+            stored = self.io.store
+            last = [(k, slot) for slot, k in reversed(self._holds.items()) if k not in stored]
+        written = self.io.close(last, FLUSH_S, discard=not self._lasting)
+        if last:
+            logger.info("flushed %d of %d pages to SSD", written, len(last))
+
+
+def _default_threads(ranks: int) -> int:
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _choose(
+    name: str, page_format: PageFormat, disk: DiskSpeed, threads: int
+) -> tuple[Codec, float]:
+    """The codec, and the bytes of pages per second it will promote with."""
+    if name == "auto":
+        choice = choose(page_format, disk.read / 1e6, disk.write / 1e6, threads)
+        logger.info("TIERED_KV_CODEC=auto: %s", choice.reason)
+        codec = choice.codec
+    else:
+        codec = make_codec(name, page_format)
+    one = measure_codec(codec, synthetic_page(page_format))
+    seconds = max(one.stored_bytes / disk.read, one.decode_s / threads)
+    return codec, page_format.page_bytes / seconds

@@ -1,0 +1,215 @@
+"""The I/O thread: orders are carried out when they are due, promotions first, whatever fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
+from tiered_kv.storage.io_thread import GROUP_PAGES, IoThread
+from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
+
+FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=8192, tokens=16)
+SLOTS = 100
+
+
+def key(n: int) -> PageKey:
+    return PageKey(b"fingerprint-of-m" + n.to_bytes(32, "big"))
+
+
+class Watched(SegmentStore):
+    """A real store that says when it is used, and waits or fails where a test wants it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.log: list[tuple[str, int]] = []
+        self.gate: threading.Event | None = None
+        self.fail = False
+
+    def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if self.fail:
+            raise RuntimeError("injected")
+        self.log.append(("put", len(pages)))
+        return super().put(pages)
+
+    def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        self.log.append(("get", len(pages)))
+        return super().get(pages)
+
+
+class Bench:
+    """A thread over a store in a folder, with slots full of bytes that tell their slot."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now = 100.0
+        rng = np.random.default_rng(5)
+        self.slots = rng.integers(0, 256, (SLOTS, FORMAT.page_bytes)).astype(np.uint8)
+        self.store = self.open(b"f" * 16)
+        self.io = IoThread(self.store, self.slots, lambda: self.now)
+        self.orders = 0
+
+    def open(self, fingerprint: bytes) -> Watched:
+        options = StoreOptions(self.root, fingerprint, 0, 0, 1, FORMAT, 64 << 20, 2)
+        return Watched(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
+
+    def demote(self, pages: range, due: float = 0.0) -> DemoteOrder:
+        """Page ``n`` from slot ``n``."""
+        self.orders += 1
+        order = DemoteOrder(OrderId(self.orders), tuple(map(key, pages)), tuple(pages), due)
+        self.io.submit(order)
+        return order
+
+    def promote(self, pages: range, into: range, due: float = 0.0) -> PromoteOrder:
+        self.orders += 1
+        order = PromoteOrder(OrderId(self.orders), tuple(map(key, pages)), tuple(into), due)
+        self.io.submit(order)
+        return order
+
+    def reports(self) -> dict[OrderId, OrderReport]:
+        assert self.io.wait_idle(30)
+        return self.io.take_reports()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "ssd")
+    yield made
+    if made.store.gate is not None:
+        made.store.gate.set()
+    made.io.close()
+
+
+def test_a_page_goes_down_and_comes_up_in_another_slot(bench: Bench) -> None:
+    down = bench.demote(range(3))
+    assert bench.reports()[down.order_id].failed == frozenset()
+
+    up = bench.promote(range(3), into=range(50, 53))
+    report = bench.reports()[up.order_id]
+    assert (report.ranks, report.failed, report.nbytes) == (1, frozenset(), 3 * FORMAT.page_bytes)
+    assert report.seconds > 0
+    assert (bench.slots[50:53] == bench.slots[:3]).all()
+    assert bench.io.take_reports() == {}, "a report is given once"
+
+
+def test_a_page_that_is_not_there_is_reported_as_failed(bench: Bench) -> None:
+    bench.demote(range(1))
+    bench.reports()
+    up = bench.promote(range(2), into=range(50, 52))
+    assert bench.reports()[up.order_id].failed == {1}
+
+
+def test_an_order_waits_for_its_time_and_then_needs_nobody(bench: Bench) -> None:
+    bench.demote(range(3))
+    bench.reports()
+    up = bench.promote(range(3), into=range(50, 53), due=200.0)
+    assert bench.reports() == {}
+    assert ("get", 3) not in bench.store.log
+
+    bench.now = 200.0
+    bench.demote(range(1))  # any sign of life: the test's clock wakes nobody
+    assert up.order_id in bench.reports()
+
+
+def test_a_real_clock_wakes_the_thread_by_itself(bench: Bench, tmp_path: Path) -> None:
+    import time
+
+    io = IoThread(SegmentStore(*_other(tmp_path)), bench.slots)
+    try:
+        order = DemoteOrder(OrderId(1), (key(1),), (1,), due=time.monotonic() + 0.05)
+        io.submit(order)
+        with io._changed:
+            assert io._changed.wait_for(lambda: bool(io._reports), 30)
+        assert time.monotonic() >= order.due
+    finally:
+        io.close()
+
+
+def _other(folder: Path) -> tuple[StoreOptions, RawCodec, Callable[..., RawCodec]]:
+    options = StoreOptions(folder / "other", b"g" * 16, 0, 0, 1, FORMAT, 64 << 20, 1)
+    return options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT)
+
+
+def test_a_promotion_does_not_wait_for_a_long_demotion(bench: Bench) -> None:
+    bench.demote(range(1))
+    bench.reports()
+    bench.store.log.clear()
+    bench.store.gate = threading.Event()
+    long = bench.demote(range(2, 2 + 3 * GROUP_PAGES))
+    up = bench.promote(range(1), into=range(99, 100))
+    bench.store.gate.set()
+    reports = bench.reports()
+
+    assert reports[long.order_id].failed == reports[up.order_id].failed == frozenset()
+    got = bench.store.log.index(("get", 1))
+    assert got <= 1, f"it came behind the whole demotion: {bench.store.log}"
+    assert [n for what, n in bench.store.log if what == "put"] == [GROUP_PAGES] * 3
+
+
+def test_the_thread_outlives_what_fails(bench: Bench) -> None:
+    bench.store.fail = True
+    bad = bench.demote(range(2))
+    assert bench.reports()[bad.order_id].failed == {0, 1}
+    assert bench.io.failures == 1
+    bench.store.fail = False
+    good = bench.demote(range(2))
+    assert bench.reports()[good.order_id].failed == frozenset()
+
+
+def test_a_reset_empties_the_disk_and_fails_what_was_ordered(bench: Bench) -> None:
+    bench.demote(range(2))
+    bench.reports()
+    bench.store.gate = threading.Event()
+    running = bench.demote(range(10, 10 + 2 * GROUP_PAGES))
+    waiting = bench.demote(range(2))
+    later = bench.promote(range(2), into=range(50, 52), due=1e9)
+    bench.io.replace_store(lambda: bench.open(b"n" * 16))
+    bench.store.gate.set()
+    reports = bench.reports()
+
+    for order in (running, waiting, later):
+        assert reports[order.order_id].failed == frozenset(range(len(order.keys)))
+    assert len(bench.io.store) == 0
+    assert bench.io.store is not bench.store
+    old = bench.open(b"f" * 16)
+    assert len(old) == 0, "what was on disk is invalid"
+    old.close()
+    fresh = bench.demote(range(2))
+    assert bench.reports()[fresh.order_id].failed == frozenset()
+
+
+def test_the_last_flush_writes_what_the_time_allows(bench: Bench) -> None:
+    assert bench.io.close([(key(n), n) for n in range(5)], budget_s=10.0) == 5
+    assert bench.io.close([(key(9), 9)], budget_s=10.0) == 0, "closing twice does nothing"
+    again = bench.open(b"f" * 16)
+    assert again.keys() == [key(n) for n in range(5)]
+    again.close()
+
+
+def test_a_last_flush_that_fails_still_closes_the_store(bench: Bench) -> None:
+    bench.store.fail = True
+    assert bench.io.close([(key(0), 0)], budget_s=10.0) == 0
+    bench.open(b"f" * 16).close()
+
+
+def test_without_time_nothing_is_flushed(bench: Bench) -> None:
+    assert bench.io.close([(key(0), 0)], budget_s=0.0) == 0
+
+
+def test_a_store_nobody_will_find_again_is_emptied(bench: Bench) -> None:
+    bench.demote(range(2))
+    bench.reports()
+    bench.io.close(discard=True)
+    again = bench.open(b"f" * 16)
+    assert len(again) == 0
+    again.close()

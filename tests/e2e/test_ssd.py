@@ -1,0 +1,115 @@
+"""Serve, stop, start again: the same answers, from pages on SSD; the same after kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.engines import engine
+from bench.restore import CONNECTOR, texts
+from bench.server import ServerOptions, VllmServer, group_members
+from tests.e2e.test_parallel import OPTIONS, TINY
+from tests.e2e.test_server import ask, count, metric
+
+pytestmark = pytest.mark.e2e
+
+CONTEXTS, TOKENS = 6, 18 * 32 + 1
+"""Of full blocks and one token: a hit in VRAM and a restore from SSD both compute that token
+alone, so that even a tie of two answers, which bf16 breaks by the batch's shape, is broken
+in the same way. The full blocks must then hold the same bits."""
+
+
+def answers(client: httpx.Client, prompts: list[list[int]]) -> list[list[int]]:
+    found = []
+    for prompt in prompts:
+        ids: list[int] = ask(client, prompt, max_tokens=16)["choices"][0]["token_ids"]
+        found.append(ids)
+    return found
+
+
+def kill_outright(server: VllmServer) -> None:
+    """kill -9 of the server and of all that it started."""
+    assert server.pid is not None
+    group = server.pid
+    os.killpg(group, signal.SIGKILL)
+    server.stop()
+    assert not group_members(group)
+
+
+def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_path: Path) -> None:
+    options = ServerOptions(
+        model=small_model,
+        kv_blocks=60,
+        max_model_len=1024,
+        kv_transfer_config=CONNECTOR,
+        extra_args=("--shutdown-timeout", "10"),
+        env={
+            "TIERED_KV_CPU_GIB": "0.03",  # two of the six contexts
+            "TIERED_KV_SSD_PATH": str(tmp_path / "ssd"),
+            "TIERED_KV_SSD_GIB": "1",
+        },
+    )
+    server = VllmServer(options, tmp_path / "server.log")
+    with server, httpx.Client(base_url=server.url, timeout=120) as client:
+        *prompts, late = texts(client, CONTEXTS + 1, TOKENS)
+        right = [answers(client, [prompt, prompt])[1] for prompt in prompts]
+        assert count(client, "prompt_tokens_vram") == CONTEXTS * (TOKENS - 1)
+        assert count(client, "prompt_tokens_ssd") == 0
+        assert answers(client, prompts) == right
+        assert count(client, "prompt_tokens_ssd") > 0.8 * CONTEXTS * TOKENS
+        assert metric(client, "vllm:tiered_kv_ssd_bytes") > 0
+        prompts.append(late)
+        right.append(answers(client, [late, late])[1])
+    assert "flushed" in server.log_text(), "the last context was in CPU memory only"
+
+    with server, httpx.Client(base_url=server.url, timeout=120) as client:
+        assert answers(client, prompts) == right
+        assert count(client, "prompt_tokens_ssd") == (CONTEXTS + 1) * (TOKENS - 1)
+        kill_outright(server)
+
+    with server, httpx.Client(base_url=server.url, timeout=120) as client:
+        assert answers(client, prompts) == right
+        assert count(client, "prompt_tokens_ssd") > 0.8 * CONTEXTS * TOKENS
+        for name in ("hook_errors", "ssd_pages_bad", "ssd_errors", "promotion_failures"):
+            assert count(client, name) == 0, name
+
+
+def real_tiny_model(folder: Path) -> Path:
+    """Random weights in files: a model that can be recognised after a restart."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**{key: value for key, value in TINY.items() if key != "torch_dtype"})
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_two_ranks_keep_their_pages_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a store of its own under one path; a page counts if both have it."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = real_tiny_model(tmp_path / "tiny")
+    options = {key: value for key, value in OPTIONS.items() if key != "load_format"}
+    extra: dict[str, Any] = {"cpu_gib": 0.5, "ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1}
+    prompts = [[(17 * i + 31 * j) % 2000 + 5 for j in range(60 + 90 * i)] for i in range(5)]
+
+    def run() -> tuple[list[tuple[int, ...]], dict[str, int]]:
+        with engine(model, connector=True, extra=extra, tensor_parallel_size=2, **options) as two:
+            found = [answer.tokens for answer in two.alone(prompts)]
+            two.settle()
+            two.half.index.check_integrity()
+            return found, dict(two.half.counters.totals)
+
+    cold, _ = run()
+    assert len(list((tmp_path / "ssd").glob("*/*/lock"))) == 2
+    again, totals = run()
+    assert again == cold
+    assert totals["prompt_tokens_ssd"] > 0.9 * sum(map(len, prompts)) - 5 * 32
+    assert totals["hook_errors"] == totals["promotion_failures"] == 0

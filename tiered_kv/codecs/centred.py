@@ -1,0 +1,322 @@
+"""The codec of KV pages: what varies little is coded, what is noise is stored.
+
+An element's magnitude is much the same in one channel (a layer's K or V, a head, a
+dimension) for all tokens, and its mantissa is noise. So ``planes`` splits each element into
+a symbol and a rest; symbols, less the centre of their channel, go through zstd's Huffman
+stage, and the rest is stored as it is. Bit for bit for any content: only the size depends on
+how well the centres fit.
+
+A page is some order of layers, heads, tokens and dimensions that is not known here. It is
+taken for a row of *stripes*, each an array [outer, tokens, inner] of elements, in which
+``outer`` and ``inner`` name the channel. One stripe with one ``inner`` describes every
+layout that treats K and V alike; engines that transpose K alone need more. ``trained``
+finds the stripes and fits the centres.
+
+The table (little-endian):
+
+    offset  bytes  field
+    0       4      magic b"TKVC"
+    4       1      version, 1
+    5       1      element type, as in ``ELEMENTS``
+    6       2      zero
+    8       4      tokens of a page
+    12      8      bytes of a page
+    20      4      stripe: channels of a stripe, s
+    24      4      channels of a page, c = elements / tokens
+    28      4*c/s  inner of each stripe
+    ...     c      centre of each channel, in the order (stripe, outer, inner)
+    end-4   4      CRC-32 of all of the above
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import zlib
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
+from tiered_kv.codecs.raw import NOTHING
+from tiered_kv.codecs.zstd import compress_symbols, decompress
+
+ELEMENTS = (ElementType.BF16, ElementType.FP16, ElementType.FP8_E4M3, ElementType.FP8_E5M2)
+"""In the order of their numbers in the table."""
+
+HEADER = struct.Struct("<4sBBHIQII")
+MAGIC, VERSION = b"TKVC", 1
+
+MAX_TRAINING_PAGES = 64
+LAYOUT_PAGES = 8
+"""Pages that the layout is looked for in: it is the same in all, and seen in few."""
+MIN_STRIPE = 32
+"""Channels of the narrowest stripe: layouts change between heads, which are wider."""
+REFINEMENTS = 2
+
+
+def symbol_count(page_format: PageFormat) -> int:
+    """Elements of a page.
+
+    Raises:
+        ValueError: pages of this format have no elements that this codec knows.
+    """
+    if page_format.element not in ELEMENTS:
+        raise ValueError(
+            "the centred codec needs to know the elements of a page: use zstd for opaque pages"
+        )
+    count, left = divmod(page_format.page_bytes, 2 if is_wide(page_format) else 1)
+    if left:
+        raise ValueError(
+            f"{page_format.page_bytes} bytes are no whole number of {page_format.element.value}"
+        )
+    return count
+
+
+def is_wide(page_format: PageFormat) -> bool:
+    """Whether elements take two bytes."""
+    return page_format.element in (ElementType.BF16, ElementType.FP16)
+
+
+def channel_count(page_format: PageFormat) -> int:
+    """Channels of a page; 0 if its tokens are not of equal size, so that there are none."""
+    if page_format.tokens < 1 or symbol_count(page_format) % page_format.tokens:
+        return 0
+    return symbol_count(page_format) // page_format.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CentredCodec:
+    """Centred symbols in one Huffman-only zstd frame, the rest as it is.
+
+    Args:
+        table: from ``trained``; without one all centres are zero.
+
+    Raises:
+        ValueError: opaque pages, or pages that are no whole number of elements.
+        CodecError: the table is damaged, or of other pages.
+    """
+
+    page_format: PageFormat
+    table: bytes = b""
+    _centres: Bytes = field(init=False, repr=False, compare=False)
+    codec_id = 2
+    name = "centred"
+
+    def __post_init__(self) -> None:
+        count = symbol_count(self.page_format)
+        if self.table:
+            centres = Layout.from_table(self.table, self.page_format).per_element(self.page_format)
+        else:
+            centres = np.zeros(count, dtype=np.uint8)
+        object.__setattr__(self, "_centres", centres)
+
+    @property
+    def wants_training(self) -> bool:
+        return not self.table and channel_count(self.page_format) > 0
+
+    def encode(self, page: Bytes) -> EncodedPage:
+        self._check_page(page)
+        symbols = _scratch.bytes(self._centres.size)
+        rest = self._split(page, self._centres, symbols)
+        return EncodedPage(rest, compress_symbols(symbols))
+
+    def decode(self, encoded: EncodedPage, out: Bytes) -> None:
+        self._check_page(out)
+        element, count = self.page_format.element, self._centres.size
+        if encoded.plane.nbytes != (count if is_wide(self.page_format) else 0):
+            raise CodecError(f"{encoded.plane.nbytes} raw bytes beside {count} symbols")
+        if not is_wide(self.page_format):
+            decompress(encoded.frame, out)
+            _kernels().merge_fp8(out, self._centres)
+            return
+        symbols = _scratch.bytes(count)
+        decompress(encoded.frame, symbols)
+        merge = _kernels().merge_bf16 if element is ElementType.BF16 else _kernels().merge_fp16
+        merge(symbols, encoded.plane, self._centres, out)
+
+    def trained(self, pages: list[Bytes]) -> Codec:
+        """A codec with the centres of these pages; the first 64 are looked at.
+
+        Takes from a tenth of a second to a few, mostly without the interpreter lock.
+        """
+        if not pages or not channel_count(self.page_format):
+            return self
+        symbols = np.stack([self._symbols(page) for page in pages[:MAX_TRAINING_PAGES]])
+        layout = find_layout(symbols, self.page_format.tokens)
+        fit_centres(layout, symbols, self.page_format)
+        return CentredCodec(self.page_format, layout.to_table(self.page_format))
+
+    def _symbols(self, page: Bytes) -> Bytes:
+        self._check_page(page)
+        symbols = np.empty_like(self._centres)
+        self._split(page, np.zeros_like(self._centres), symbols)
+        return symbols
+
+    def _split(self, page: Bytes, centres: Bytes, symbols: Bytes) -> Bytes:
+        """Fill ``symbols``; the rest."""
+        if not is_wide(self.page_format):
+            _kernels().split_fp8(page, centres, symbols)
+            return NOTHING
+        rest = np.empty_like(symbols)
+        bf16 = self.page_format.element is ElementType.BF16
+        split = _kernels().split_bf16 if bf16 else _kernels().split_fp16
+        split(page, centres, symbols, rest)
+        return rest
+
+    def _check_page(self, page: Bytes) -> None:
+        # The kernels trust sizes.
+        if page.nbytes != self.page_format.page_bytes:
+            raise ValueError(f"{page.nbytes} bytes where pages have {self.page_format.page_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the channels of a page lie, and their centres.
+
+    Attributes:
+        stripe: channels of a stripe.
+        inners: ``inner`` of each stripe, int64; divides ``stripe``.
+        centres: of each channel.
+    """
+
+    stripe: int
+    inners: NDArray[np.int64]
+    centres: Bytes
+
+    def per_element(self, page_format: PageFormat) -> Bytes:
+        """The centre of each element of a page, in its place."""
+        tokens = page_format.tokens
+        spread = np.empty(self.centres.size * tokens, dtype=np.uint8)
+        first = 0
+        for inner, run in itertools.groupby(self.inners.tolist()):
+            last = first + len(list(run)) * self.stripe
+            tiles = spread[first * tokens : last * tokens].reshape(-1, tokens, inner)
+            tiles[:] = self.centres[first:last].reshape(-1, 1, inner)
+            first = last
+        return spread
+
+    def to_table(self, page_format: PageFormat) -> bytes:
+        element = ELEMENTS.index(page_format.element)
+        channels, tokens, size = self.centres.size, page_format.tokens, page_format.page_bytes
+        head = HEADER.pack(MAGIC, VERSION, element, 0, tokens, size, self.stripe, channels)
+        body = head + self.inners.astype("<u4").tobytes() + self.centres.tobytes()
+        return body + struct.pack("<I", zlib.crc32(body))
+
+    @staticmethod
+    def from_table(table: bytes, page_format: PageFormat) -> Layout:
+        """Read a table.
+
+        Raises:
+            CodecError: damaged, of another version, or of pages of another format.
+        """
+        if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
+            raise CodecError("this is no table of centres")
+        if struct.unpack("<I", table[-4:])[0] != zlib.crc32(table[:-4]):
+            raise CodecError("a table of centres is damaged")
+        _, version, element, zero, tokens, size, stripe, channels = HEADER.unpack_from(table)
+        if version != VERSION or zero:
+            raise CodecError(f"a table of centres of version {version} where {VERSION} is known")
+        of = (ELEMENTS[element] if element < len(ELEMENTS) else None, size, tokens)
+        if of != (page_format.element, page_format.page_bytes, page_format.tokens):
+            raise CodecError(f"a table of centres for other pages than {page_format}")
+        if not channels or channels != channel_count(page_format) or not stripe:
+            raise CodecError(f"a table of {channels} centres for {page_format}")
+        stripes, left = divmod(channels, stripe)
+        if left or len(table) != HEADER.size + 4 * stripes + channels + 4:
+            raise CodecError(f"a table of {channels} centres in stripes of {stripe}")
+        inners = np.frombuffer(table, "<u4", stripes, HEADER.size).astype(np.int64)
+        if not inners.all() or (stripe % inners).any():
+            raise CodecError(f"a table whose stripes of {stripe} channels cannot be cut")
+        centres = np.frombuffer(table, np.uint8, channels, HEADER.size + 4 * stripes)
+        return Layout(stripe, inners, centres)
+
+
+def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
+    """The stripes in which symbols of pages lie closest to the medians of other pages.
+
+    Medians are of every other page, distances of those between: more stripes always fit the
+    pages they were chosen on, but others only if they are real. Centres are left at zero.
+
+    Args:
+        symbols: [pages, elements].
+    """
+    some = symbols[:LAYOUT_PAGES]
+    fitted = np.ascontiguousarray(some[::2])
+    scored = np.ascontiguousarray(some[1::2]) if len(some) > 1 else fitted
+    channels = symbols.shape[1] // tokens
+    centres = np.zeros(channels, dtype=np.uint8)
+    spreads: dict[int, NDArray[np.int64]] = {}
+    for inner in divisors(channels):
+        spreads[inner] = np.empty(channels // inner, dtype=np.int64)
+        _kernels().medians(fitted, scored, tokens, inner, centres, spreads[inner])
+    best, least = Layout(channels, np.ones(1, np.int64), centres), np.inf
+    for stripe in reversed(divisors(channels)):
+        if stripe < MIN_STRIPE and stripe < channels:
+            break
+        inners = divisors(stripe)
+        options = np.stack(
+            [spreads[inner].reshape(channels // stripe, -1).sum(axis=1) for inner in inners]
+        )
+        distance = float(options.min(axis=0).sum())
+        if distance < least:
+            chosen = np.array(inners, dtype=np.int64)[options.argmin(axis=0)]
+            best, least = Layout(stripe, chosen, centres), distance
+    return best
+
+
+def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFormat) -> None:
+    """Fill in ``layout.centres``: medians first, then where symbols cost the fewest bits.
+
+    All channels share one code, so the best centre of a channel depends on the others': the
+    cost of each centred symbol is taken from all, and each centre moved, a few times over.
+
+    Args:
+        symbols: [pages, elements].
+    """
+    tokens, stripe = page_format.tokens, layout.stripe
+    stripes = layout.centres.reshape(-1, stripe)
+    for inner in np.unique(layout.inners).tolist():
+        medians = np.empty_like(layout.centres)
+        unread = np.empty(medians.size // inner, dtype=np.int64)
+        _kernels().medians(symbols, symbols[:0], tokens, inner, medians, unread)
+        mine = layout.inners == inner
+        stripes[mine] = medians.reshape(-1, stripe)[mine]
+    for _ in range(REFINEMENTS):
+        centred = symbols - layout.per_element(page_format)
+        counts = np.bincount(centred.reshape(-1), minlength=256) + 0.5  # unseen is not impossible
+        costs = -np.log2(counts / counts.sum()).astype(np.float32)
+        _kernels().refine(symbols, tokens, stripe, layout.inners, costs, layout.centres)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return small + [number // i for i in reversed(small) if i * i != number]
+
+
+class _Scratch(threading.local):
+    """Memory of this thread for symbols under way; grows, and lives as long as the thread."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = NOTHING
+
+    def bytes(self, count: int) -> Bytes:
+        if self._memory.nbytes < count:
+            self._memory = np.empty(count, dtype=np.uint8)
+        return self._memory[:count]
+
+
+_scratch = _Scratch()
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Imported when first needed: see ``planes``."""
+    from tiered_kv.codecs import planes
+
+    return planes

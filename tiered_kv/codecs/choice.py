@@ -1,0 +1,215 @@
+"""Which codec: by its name, by what a segment says, or by what this machine is fast at.
+
+Encoding a page costs time on a core and saves time on the disk. Which of the two is the
+scarcer is a property of the machine, so it is measured when a server starts: ``choose``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, PageFormat
+from tiered_kv.codecs.centred import CentredCodec
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.zstd import MAX_LEVEL, ZstdCodec
+
+NAMES = ("raw", "zstd", "centred")
+"""What ``make_codec`` takes; zstd also with a level, as in "zstd:3"."""
+
+TOLERANCE = 1.15
+"""Smaller pages are worth restores that take up to this much longer: the disk holds more
+of them, and wears less."""
+
+MEASURE_S = 0.06
+"""About how long each codec is measured."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a codec does to one page on one core.
+
+    Attributes:
+        codec: as it was measured.
+        stored_bytes: of the page, encoded.
+        encode_s: seconds to encode the page.
+        decode_s: seconds to decode it.
+    """
+
+    codec: Codec
+    stored_bytes: int
+    encode_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A codec, and one sentence for the log that says why, with the numbers."""
+
+    codec: Codec
+    reason: str
+
+
+def make_codec(name: str, page_format: PageFormat) -> Codec:
+    """The codec of that name, untrained.
+
+    Raises:
+        ValueError: no such name, or a codec that cannot serve these pages.
+    """
+    kind, colon, level = name.partition(":")
+    if kind == "zstd" and colon and level.isascii() and level.isdigit():
+        return ZstdCodec(page_format, int(level))
+    if name == "raw":
+        return RawCodec(page_format)
+    if name == "zstd":
+        return ZstdCodec(page_format)
+    if name == "centred":
+        return CentredCodec(page_format)
+    raise ValueError(
+        f"{name!r} is no codec: write raw, zstd, zstd:LEVEL (1 to {MAX_LEVEL}) or centred"
+    )
+
+
+def codec_from(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+    """The codec that wrote pages, from what their segment says of it.
+
+    Raises:
+        CodecError: an unknown codec, or a table that is not one of it and of these pages.
+    """
+    if codec_id == CentredCodec.codec_id:
+        try:
+            return CentredCodec(page_format, table)
+        except ValueError as error:
+            raise CodecError(str(error)) from error
+    kinds: dict[int, type[RawCodec] | type[ZstdCodec]] = {
+        RawCodec.codec_id: RawCodec,
+        ZstdCodec.codec_id: ZstdCodec,
+    }
+    if codec_id not in kinds:
+        raise CodecError(f"codec {codec_id} is not known here")
+    if table:
+        raise CodecError(f"codec {codec_id} has no table, but {len(table)} bytes came as one")
+    return kinds[codec_id](page_format)
+
+
+def choose(
+    page_format: PageFormat,
+    disk_read_mbs: float,
+    disk_write_mbs: float,
+    cores: int,
+    sample: Bytes | None = None,
+) -> Choice:
+    """Measure every codec that can serve these pages on one page, and ``pick``.
+
+    Takes under 0.3 s for pages of a few MiB; in a process that has not encoded yet, as long
+    again to load the kernels, and some seconds once on a machine to compile them.
+
+    Args:
+        disk_read_mbs: what the disk reads, MB/s.
+        disk_write_mbs: what it writes, MB/s.
+        cores: threads that decode at once.
+        sample: a page like those to come; without one, normal random numbers.
+    """
+    page = synthetic_page(page_format) if sample is None else sample
+    opaque = page_format.element is ElementType.OPAQUE
+    names = [name for name in NAMES if not (opaque and name == "centred")]
+    measured = [measure_codec(make_codec(name, page_format), page) for name in names]
+    return pick(measured, disk_read_mbs, disk_write_mbs, cores)
+
+
+def pick(
+    measured: Sequence[Measured], disk_read_mbs: float, disk_write_mbs: float, cores: int
+) -> Choice:
+    """The codec with the shortest restore, or one of smaller pages that is nearly as good.
+
+    Pages are decoded while others are read, so restoring one takes the longer of
+    stored bytes / disk and decoding / cores. Saves happen behind the requests and do not
+    decide; how fast they are is part of the reason.
+
+    Raises:
+        ValueError: nothing was measured, or the disk or the cores are none.
+    """
+    if not measured or cores < 1 or disk_read_mbs <= 0 or disk_write_mbs <= 0:
+        raise ValueError("a codec is chosen among some, for a disk of some speed and some cores")
+
+    def restore_s(candidate: Measured) -> float:
+        return max(candidate.stored_bytes / (disk_read_mbs * 1e6), candidate.decode_s / cores)
+
+    fastest = min(measured, key=restore_s)
+    good = [one for one in measured if restore_s(one) <= TOLERANCE * restore_s(fastest)]
+    best = min(good, key=lambda one: (one.stored_bytes, restore_s(one)))
+    raw_bytes = best.codec.page_format.page_bytes
+    save_s = max(best.stored_bytes / (disk_write_mbs * 1e6), best.encode_s / cores)
+    restores = ", ".join(f"{one.codec.name} {restore_s(one) * 1e3:.3g}" for one in measured)
+    reason = (
+        f"codec {best.codec.name}: restoring a page of {raw_bytes >> 10} KiB takes "
+        f"({restores}) ms with {cores} cores and a disk that reads {disk_read_mbs:.0f} MB/s; "
+        f"pages shrink {raw_bytes / best.stored_bytes:.2f} times and are saved at "
+        f"{raw_bytes / save_s / 1e6:.0f} MB/s"
+    )
+    return Choice(best.codec, reason)
+
+
+def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) -> Measured:
+    """Time a codec on one page and one core, for about ``MEASURE_S`` after a warm-up.
+
+    Args:
+        clock: seconds; by default this thread's time on a core, so that others' work on a
+            busy machine is not counted.
+
+    Raises:
+        CodecError: the codec does not give the page back.
+    """
+    out = np.empty_like(page)
+    stored = codec.encode(page)  # compiles, reserves, warms up
+    codec.decode(stored, out)
+    if not np.array_equal(out, page):
+        raise CodecError(f"codec {codec.name} does not give back what it was given")
+    encode_s = decode_s = float("inf")
+    began = clock()
+    while True:
+        start = clock()
+        stored = codec.encode(page)
+        between = clock()
+        codec.decode(stored, out)
+        end = clock()
+        encode_s = min(encode_s, between - start)
+        decode_s = min(decode_s, end - between)
+        if end - began >= MEASURE_S:
+            return Measured(codec, stored.nbytes, encode_s, decode_s)
+
+
+def synthetic_page(page_format: PageFormat, seed: int = 0) -> Bytes:
+    """Normal random numbers cast to the elements of a page: KV of which nothing is known.
+
+    Bytes of an opaque page are of random numbers as bf16, which most likely they are.
+    """
+    width = 1 if page_format.element in (ElementType.FP8_E4M3, ElementType.FP8_E5M2) else 2
+    count = -(-page_format.page_bytes // width)
+    values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32)
+    return _cast(values, page_format.element).view(np.uint8)[: page_format.page_bytes]
+
+
+def _cast(
+    values: NDArray[np.float32], element: ElementType
+) -> NDArray[np.uint16] | NDArray[np.uint8]:
+    """To the nearest number of that type; numpy knows only fp16 itself."""
+    if element is ElementType.FP16:
+        return values.astype(np.float16).view(np.uint16)
+    if element is ElementType.FP8_E5M2:  # the upper half of an fp16
+        return ((values.astype(np.float16).view(np.uint16) + 0x80) >> 8).astype(np.uint8)
+    if element is ElementType.FP8_E4M3:
+        codes = np.arange(0x7F)  # 0x7f is NaN
+        exponent, mantissa = codes >> 3, codes & 7
+        normal = np.ldexp(1.0 + mantissa / 8, exponent - 7)
+        numbers = np.where(exponent > 0, normal, np.ldexp(mantissa / 8, -6))
+        nearest = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, np.abs(values))
+        return (nearest | (values < 0) << 7).astype(np.uint8)
+    bits = values.view(np.uint32)
+    return ((bits + 0x8000) >> 16).astype(np.uint16)

@@ -1,0 +1,191 @@
+"""zstd frames, and the codec that stores a page as one.
+
+Two kinds of frame, both standard: any zstd decoder reads them. ``compress`` looks for
+matches and codes what is left; ``compress_symbols`` only codes, for planes in which every
+match is a coincidence. Contexts belong to threads, and no lock is held over the work, which
+runs without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from tiered_kv.codecs.raw import NOTHING
+
+MAX_LEVEL = 22
+
+MAX_WINDOW = 8 << 20
+"""Most memory that a frame may make a decoder reserve, bytes. Frames that decode in one piece
+(all of ours) need none; only a damaged one gets so far as to ask for a window."""
+
+WINDOW_LOG = 18  # below 17, blocks shrink with it, and each block has its own code
+LITERALS_MODE = 1002  # ZSTD_c_literalCompressionMode, "experimental" since 1.3.5
+ALWAYS = 1  # ZSTD_ps_enable
+MAX_STRIDE = 131072  # ZSTD_TARGETLENGTH_MAX
+
+SymbolEncoder = Callable[[Bytes], Bytes]
+
+
+class LiteralEncoder:
+    """zstd made to look for no matches: one Huffman code per block of 128 KiB.
+
+    The fast strategy strides through its input in steps of ``targetLength``, and the longest
+    step never meets a match; but zstd then leaves literals uncoded, unless told otherwise by
+    a parameter that only the cffi half of ``zstandard`` can set. Twice as fast as the closest
+    that ordinary parameters come to it, and faster to decode: there are no sequences.
+
+    One thread at a time.
+
+    Raises:
+        ImportError: ``zstandard`` was built, or is installed, without cffi.
+    """
+
+    def __init__(self) -> None:
+        from zstandard import backend_cffi
+
+        self._ffi: Any = backend_cffi.ffi  # type: ignore[attr-defined]
+        self._lib: Any = backend_cffi.lib  # type: ignore[attr-defined]
+        lib = self._lib
+        self._context = self._ffi.gc(lib.ZSTD_createCCtx(), lib.ZSTD_freeCCtx)
+        for parameter, value in (
+            (lib.ZSTD_c_strategy, lib.ZSTD_fast),
+            (lib.ZSTD_c_windowLog, WINDOW_LOG),
+            (lib.ZSTD_c_hashLog, 6),
+            (lib.ZSTD_c_minMatch, 7),
+            (lib.ZSTD_c_targetLength, MAX_STRIDE),
+            (LITERALS_MODE, ALWAYS),
+        ):
+            self._checked(lib.ZSTD_CCtx_setParameter(self._context, parameter, value))
+        self._buffer: Bytes = NOTHING
+
+    def __call__(self, symbols: Bytes) -> Bytes:
+        bound = self._lib.ZSTD_compressBound(symbols.nbytes)
+        if self._buffer.nbytes < bound:
+            self._buffer = np.empty(bound, dtype=np.uint8)
+        to, source = self._ffi.from_buffer(self._buffer), self._ffi.from_buffer(symbols)
+        size = self._lib.ZSTD_compress2(self._context, to, len(to), source, len(source))
+        return self._buffer[: self._checked(size)].copy()
+
+    def _checked(self, code: int) -> int:
+        if self._lib.ZSTD_isError(code):
+            reason = self._ffi.string(self._lib.ZSTD_getErrorName(code)).decode()
+            raise RuntimeError(f"zstd refuses: {reason}")
+        return code
+
+
+def plain_encoder() -> SymbolEncoder:
+    """The same with ordinary parameters: a table so small that few matches are found."""
+    parameters = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST,
+        window_log=WINDOW_LOG,
+        hash_log=6,
+        chain_log=6,
+        search_log=1,
+        min_match=7,
+        target_length=0,
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    return lambda symbols: np.frombuffer(compressor.compress(symbols.data), dtype=np.uint8)
+
+
+def symbol_encoder() -> SymbolEncoder:
+    """The faster of the two that is to be had here."""
+    try:
+        return LiteralEncoder()
+    except (ImportError, AttributeError, RuntimeError):  # no cffi, or another zstd below it
+        return plain_encoder()
+
+
+class _Contexts(threading.local):
+    """This thread's contexts, made when first used."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        self._compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self._symbols: SymbolEncoder | None = None
+
+    def compressor(self, level: int) -> zstandard.ZstdCompressor:
+        if level not in self._compressors:
+            self._compressors[level] = zstandard.ZstdCompressor(level=level)
+        return self._compressors[level]
+
+    @property
+    def symbols(self) -> SymbolEncoder:
+        if self._symbols is None:
+            self._symbols = symbol_encoder()
+        return self._symbols
+
+
+_contexts = _Contexts()
+
+
+def compress(page: Bytes, level: int) -> Bytes:
+    """One frame, with its content size, as zstd makes it at that level."""
+    return np.frombuffer(_contexts.compressor(level).compress(page.data), dtype=np.uint8)
+
+
+def compress_symbols(symbols: Bytes) -> Bytes:
+    """One frame, with its content size, without matches."""
+    return _contexts.symbols(symbols)
+
+
+def decompress(frame: Bytes, out: Bytes) -> None:
+    """Fill ``out`` with a frame's content. What lies behind the frame is not looked at.
+
+    Raises:
+        CodecError: this is no frame, or not one of exactly ``out.nbytes`` bytes.
+    """
+    try:
+        size = zstandard.get_frame_parameters(frame.data).content_size
+        if size != out.nbytes:
+            raise CodecError(f"a zstd frame of {size} bytes where {out.nbytes} were expected")
+        # Into ``out`` in one call: zstd sees that the whole frame fits, and keeps no window.
+        filled = _contexts.decompressor.stream_reader(frame.data).readinto(out)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"a damaged zstd frame: {error}") from error
+    if filled != out.nbytes:
+        raise CodecError(f"a zstd frame ends after {filled} of {out.nbytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class ZstdCodec:
+    """The whole page in one frame, for pages of which nothing is known.
+
+    Attributes:
+        level: 1 to 22; what is stored at one level is read at any other.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+
+    page_format: PageFormat
+    level: int = 1
+    codec_id = 1
+    table = b""
+    wants_training = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.level <= MAX_LEVEL:
+            raise ValueError(f"zstd has levels 1 to {MAX_LEVEL}, not {self.level}")
+
+    @property
+    def name(self) -> str:
+        return "zstd" if self.level == 1 else f"zstd:{self.level}"
+
+    def encode(self, page: Bytes) -> EncodedPage:
+        return EncodedPage(NOTHING, compress(page, self.level))
+
+    def decode(self, encoded: EncodedPage, out: Bytes) -> None:
+        if encoded.plane.nbytes:
+            raise CodecError(f"{encoded.plane.nbytes} raw bytes beside a page that is all zstd")
+        decompress(encoded.frame, out)
+
+    def trained(self, pages: list[Bytes]) -> Codec:
+        return self

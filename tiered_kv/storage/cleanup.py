@@ -1,0 +1,137 @@
+"""Deleting stores that nobody has open, and what processes that died left beside them.
+
+Only files that a store makes are deleted, by name: a folder in which somebody keeps something
+else stays. A store's lock is held while its pages go, and the root's while its folder does, so
+that a process that starts meanwhile either finds the store busy or makes it anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_kv.storage.capacity import LOCK_NAME, Capacity, StoreBusyError, StoreLock
+from tiered_kv.storage.files import RealFiles
+from tiered_kv.storage.reading import StoreInfo
+from tiered_kv.storage.survey import FINGERPRINT_NAME, PLACE_NAME
+
+LEFTOVER_S = 60.0
+"""Age from which probe files and empty folders are nobody's: a start takes a second or two."""
+
+_PROBE_NAME = re.compile(r"\.probe-\d+")
+_STORE_FILE = re.compile(r"\d{8}\.seg|probe")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which stores to delete: those for which all of it holds.
+
+    Attributes:
+        unused_s: not used for so many seconds.
+        fingerprint: first hexadecimal digits of the fingerprint.
+    """
+
+    unused_s: float = 0.0
+    fingerprint: str = ""
+
+    def takes(self, store: StoreInfo, now: float) -> bool:
+        """Args: now: seconds since 1970."""
+        unused = now - store.last_use >= self.unused_s or not self.unused_s
+        return unused and store.fingerprint.hex().startswith(self.fingerprint)
+
+
+def holder_of(store: StoreInfo) -> str:
+    """Who has a store open, as the lock says; empty if nobody has."""
+    if not store.locked:
+        return ""
+    if "pid" not in store.holder:
+        return "another process"
+    return f"process {store.holder['pid']} on {store.holder.get('host', 'another host')}"
+
+
+def delete_store(store: StoreInfo) -> None:
+    """Delete a store's segments, its lock and its folder.
+
+    Raises:
+        StoreBusyError: somebody has it open; nothing was deleted.
+        OSError: the disk failed, or the folder holds something else; what is left is a store still.
+    """
+    files = RealFiles()
+    try:
+        lock = StoreLock(store.path)
+    except FileNotFoundError:
+        return  # somebody else deleted it
+    except StoreBusyError as error:
+        who = holder_of(store) or "a process that has just opened it"
+        raise StoreBusyError(f"{store.path} is in use by {who}") from error
+    try:
+        for name in files.names(store.path):
+            if _STORE_FILE.fullmatch(name):
+                files.unlink(store.path / name)
+        with _root_locked(store.path.parent.parent):
+            if foreign := set(files.names(store.path)) - {LOCK_NAME}:
+                raise OSError(errno.ENOTEMPTY, f"not the store's: {min(foreign)}", str(store.path))
+            (store.path / LOCK_NAME).unlink()
+            store.path.rmdir()
+            with suppress(OSError):  # other ranks have stores beside this one
+                store.path.parent.rmdir()
+    finally:
+        lock.release()
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Probe files and folders without a store that nobody made just now, deepest first."""
+    found = []
+    old = time.time() - LEFTOVER_S
+    for path in sorted(root.iterdir()):
+        with suppress(FileNotFoundError):
+            if FINGERPRINT_NAME.fullmatch(path.name):
+                found += list(_empty_folders(path, old))
+            elif _PROBE_NAME.fullmatch(path.name) and path.stat().st_mtime < old:
+                found.append(path)
+    return found
+
+
+def _empty_folders(fingerprint: Path, old: float) -> Iterator[Path]:
+    inside = list(fingerprint.iterdir())
+    empty = [
+        path
+        for path in inside
+        if PLACE_NAME.fullmatch(path.name) and path.stat().st_mtime < old and _is_empty(path)
+    ]
+    yield from empty
+    if len(empty) == len(inside) and (empty or fingerprint.stat().st_mtime < old):
+        yield fingerprint
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def delete_leftover(root: Path, path: Path) -> bool:
+    """Whether it is gone; a folder in which there is something by now stays."""
+    with _root_locked(root):
+        try:
+            path.rmdir() if path.is_dir() else path.unlink()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def _root_locked(root: Path) -> Iterator[None]:
+    """Nobody opens a store under the root meanwhile.
+
+    Raises:
+        OSError: somebody holds the lock for too long.
+    """
+    # A capacity is of one store; its lock is everybody's, and all that is wanted of it.
+    with Capacity(RealFiles(), root, root, capacity_bytes=0, segment_bytes=0).locked():
+        yield

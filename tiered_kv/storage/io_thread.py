@@ -1,0 +1,279 @@
+"""The I/O thread: carries out what is ordered of SSD, when it is due, by itself.
+
+It owns the segment store from the moment it is given one. Orders wait in a heap for the
+time they are due; of those that are, promotions go first, since somebody waits for them.
+A demotion is written in groups, and a promotion can come between two of them.
+
+The thread never dies of an order: what fails is reported as failed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
+from tiered_kv.storage.segment_store import Proposal, SegmentStore
+
+logger = logging.getLogger(__name__)
+
+GROUP_PAGES = 32
+"""Pages demoted, and made durable, at a time."""
+
+
+Task = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Demotion:
+    """A demotion under way: pages before ``done`` are written, or have ``failed``."""
+
+    order: DemoteOrder
+    epoch: int
+    done: int = 0
+    failed: set[int] = field(default_factory=set)
+
+
+class IoThread:
+    """Orders in, reports out.
+
+    Args:
+        store: closed with the thread.
+        slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
+        clock: the clock of the orders' ``due``.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        slots: NDArray[np.uint8],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.failures = 0
+        self._slots = slots
+        self._clock = clock
+        self._later: list[tuple[float, int, DemoteOrder | PromoteOrder]] = []
+        self._promotions: deque[PromoteOrder] = deque()
+        self._demotions: deque[_Demotion] = deque()
+        self._tasks: deque[Task] = deque()
+        self._reports: dict[OrderId, OrderReport] = {}
+        self._gone: list[PageKey] = []
+        self._proposal: Proposal | None = None
+        self._submitted = 0
+        self._changed = threading.Condition()
+        self._busy = False
+        self._epoch = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
+        self._thread.start()
+
+    # -- for the worker's thread ------------------------------------------------------
+
+    def submit(self, order: DemoteOrder | PromoteOrder) -> None:
+        """Carry out the order once it is due."""
+        with self._changed:
+            self._submitted += 1
+            heapq.heappush(self._later, (order.due, self._submitted, order))
+            self._changed.notify_all()
+
+    def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
+        """Let a proposed segment die; ``take_gone`` tells what went with it."""
+
+        def task() -> None:
+            gone = self.store.reclaim(segment, survivors)
+            with self._changed:
+                self._gone += gone
+            self._proposal = self.store.proposal()
+
+        self._add(task)
+
+    def drop(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages that other ranks have lost."""
+        self._add(lambda: self.store.drop(keys))
+
+    def replace_store(self, make: Callable[[], SegmentStore]) -> None:
+        """A cache reset: empty the store for good, fail what was ordered of it, and go on
+        with another."""
+        with self._changed:
+            self._epoch += 1
+            stale = [order for _, _, order in self._later] + list(self._promotions)
+            for order in stale + [demotion.order for demotion in self._demotions]:
+                self._report(order, frozenset(range(len(order.keys))), 0.0)
+            self._later.clear()
+            self._promotions.clear()
+            self._demotions.clear()
+
+        def task() -> None:
+            self.store.clear()
+            self.store.close()
+            self.store = make()
+
+        self._add(task)
+
+    def take_reports(self) -> dict[OrderId, OrderReport]:
+        """Reports since the last call."""
+        with self._changed:
+            reports, self._reports = self._reports, {}
+        return reports
+
+    def take_gone(self) -> list[PageKey]:
+        """Pages that died with their segments since the last call."""
+        with self._changed:
+            gone, self._gone = self._gone, []
+        return gone
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """A segment that should die, for the scheduler half to choose survivors of."""
+        return self._proposal
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Until everything due is done; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(self._is_idle, timeout)
+
+    def close(
+        self,
+        last: Sequence[tuple[PageKey, int]] = (),
+        budget_s: float = 0.0,
+        *,
+        discard: bool = False,
+    ) -> int:
+        """End the thread, write the pages ``last`` (key, slot) for at most ``budget_s``
+        seconds, close the store. Idempotent.
+
+        Args:
+            discard: empty the store first: nobody will find its pages again.
+
+        Returns:
+            How many of the last pages are durable.
+        """
+        deadline = self._clock() + budget_s
+        with self._changed:
+            if self._closing:
+                return 0
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        written = 0
+        try:
+            if discard:
+                self.store.clear()
+            for start in range(0, len(last), GROUP_PAGES):
+                if self._clock() >= deadline:
+                    break
+                group = last[start : start + GROUP_PAGES]
+                failed = self.store.put([(key, self._slots[slot]) for key, slot in group])
+                written += len(group) - len(failed)
+                if len(failed) == len(group):
+                    break
+        except Exception:
+            logger.exception("the last flush to SSD ended early")
+        finally:
+            self.store.close()
+        return written
+
+    # -- the thread -------------------------------------------------------------------
+
+    def _add(self, task: Task) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        due = bool(self._later) and self._later[0][0] <= self._clock()
+        return not (due or self._busy or self._promotions or self._tasks or self._demotions)
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                work()
+            except Exception:
+                self.failures += 1
+                if self.failures == 1:
+                    logger.exception("the SSD tier failed; the engine goes on (logged once)")
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _next(self) -> Task | None:
+        """What to do next; None when closing. Waits for work, or until some is due."""
+        with self._changed:
+            while not self._closing:
+                now = self._clock()
+                while self._later and self._later[0][0] <= now:
+                    order = heapq.heappop(self._later)[2]
+                    if isinstance(order, PromoteOrder):
+                        self._promotions.append(order)
+                    else:
+                        self._demotions.append(_Demotion(order, self._epoch))
+                if work := self._pick():
+                    self._busy = True
+                    return work
+                self._changed.wait(self._later[0][0] - now if self._later else None)
+        return None
+
+    def _pick(self) -> Task | None:
+        if self._tasks and not self._promotions:
+            return self._tasks.popleft()
+        if self._promotions:
+            promotion = self._promotions.popleft()
+            return lambda: self._promote(promotion)
+        if self._demotions:
+            demotion = self._demotions.popleft()
+            return lambda: self._demote(demotion)
+        return None
+
+    def _promote(self, order: PromoteOrder) -> None:
+        began = time.perf_counter()
+        failed = frozenset(range(len(order.keys)))
+        try:
+            failed = self.store.get(self._pages(order, 0, len(order.keys)))
+        finally:
+            with self._changed:
+                self._report(order, failed, time.perf_counter() - began)
+
+    def _demote(self, demotion: _Demotion) -> None:
+        """One group; the rest of the order goes to the head of the queue again."""
+        order, start = demotion.order, demotion.done
+        demotion.done = stop = min(start + GROUP_PAGES, len(order.keys))
+        bad = frozenset(range(stop - start))
+        try:
+            bad = self.store.put(self._pages(order, start, stop))
+        finally:
+            demotion.failed |= {start + i for i in bad}
+            with self._changed:
+                if demotion.epoch != self._epoch:
+                    self._report(order, frozenset(range(len(order.keys))), 0.0)
+                elif stop < len(order.keys):
+                    self._demotions.appendleft(demotion)
+                else:
+                    self._report(order, frozenset(demotion.failed), 0.0)
+        self._proposal = self.store.proposal()
+
+    def _pages(
+        self, order: DemoteOrder | PromoteOrder, start: int, stop: int
+    ) -> list[tuple[PageKey, Bytes]]:
+        return [
+            (key, self._slots[slot])
+            for key, slot in zip(order.keys[start:stop], order.slots[start:stop], strict=True)
+        ]
+
+    def _report(
+        self, order: DemoteOrder | PromoteOrder, failed: frozenset[int], seconds: float
+    ) -> None:
+        good = len(order.keys) - len(failed)
+        self._reports[order.order_id] = OrderReport(
+            1, failed, good * int(self._slots.shape[1]), seconds
+        )

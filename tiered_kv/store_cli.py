@@ -1,0 +1,245 @@
+"""``tiered-kv store``: what lies on the SSD, whether it is whole, and getting rid of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.capacity import StoreError
+from tiered_kv.storage.checking import Checked, check_store
+from tiered_kv.storage.cleanup import (
+    Selection,
+    delete_leftover,
+    delete_store,
+    holder_of,
+    leftovers,
+)
+from tiered_kv.storage.export import export
+from tiered_kv.storage.reading import StoreInfo
+from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
+from tiered_kv.storage.survey import Survey, find_stores, is_root, survey
+from tiered_kv.store_report import (
+    FINGERPRINT_DIGITS,
+    STORE_COLUMNS,
+    add_up,
+    describe_bad,
+    describe_store,
+    store_row,
+    total_rows,
+)
+from tiered_kv.terminal import bar, one_sentence, print_json, print_table, refuse, size
+
+app = typer.Typer(help="Look at the pages on SSD.", no_args_is_help=True, rich_markup_mode=None)
+
+DAY_S = 86400.0
+
+Where = Annotated[
+    Path, typer.Argument(help="What TIERED_KV_SSD_PATH names, or one store's folder.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def survey_all(stores: Sequence[StoreInfo]) -> list[Survey]:
+    """Read what the stores hold, with a bar."""
+    surveys = []
+    with bar("reading footers", len(stores)) as advance:
+        for store in stores:
+            surveys.append(survey(store))
+            advance(1)
+    return surveys
+
+
+@app.command("ls")
+def list_command(path: Where, as_json: AsJson = False) -> None:
+    """List the stores under PATH, the one used last at the end."""
+    with one_sentence():
+        surveys = survey_all(find_stores(path))
+    if as_json:
+        print_json({"path": str(path), "stores": [describe_store(one) for one in surveys]})
+        return
+    print_table(STORE_COLUMNS, [store_row(one) for one in surveys])
+
+
+@app.command("stat")
+def stat_command(path: Where, as_json: AsJson = False) -> None:
+    """Add up everything under PATH."""
+    with one_sentence():
+        surveys = survey_all(find_stores(path))
+    total = add_up(surveys)
+    if as_json:
+        print_json({"path": str(path), **asdict(total)})
+    else:
+        print_table({"": False, str(path): False}, total_rows(total))
+
+
+@app.command("verify")
+def verify_command(path: Where, as_json: AsJson = False) -> None:
+    """Read every page under PATH; exit code 1 if any is bad. Changes nothing."""
+    checked = Checked()
+    began = time.monotonic()
+    with one_sentence():
+        stores = find_stores(path)
+        with bar("reading pages", sum(store.nbytes for store in stores)) as advance:
+            for store in stores:
+                check_store(store, checked, advance)
+    seconds = time.monotonic() - began
+    bad_segments = [
+        {"store": str(segment.parent), "segment": segment.name, "reason": reason}
+        for segment, reason in checked.bad_segments.items()
+    ]
+    bad_pages = [describe_bad(bad) for bad in checked.bad_pages]
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "good": checked.good,
+                "stores": len(stores),
+                "segments": checked.segments,
+                "pages": checked.pages,
+                "bytes_read": checked.nbytes,
+                "seconds": seconds,
+                "bad_pages": bad_pages,
+                "bad_segments": bad_segments,
+            }
+        )
+    else:
+        for bad in bad_segments:
+            typer.echo("bad segment {store}/{segment}: {reason}".format(**bad))
+        for page in bad_pages:
+            typer.echo("bad page {key} in {store}/{segment} at {offset}: {reason}".format(**page))
+        verdict = "all good" if checked.good else f"{len(bad_pages)} pages bad"
+        columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
+        counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}"]
+        print_table(columns, [[*counts, size(checked.nbytes), verdict]])
+    if not checked.good:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def gc_command(
+    path: Where,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="Not used for so many days.")
+    ] = None,
+    fingerprint: Annotated[
+        str, typer.Option(metavar="HEX", help="Of this fingerprint, or one that begins so.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every store.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete stores that nobody has open, and what dead processes left under PATH.
+
+    Exit code 1 if a store that was to be deleted is in use, or could not be deleted.
+    """
+    if everything == (older_than is not None or bool(fingerprint)):
+        refuse("say which stores to delete: --older-than DAYS, --fingerprint HEX, both, or --all")
+    digits = fingerprint.lower()
+    if digits and not re.fullmatch(rf"[0-9a-f]{{{FINGERPRINT_DIGITS},32}}", digits):
+        refuse(f"{fingerprint!r} is no fingerprint: give 8 to 32 hexadecimal digits of one")
+    selection = Selection((older_than or 0.0) * DAY_S, digits)
+    with one_sentence():
+        now = time.time()
+        stores = [store for store in find_stores(path) if selection.takes(store, now)]
+        removed, refused = [], {}
+        for store in stores:
+            try:
+                if store.locked and dry_run:
+                    raise StoreError(f"{store.path} is in use by {holder_of(store)}")
+                if not dry_run:
+                    delete_store(store)
+                removed.append(store)
+            except (StoreError, OSError) as error:
+                refused[store.path] = str(error)
+        rest = leftovers(path) if is_root(path) else []
+        if not dry_run:
+            rest = [leftover for leftover in rest if delete_leftover(path, leftover)]
+    freed = sum(store.nbytes for store in removed)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "dry_run": dry_run,
+                "removed": [str(store.path) for store in removed],
+                "leftovers": [str(leftover) for leftover in rest],
+                "bytes_freed": freed,
+                "refused": {str(folder): reason for folder, reason in refused.items()},
+            }
+        )
+    else:
+        word = "would delete" if dry_run else "deleted"
+        rows = [[word, str(store.path), size(store.nbytes)] for store in removed]
+        rows += [[word, str(leftover), "left over"] for leftover in rest]
+        rows += [["kept", reason, ""] for reason in refused.values()]
+        print_table({"": False, f"{size(freed)} in {len(removed)} stores": False, " ": False}, rows)
+    if refused:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export_command(
+    path: Where,
+    targets: Annotated[
+        list[str], typer.Argument(metavar="[KEY] OUT", help="A page's key in hex, and a folder.")
+    ],
+    everything: Annotated[bool, typer.Option("--all", help="Every page; give no KEY.")] = False,
+    stored: Annotated[
+        bool,
+        typer.Option("--stored", help="Also the stored sections: plane, zstd frame, codec table."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write pages, decoded, and a manifest into the folder OUT, which must be empty or new.
+
+    Exit code 1 if a page could not be read.
+    """
+    if len(targets) != (1 if everything else 2):
+        refuse("give a page's key and a folder to write to, or --all and a folder")
+    key = None if everything else parse_key(targets[0])
+    out = Path(targets[-1])
+    with one_sentence():
+        surveys = survey_all(find_stores(path))
+        total = sum(len(one.pages) for one in surveys) if key is None else 1
+        with bar("writing pages", total) as advance:
+            exported = export(surveys, key, out, stored=stored, advance=advance)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "out": str(out),
+                "pages": len(exported.pages),
+                "raw_bytes": exported.nbytes,
+                "failed": exported.failed,
+            }
+        )
+    else:
+        for where, reason in exported.failed.items():
+            typer.echo(f"not exported: {reason} ({where})", err=True)
+        columns = {"pages": True, "bytes": True, "to": False}
+        print_table(columns, [[f"{len(exported.pages):,}", size(exported.nbytes), str(out)]])
+    if exported.failed:
+        raise typer.Exit(1)
+
+
+def parse_key(digits: str) -> PageKey:
+    """A page's key from its hexadecimal digits.
+
+    Raises:
+        typer.Exit: they are none.
+    """
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        refuse(f"{digits!r} is no key: give its hexadecimal digits, as export --all lists them")
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        refuse(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
+    return PageKey(key)

@@ -1,0 +1,344 @@
+"""Files that fail, lie, or lose what was not made durable, when a test says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tiered_kv.storage.files import BLOCK, FILE_MODE, Access, FileLayer, RealFiles
+
+WRITING = (
+    "make_folders",
+    "create",
+    "open_to_write",
+    "preallocate",
+    "truncate",
+    "pwrite",
+    "fdatasync",
+    "unlink",
+)
+_OPENING = {Access.READ: "open", Access.WRITE: "open_to_write", Access.CREATE: "create"}
+
+
+@dataclass(slots=True)
+class _Fault:
+    """From the ``after``-th call of an operation on, ``times`` calls fail."""
+
+    error: int
+    after: int
+    times: float
+
+
+class FaultyFiles:
+    """Passes everything on to ``inner``, but for the faults asked for. Thread-safe.
+
+    Operations are named as the methods are; ``open`` is ``create``, ``open_to_write`` or ``open``.
+
+    Attributes:
+        struck: faults that happened, for a test that must know that its fault did.
+        calls: how often each operation was called.
+        most_bytes: what one read or write says it transferred at most.
+    """
+
+    def __init__(self, inner: FileLayer | None = None) -> None:
+        self.inner = inner or RealFiles()
+        self.struck = 0
+        self.calls: dict[str, int] = {}
+        self.most_bytes: int | None = None
+        self._faults: dict[str, _Fault] = {}
+        self._flips: list[tuple[int, int]] = []
+        self._direct = True
+        self._mutex = threading.Lock()
+
+    def fail(self, operation: str, error: int, *, after: int = 0, times: float = 1) -> None:
+        """Let calls of a method fail with an errno, once ``after`` more have been made."""
+        with self._mutex:
+            self._faults[operation] = _Fault(error, after, times)
+
+    def fail_writing(self, error: int) -> None:
+        """From now on nothing can be changed: a read-only mount, or a used-up quota."""
+        for operation in WRITING:
+            self.fail(operation, error, times=float("inf"))
+
+    def refuse_direct(self) -> None:
+        """A file system without O_DIRECT."""
+        self._direct = False
+
+    def heal(self) -> None:
+        """No more faults."""
+        with self._mutex:
+            self._faults.clear()
+            self._flips.clear()
+            self.most_bytes = None
+
+    def flip(self, bit: int, *, after: int = 0) -> None:
+        """One bit of what a read returns is wrong, once ``after`` more have been made."""
+        with self._mutex:
+            self._flips.append((self.calls.get("pread", 0) + after + 1, bit))
+
+    def _call(self, operation: str) -> int:
+        with self._mutex:
+            self.calls[operation] = count = self.calls.get(operation, 0) + 1
+            fault = self._faults.get(operation)
+            if fault is None:
+                return count
+            if fault.after > 0:
+                fault.after -= 1
+                return count
+            fault.times -= 1
+            if fault.times <= 0:
+                del self._faults[operation]
+            self.struck += 1
+        raise OSError(fault.error, os.strerror(fault.error))
+
+    def make_folders(self, folder: Path) -> None:
+        self._call("make_folders")
+        self.inner.make_folders(folder)
+
+    def names(self, folder: Path) -> list[str]:
+        self._call("names")
+        return self.inner.names(folder)
+
+    def open(self, path: Path, access: Access, *, direct: bool) -> int:
+        self._call(_OPENING[access])
+        if direct and not self._direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return self.inner.open(path, access, direct=direct)
+
+    def close(self, fd: int) -> None:
+        self.inner.close(fd)
+
+    def size(self, fd: int) -> int:
+        self._call("size")
+        return self.inner.size(fd)
+
+    def preallocate(self, fd: int, nbytes: int) -> None:
+        self._call("preallocate")
+        self.inner.preallocate(fd, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self._call("truncate")
+        self.inner.truncate(fd, nbytes)
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        number = self._call("pread")
+        count = self._shortened(self.inner.pread(fd, buffer, offset))
+        with self._mutex:
+            bits = [bit for at, bit in self._flips if at == number]
+            self._flips = [flip for flip in self._flips if flip[0] != number]
+        for bit in bits:
+            if count:
+                self.struck += 1
+                buffer[bit // 8 % count] ^= 1 << bit % 8
+        return count
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._call("pwrite")
+        return self._shortened(self.inner.pwrite(fd, buffer, offset))
+
+    def _shortened(self, count: int) -> int:
+        if self.most_bytes is None or count <= self.most_bytes:
+            return count
+        with self._mutex:
+            self.struck += 1
+        return self.most_bytes
+
+    def fdatasync(self, fd: int) -> None:
+        self._call("fdatasync")
+        self.inner.fdatasync(fd)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._call("sync_folder")
+        self.inner.sync_folder(folder)
+
+    def unlink(self, path: Path) -> None:
+        self._call("unlink")
+        self.inner.unlink(path)
+
+    def uncache(self, fd: int, offset: int, nbytes: int) -> None:
+        self.inner.uncache(fd, offset, nbytes)
+
+
+class UnsafeFiles(RealFiles):
+    """Nothing is made durable: for tests that open many stores and cut no power."""
+
+    def fdatasync(self, fd: int) -> None:
+        pass
+
+    def sync_folder(self, folder: Path) -> None:
+        pass
+
+
+class Crash(Enum):
+    """What becomes of changes that were not made durable."""
+
+    KILLED = "the process was killed: all were made, the last one in part"
+    POWER_CUT = "the power was cut: none were made"
+    TORN = "the power was cut: any of them were made, any of them in part"
+
+
+class Change(Enum):
+    CREATE = "create"
+    LENGTH = "length"
+    WRITE = "write"
+    SYNC = "sync"
+    UNLINK = "unlink"
+    SYNC_FOLDER = "sync folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change to the disk. ``file`` tells files apart that had the same path one after the
+    other; ``at`` is an offset or a length."""
+
+    change: Change
+    path: Path
+    file: int = 0
+    at: int = 0
+    content: bytes = b""
+
+
+class RecordedFiles(FaultyFiles):
+    """Remembers every change in its order, so that the disk after a crash at any of them can
+    be made: ``steps[:n]`` were asked for, and only some of those may have arrived.
+
+    With one I/O thread the order is the same in every run.
+    """
+
+    def __init__(self, inner: FileLayer | None = None) -> None:
+        super().__init__(inner)
+        self.steps: list[Step] = []
+        self._files: dict[int, tuple[Path, int]] = {}
+        self._names: dict[Path, int] = {}
+
+    def _record(
+        self, change: Change, fd: int, path: Path, at: int = 0, content: bytes = b""
+    ) -> None:
+        if fd >= 0:
+            path, file = self._files[fd]
+        else:
+            file = self._names.get(path, 0)
+        with self._mutex:
+            self.steps.append(Step(change, path, file, at, content))
+
+    def open(self, path: Path, access: Access, *, direct: bool) -> int:
+        fd = super().open(path, access, direct=direct)
+        if access is Access.CREATE:
+            self._names[path] = len(self.steps) + 1
+            self._record(Change.CREATE, -1, path)
+        self._files[fd] = (path, self._names.get(path, 0))
+        return fd
+
+    def preallocate(self, fd: int, nbytes: int) -> None:
+        super().preallocate(fd, nbytes)
+        self._record(Change.LENGTH, fd, Path(), nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        super().truncate(fd, nbytes)
+        self._record(Change.LENGTH, fd, Path(), nbytes)
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        count = super().pwrite(fd, buffer, offset)
+        self._record(Change.WRITE, fd, Path(), offset, bytes(buffer[:count]))
+        return count
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self._record(Change.SYNC, fd, Path())
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        self._record(Change.UNLINK, -1, path)
+
+    def sync_folder(self, folder: Path) -> None:
+        super().sync_folder(folder)
+        self._record(Change.SYNC_FOLDER, -1, folder)
+
+    def after_crash(
+        self, count: int, crash: Crash, rng: random.Random, root: Path, copy: Path
+    ) -> None:
+        """Make the disk as it may be when the machine or the process died during step
+        ``count``, in ``copy`` instead of ``root``.
+
+        Contents and lengths of a file are durable once the file was synced, names once their
+        folder was. Files that were there before the recording are not in the copy.
+        """
+        disk = _Disk()
+        for i, step in enumerate(self.steps[: count + 1]):
+            dying = i == count
+            if step.change in (Change.SYNC, Change.SYNC_FOLDER):
+                if not dying:
+                    disk.sync(step)
+                continue
+            disk.pending.append((step, dying))
+        disk.settle(crash, rng)
+        for path, file in disk.names.items():
+            target = copy / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(disk.contents.get(file, b""))
+            target.chmod(FILE_MODE)
+
+
+class _Disk:
+    """What is durable, and what was only asked for."""
+
+    def __init__(self) -> None:
+        self.names: dict[Path, int] = {}
+        self.contents: dict[int, bytearray] = {}
+        self.pending: list[tuple[Step, bool]] = []
+
+    def sync(self, point: Step) -> None:
+        """What the sync point covers becomes durable, in its order."""
+        waiting = []
+        for step, dying in self.pending:
+            if _covers(point, step):
+                self._apply(step)
+            else:
+                waiting.append((step, dying))
+        self.pending = waiting
+
+    def settle(self, crash: Crash, rng: random.Random) -> None:
+        """Decide what becomes of everything that was not synced."""
+        for step, dying in self.pending:
+            if crash is Crash.POWER_CUT or (crash is Crash.TORN and rng.random() < 0.5):
+                continue
+            torn = dying if crash is Crash.KILLED else rng.random() < 0.5
+            self._apply(step, rng if torn else None, in_order=crash is Crash.KILLED)
+
+    def _apply(self, step: Step, rng: random.Random | None = None, in_order: bool = False) -> None:
+        content = self.contents.setdefault(step.file, bytearray())
+        if step.change is Change.CREATE:
+            self.names[step.path] = step.file
+        elif step.change is Change.UNLINK:
+            if self.names.get(step.path) == step.file:
+                del self.names[step.path]
+        elif step.change is Change.LENGTH:
+            del content[step.at :]
+            content.extend(bytes(step.at - len(content)))
+        else:
+            blocks = range(0, len(step.content), BLOCK)
+            for start in _some(blocks, rng, in_order):
+                block = step.content[start : start + BLOCK]
+                end = step.at + start + len(block)
+                content.extend(bytes(max(0, end - len(content))))
+                content[step.at + start : end] = block
+
+
+def _covers(point: Step, step: Step) -> bool:
+    if point.change is Change.SYNC:
+        return step.file == point.file and step.change in (Change.WRITE, Change.LENGTH)
+    return step.path.parent == point.path and step.change in (Change.CREATE, Change.UNLINK)
+
+
+def _some(blocks: range, rng: random.Random | None, in_order: bool) -> Sequence[int]:
+    if rng is None:
+        return blocks
+    if in_order:
+        return blocks[: rng.randint(0, len(blocks))]
+    return [start for start in blocks if rng.random() < 0.5]
