@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sysconfig
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+SETTLE_S = 60.0
 CONNECTOR: dict[str, Any] = {
     "kv_connector": "TieredContinuumConnector",
     "kv_connector_module_path": "tiered_kv.connectors.vllm.connector",
@@ -95,11 +97,12 @@ class Engine:
 
     def settle(self) -> None:
         """Step until copies under way are reported; an in-process engine does not by itself."""
-        for _ in range(10_000):
-            if not self.core.scheduler.has_requests():
-                return
+        deadline = time.monotonic() + SETTLE_S
+        while self.core.scheduler.has_requests():
             self.core.step()
-        raise AssertionError("copies never ended")
+            time.sleep(0.0005)  # the workers' threads want the interpreter too
+            if time.monotonic() > deadline:
+                raise AssertionError(f"copies did not end within {SETTLE_S:g} s")
 
     def evict_vram(self, tokens: int) -> None:
         """Run rival texts of that many tokens, so that nothing else stays in the pool."""

@@ -4,7 +4,7 @@
 
 Real servers, one run. Eight texts of 3,000 tokens are asked in turn, which is more than
 the KV pool holds; each is then asked twice again, when it has left VRAM (its pages come
-from CPU memory) and right after (VRAM). Then the same with CPU memory for half of them, so
+from CPU memory) and right after (VRAM). Then the same with CPU memory for three of them, so
 that each comes from SSD, and once more after that server was stopped and started. Where
 the tokens really came from is read from the connector's trace, and a sample from anywhere
 else is an error, not a number.
@@ -127,7 +127,7 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
             roomy,
             extra_args=("--shutdown-timeout", "10"),
             env={
-                "TIERED_KV_CPU_GIB": f"{4 * context_gib:.4f}",
+                "TIERED_KV_CPU_GIB": f"{3 * context_gib:.4f}",
                 "TIERED_KV_SSD_PATH": str(folder / "ssd"),
                 "TIERED_KV_SSD_GIB": "4",
             },

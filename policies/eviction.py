@@ -21,18 +21,11 @@ class LeastRecentlyUsed(EvictionOrder):
     def added_all(self, keys: Sequence[PageKey]) -> None:
         self._order.update(dict.fromkeys(keys))
 
-    def put_back(self, key: PageKey) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key, last=False)
-
     def removed(self, key: PageKey) -> None:
         del self._order[key]
 
     def touched(self, key: PageKey) -> None:
         self._order.move_to_end(key)
-
-    def victim(self) -> PageKey | None:
-        return next(iter(self._order), None)
 
     def __iter__(self) -> Iterator[PageKey]:
         return iter(self._order)

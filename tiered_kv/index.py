@@ -21,34 +21,28 @@ from tiered_kv.keys import PageKey
 
 
 class EvictionOrder(Protocol):
-    """Order of the evictable pages: told of each page that becomes or ceases to be one.
+    """Order of the readable pages, from the least valuable on.
 
     Every method is O(1) per page, runs on the scheduler thread and does not raise for a page
     that was added before. ``tiered_kv.policies.eviction`` holds the implementations.
     """
 
     def added(self, key: PageKey) -> None:
-        """The page can be evicted from now on; it counts as just used."""
+        """The page is readable from now on; it counts as just used."""
 
     def added_all(self, keys: Sequence[PageKey]) -> None:
         """``added`` for each page in turn."""
         for key in keys:
             self.added(key)
 
-    def put_back(self, key: PageKey) -> None:
-        """The page can be evicted again, without having been used: it is the next victim."""
-
     def removed(self, key: PageKey) -> None:
-        """The page can no longer be evicted: it is being read, or gone."""
+        """The page is gone."""
 
     def touched(self, key: PageKey) -> None:
         """The page was used."""
 
-    def victim(self) -> PageKey | None:
-        """The page to evict next; does not mutate. None if there is none."""
-
     def __iter__(self) -> Iterator[PageKey]:
-        """Every evictable page, next victim first."""
+        """Every page, the least valuable first. Pages in use are passed over by the index."""
 
 
 class PageState(Enum):
@@ -149,8 +143,8 @@ class PageIndex:
         count = len(keys)
         slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
         del self._free[len(self._free) - len(slots) :]
-        while len(slots) < count and (slot := self._evict()) is not None:
-            slots.append(slot)
+        if len(slots) < count:
+            slots += self._evict(count - len(slots))
         self.taken += len(slots)
         self._saving.update(zip(keys, slots, strict=False))
         return slots
@@ -199,10 +193,7 @@ class PageIndex:
         if key in self._saving:
             raise ValueError("page is saving, not readable")
         slot = self._cpu[key]
-        readers = self._readers.get(key, 0)
-        if readers == 0:
-            self._eviction.removed(key)
-        self._readers[key] = readers + 1
+        self._readers[key] = self._readers.get(key, 0) + 1
         return slot
 
     def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
@@ -217,17 +208,19 @@ class PageIndex:
         self._readers[key] -= 1
         if self._readers[key] == 0:
             del self._readers[key]
-            (self._eviction.added if used else self._eviction.put_back)(key)
+        if used:
+            self._eviction.touched(key)
 
-    def idle_victims(self, among: int) -> Iterator[PageKey]:
-        """The next pages to be evicted, first victim first; at most ``among`` of them."""
-        return islice(iter(self._eviction), among)
+    def least_valuable(self, among: int) -> Iterator[PageKey]:
+        """The first ``among`` pages to be evicted, in that order, but for those in use."""
+        readers = self._readers
+        return (key for key in islice(iter(self._eviction), among) if key not in readers)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last."""
-        cpu, readers, touched = self._cpu, self._readers, self._eviction.touched
+        cpu, touched = self._cpu, self._eviction.touched
         for key in keys:
-            if key in cpu and key not in readers:
+            if key in cpu:
                 touched(key)
 
     # -- forgetting -------------------------------------------------------------
@@ -237,6 +230,7 @@ class PageIndex:
         if key in self._saving:
             self._orphans.setdefault(key, []).append(_Orphan(self._saving.pop(key), 1))
         elif key in self._readers:
+            self._eviction.removed(key)
             orphan = _Orphan(self._cpu.pop(key), self._readers.pop(key))
             self._orphans.setdefault(key, []).append(orphan)
         elif key in self._cpu:
@@ -250,13 +244,14 @@ class PageIndex:
 
     # -- inside -----------------------------------------------------------------
 
-    def _evict(self) -> int | None:
-        victim = self._eviction.victim()
-        if victim is None:
-            return None
-        self._eviction.removed(victim)
-        self.evictions += 1
-        return self._cpu.pop(victim)
+    def _evict(self, count: int) -> list[int]:
+        """Slots of the least valuable pages that nobody reads, at most ``count``."""
+        readers = self._readers
+        victims = list(islice((key for key in self._eviction if key not in readers), count))
+        for key in victims:
+            self._eviction.removed(key)
+        self.evictions += len(victims)
+        return [self._cpu.pop(key) for key in victims]
 
     def _bury(self, key: PageKey, slot: int) -> None:
         """A copy of a forgotten page has ended."""
@@ -277,7 +272,6 @@ class PageIndex:
         used = [*self._saving.values(), *self._cpu.values(), *orphans]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
         assert not self._saving.keys() & self._cpu.keys(), "a page in two states"
-        evictable = self._cpu.keys() - self._readers.keys()
-        assert set(self._eviction) == evictable, "eviction order and pages disagree"
+        assert set(self._eviction) == self._cpu.keys(), "eviction order and pages disagree"
         assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
         assert all(count > 0 for count in self._readers.values()), "released too often"

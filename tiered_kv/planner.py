@@ -272,7 +272,7 @@ class Planner:
                 if i in failed:
                     index.forget(key)
         elif isinstance(order, DemoteOrder):
-            for key, slot in reversed(pages):  # put back in the order they had
+            for key, slot in pages:
                 index.release(key, slot, used=False)
             if not flight.abandoned:
                 self._demoting.difference_update(flight.keys)

@@ -88,7 +88,7 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
         stores = find_stores(path)
         with bar("reading pages", sum(store.nbytes for store in stores)) as advance:
             for store in stores:
-                check_store(store, checked, advance)
+                checked.add(check_store(store, advance))
     seconds = time.monotonic() - began
     bad_segments = [
         {"store": str(segment.parent), "segment": segment.name, "reason": reason}
@@ -114,7 +114,8 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
             typer.echo("bad segment {store}/{segment}: {reason}".format(**bad))
         for page in bad_pages:
             typer.echo("bad page {key} in {store}/{segment} at {offset}: {reason}".format(**page))
-        verdict = "all good" if checked.good else f"{len(bad_pages)} pages bad"
+        bad_counts = f"{len(bad_pages)} pages and {len(bad_segments)} segments bad"
+        verdict = "all good" if checked.good else bad_counts
         columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
         counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}"]
         print_table(columns, [[*counts, size(checked.nbytes), verdict]])

@@ -5,9 +5,14 @@ in one process.
 """
 
 import logging
+import os
 
 NAME = "TieredContinuumConnector"
 MODULE = "tiered_kv.connectors.vllm.connector"
+
+CORES = frozenset(os.sched_getaffinity(0))
+"""What this process may run on. Asked here, since vLLM imports this before its CPU worker
+binds the main thread to a single core, and every thread started later with it."""
 
 
 def share_logging() -> None:

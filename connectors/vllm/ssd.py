@@ -25,12 +25,15 @@ from tiered_kv.tails import TailIndex
 logger = logging.getLogger(__name__)
 
 MOST_AHEAD = 4096
-"""Pages next in line for eviction that are kept on SSD as well, at most; half of the
-slots if that is less. More than a step saves: what is evicted before it is on SSD is lost."""
+"""Pages next in line for eviction that are kept on SSD as well, at most; three quarters of
+the slots if that is less. What is evicted before it is on SSD is lost, and a demotion is
+reported a step after it was ordered: so this must be several steps' saves. It does not cost
+writes: under pressure every page is evicted, and written, once."""
 ORDER_PAGES = 64
 """Pages of one demotion."""
 MOST_DEMOTING = 256
-"""Pages under way to SSD at a time: they can neither be evicted nor written again."""
+"""Pages under way to SSD at a time, half of those ahead if that is less: they cannot be
+evicted, and younger ones would be in their place."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """How long nothing is demoted after a demotion failed: doubled each time."""
 TRIES = 2
@@ -63,7 +66,7 @@ class SsdTier:
         self._counters = counters
         self._cached = cached
         self._clock = clock
-        self._window = max(1, min(self._index.num_slots // 2, MOST_AHEAD))
+        self._window = max(1, min(self._index.num_slots * 3 // 4, MOST_AHEAD))
         self._looked_at = -self._window  # slots taken then
         self._unclaimed = 0
         self._pause_until = 0.0
@@ -161,6 +164,7 @@ class SsdTier:
                 wanted.append(keys[end])
             end += 1
         self._ssd.touch(keys[:end])
+        self._index.touch(reversed(keys[:end]))  # so that what comes up does not evict them
         tokens = (end - first) * size if wanted else 0
         if tail := self._find_tail(turn, end, limit):
             self._ssd.touch([tail[0]])
@@ -211,16 +215,17 @@ class SsdTier:
     def demote_ahead(self) -> None:
         """Keep the pages that would be evicted next on SSD as well.
 
-        Looks only when slots are short, and after so many were used since the last look.
+        Only once half the slots are taken, and after so many were since the last look.
         """
         index = self._index
         taken = index.taken
-        if index.free_slots >= self._window or taken - self._looked_at < self._window // 4:
+        roomy = index.free_slots > index.num_slots // 2
+        if roomy or taken - self._looked_at < self._window // 8:
             return
-        room = MOST_DEMOTING - self._planner.demoting
+        room = min(MOST_DEMOTING, -(-self._window // 2)) - self._planner.demoting
         if room <= 0 or self._clock() < self._pause_until:
             return
-        victims = [key for key in index.idle_victims(self._window) if key not in self._ssd]
+        victims = [key for key in index.least_valuable(self._window) if key not in self._ssd]
         if len(victims) <= room:
             self._looked_at = taken
         self._demote(victims[:room])

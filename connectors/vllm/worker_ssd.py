@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +20,7 @@ from tiered_kv.codecs.choice import (
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, TieredHandshake
+from tiered_kv.connectors.vllm.plugin import CORES
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.orders import OrderId, OrderReport, PromoteOrder, SaveOrder
@@ -53,7 +56,7 @@ class WorkerSsd:
         pool: CpuPool,
     ) -> None:
         assert config.ssd_path is not None
-        threads = config.io_threads or _default_threads(facts.ranks)
+        threads = config.io_threads or max(1, min(8, len(CORES) // facts.ranks))
         options = StoreOptions(
             root=config.ssd_path,
             fingerprint=fingerprint.digest(),
@@ -64,16 +67,17 @@ class WorkerSsd:
             capacity_bytes=config.ssd_bytes,
             io_threads=threads,
         )
-        try:
-            config.ssd_path.mkdir(mode=0o700, exist_ok=True)
-            disk = measure_disk(config.ssd_path, threads)
-            codec, bandwidth = _choose(config.codec, facts.page_format, disk, threads)
-            self._open = partial(SegmentStore, codec=codec, codec_from=codec_from)
-            store = self._open(options)
-        except (StoreError, OSError, ValueError) as error:
-            raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
+        with _on_all_cores():
+            try:
+                config.ssd_path.mkdir(mode=0o700, exist_ok=True)
+                disk = measure_disk(config.ssd_path, threads)
+                codec, bandwidth = _choose(config.codec, facts.page_format, disk, threads)
+                self._open = partial(SegmentStore, codec=codec, codec_from=codec_from)
+                store = self._open(options)
+            except (StoreError, OSError, ValueError) as error:
+                raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
+            self.io = IoThread(store, pool.slots)
         self.handshake = TieredHandshake(tuple(store.keys()), bandwidth)
-        self.io = IoThread(store, pool.slots)
         self._options = options
         self._rank = rank
         self._lasting = fingerprint.lasting
@@ -152,8 +156,16 @@ class WorkerSsd:
             logger.info("flushed %d of %d pages to SSD", written, len(last))
 
 
-def _default_threads(ranks: int) -> int:
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
+@contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Threads started within may run on all cores of the process, whatever core this one is
+    bound to."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CORES)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
 
 
 def _choose(

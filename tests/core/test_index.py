@@ -22,17 +22,11 @@ class LastInFirstOut(EvictionOrder):
     def added(self, key: PageKey) -> None:
         self._keys.append(key)
 
-    def put_back(self, key: PageKey) -> None:
-        self._keys.append(key)
-
     def removed(self, key: PageKey) -> None:
         self._keys.remove(key)
 
     def touched(self, key: PageKey) -> None:
         assert key in self._keys, "touched a page that cannot be evicted"
-
-    def victim(self) -> PageKey | None:
-        return self._keys[-1] if self._keys else None
 
     def __iter__(self) -> Iterator[PageKey]:
         return reversed(self._keys)

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from bench.engines import engine
+from bench.load import group_members
 from bench.restore import CONNECTOR, texts
-from bench.server import ServerOptions, VllmServer, group_members
+from bench.server import ServerOptions, VllmServer
 from tests.e2e.test_parallel import OPTIONS, TINY
 from tests.e2e.test_server import ask, count, metric
 

@@ -195,23 +195,17 @@ def finish_headers(
 
 
 @dataclass(frozen=True, slots=True)
-class Durable:
-    """A record that outlives the process, and where it lies."""
-
-    record: PackedRecord
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """How a group of records fared.
 
     Attributes:
-        durable: those that are durable, in the order of the segment.
+        durable: places of those that are durable, in the order of the segment.
+        indices: their indices in the put.
         error: why the others are not. The segment must be sealed then.
     """
 
-    durable: list[Durable]
+    durable: list[FooterEntry]
+    indices: list[int]
     error: OSError | None
 
 
@@ -220,7 +214,7 @@ class _Flight:
     """Neighbouring records on their way to the disk."""
 
     records: Sequence[PackedRecord]
-    offset: int
+    places: list[FooterEntry]
     future: Future[None]
 
 
@@ -282,12 +276,13 @@ class SegmentWriter:
         self, buffer: Bytes, records: Sequence[PackedRecord], threads: Executor, in_flight: int
     ) -> Future[None]:
         """Begin to write neighbouring records that fit; the buffer is in use until the result
-        is there. Waits while more than ``in_flight`` writes are under way."""
+        is there. Waits while ``in_flight`` writes are under way."""
         waiting = [flight for flight in self._flights if not flight.future.done()]
-        if len(waiting) > in_flight:
+        if len(waiting) >= in_flight:
             waiting[0].future.exception()
         future = threads.submit(self._write, buffer, records, self.end, self._count, self._group)
-        self._flights.append(_Flight(records, self.end, future))
+        # While the disk is busy: once it is done, a page is one step from being found.
+        self._flights.append(_Flight(records, list(_places(records, self.end)), future))
         self.end += sum(record.nbytes for record in records)
         self._count += len(records)
         self._key_bytes += sum(len(record.key) for record in records)
@@ -319,12 +314,17 @@ class SegmentWriter:
                 # What was written may or may not be there, and asking again would not tell.
                 whole, error = 0, failure
             else:
-                start = flights[0].offset
+                start = flights[0].places[0].offset
                 self._files.uncache(self._fd, start, self.end - start)
         if whole < len(flights):
-            self.end = flights[whole].offset
+            self.end = flights[whole].places[0].offset
         self._group = self._count
-        return Commit(list(_places(flights[:whole])), error)
+        durable = flights[:whole]
+        return Commit(
+            [place for flight in durable for place in flight.places],
+            [record.index for flight in durable for record in flight.records],
+            error,
+        )
 
     def seal(self, entries: Sequence[FooterEntry]) -> int:
         """Write the footer behind the last durable record; returns the size of the file.
@@ -335,12 +335,12 @@ class SegmentWriter:
         return write_footer(self._files, self._fd, self._header, self.end, entries, self._buffers)
 
 
-def _places(flights: Sequence[_Flight]) -> Iterator[Durable]:
-    for flight in flights:
-        offset = flight.offset
-        for record in flight.records:
-            yield Durable(record, offset)
-            offset += record.nbytes
+def _places(records: Sequence[PackedRecord], offset: int) -> Iterator[FooterEntry]:
+    for record in records:
+        yield FooterEntry(
+            record.key, offset, record.plane_bytes, record.frame_bytes, record.written
+        )
+        offset += record.nbytes
 
 
 def write_footer(

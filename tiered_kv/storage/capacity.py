@@ -1,4 +1,4 @@
-"""Who may use how much of the disk: locks of stores, and shares of the room under a root.
+"""Who may use how much of the disk: shares of the room under a root.
 
 Stores of all processes under one root share one capacity, and nothing but the files
 themselves says who has how much. Whoever needs another segment takes ``root/capacity.lock``,
@@ -9,141 +9,51 @@ when they next look.
 
     root/capacity.lock
     root/<fingerprint>/<replica>-<rank>/lock, 00000001.seg, 00000002.seg ...
-
-A ``lock`` is held with flock for as long as its store is open, holds JSON naming the process,
-and was modified when the store was last used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import math
 import os
-import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.storage.files import FILE_MODE, FileLayer
+from tiered_kv.storage.locks import (
+    LOCK_NAME,
+    RETRY_S,
+    StoreBusyError,
+    StoreError,
+    StoreLock,
+    is_locked,
+    try_lock,
+)
 
-LOCK_NAME = "lock"
+__all__ = [
+    "CAPACITY_LOCK",
+    "CAPACITY_WAIT_S",
+    "LOCK_NAME",
+    "SEGMENT_SUFFIX",
+    "Capacity",
+    "Outlook",
+    "StoreBusyError",
+    "StoreError",
+    "StoreLock",
+    "Usage",
+    "is_locked",
+    "store_folders",
+]
+
 SEGMENT_SUFFIX = ".seg"
 CAPACITY_LOCK = "capacity.lock"
 CAPACITY_WAIT_S = 5.0
 """How long to wait for another process that is making room."""
 
-_RETRY_S = 0.01
-_TRIES = 5
 _FRESH_S = 1.0
-
-
-class StoreError(Exception):
-    """A store that cannot be opened or used; one sentence says what to do."""
-
-
-class StoreBusyError(StoreError):
-    """Another process has the store open."""
-
-
-class StoreLock:
-    """The right to write a store; one process has it.
-
-    Raises:
-        StoreBusyError: somebody else has it; the message says who.
-        OSError: the folder cannot be used.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK_NAME
-        self._fd = -1
-        for _ in range(_TRIES):
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-            if _try_lock(fd) and self._is_current(fd):
-                self._fd = fd
-                break
-            os.close(fd)
-            time.sleep(_RETRY_S)  # somebody may only be looking whether it is held
-        else:
-            raise StoreBusyError(_busy(self.path))
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "command": " ".join(sys.argv)[:500],
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        }
-        text = json.dumps(holder).encode()
-        os.pwrite(self._fd, text, 0)
-        os.ftruncate(self._fd, len(text))
-
-    def _is_current(self, fd: int) -> bool:
-        """Whether the file that was locked is still the one of that name."""
-        with contextlib.suppress(FileNotFoundError):
-            return os.fstat(fd).st_ino == self.path.stat().st_ino
-        return False
-
-    @property
-    def held(self) -> bool:
-        """False once released, or when the file was removed by hand."""
-        return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
-
-    def touch(self) -> None:
-        """The store is in use. Never fails."""
-        with contextlib.suppress(OSError):
-            os.utime(self._fd)
-
-    def release(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            self.touch()
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def _busy(path: Path) -> str:
-    try:
-        holder = json.loads(path.read_text())
-        who = (
-            f"process {holder['pid']} on {holder['host']} ({holder['command']}) "
-            f"since {holder['since']}"
-        )
-    except (OSError, ValueError, TypeError, KeyError):
-        who = "another process"
-    return (
-        f"{path.parent} is in use by {who}: stop it, or give this engine another TIERED_KV_SSD_PATH"
-    )
-
-
-def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock file.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            return True
-        raise
-    finally:
-        os.close(fd)
-    return False
 
 
 def store_folders(root: Path) -> list[Path]:
@@ -209,8 +119,6 @@ class Capacity:
         self._segment = segment_bytes
         self._usage = Usage(0, 0, 0, 1)
         self._usage_at = -math.inf
-        self.segments_deleted = 0
-        """Segments of other, dead stores that made room."""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -223,10 +131,10 @@ class Capacity:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
             deadline = time.monotonic() + CAPACITY_WAIT_S
-            while not _try_lock(fd):
+            while not try_lock(fd):
                 if time.monotonic() > deadline:
                     raise OSError(errno.ETIMEDOUT, "another process holds it", str(path))
-                time.sleep(_RETRY_S)
+                time.sleep(RETRY_S)
             yield
         finally:
             os.close(fd)
@@ -295,7 +203,7 @@ class Capacity:
             except OSError:
                 continue
             try:
-                if _try_lock(fd):
+                if try_lock(fd):
                     excess -= self._delete_segments(folder, excess)
             except OSError:
                 continue
@@ -309,7 +217,6 @@ class Capacity:
             if freed >= excess:
                 break
             self._files.unlink(path)
-            self.segments_deleted += 1
             freed += size
         self._files.sync_folder(folder)
         return freed

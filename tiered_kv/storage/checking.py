@@ -24,12 +24,14 @@ from tiered_kv.storage.segment_format import (
     FooterEntry,
     FormatError,
     RecordHeader,
+    footer_bytes,
     pack_footer,
     pack_record_header,
     pack_segment_header,
+    parse_record_header,
     parse_trailer,
 )
-from tiered_kv.storage.survey import codec_of, load, opened
+from tiered_kv.storage.survey import codec_of, is_blank, load, opened, size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,41 +68,52 @@ class Checked:
     def good(self) -> bool:
         return not (self.bad_pages or self.bad_segments)
 
+    def add(self, other: Checked) -> None:
+        """What was found elsewhere."""
+        self.segments += other.segments
+        self.pages += other.pages
+        self.nbytes += other.nbytes
+        self.bad_pages += other.bad_pages
+        self.bad_segments |= other.bad_segments
 
-def check_store(info: StoreInfo, checked: Checked, advance: Callable[[int], None]) -> None:
-    """Read every page of a store, and note in ``checked`` what was found.
+
+def check_store(info: StoreInfo, advance: Callable[[int], None]) -> Checked:
+    """Read every page of a store.
 
     Args:
         advance: told of the bytes of each segment as it is done with.
     """
+    checked = Checked()
     for path in info.segments:
-        try:
-            _check_segment(info, path, checked)
-        except FileNotFoundError:
-            pass  # deleted by whoever uses the store
-        except (OSError, FormatError) as error:
-            checked.bad_segments[path] = str(error)
-        advance(_size(path))
+        while True:
+            before = size_of(path)
+            found = _check_segment(info, path)
+            if found.good or size_of(path) == before:
+                break  # else it was sealed or deleted just now, and deserves another look
+        checked.add(found)
+        advance(before)
+    return checked
 
 
-def _size(path: Path) -> int:
+def _check_segment(info: StoreInfo, path: Path) -> Checked:
+    found = Checked()
     try:
-        return path.stat().st_size
+        loaded = load(info, path).loaded
+        found.segments += 1
+        with opened(path) as fd:
+            try:
+                _check_frame(fd, loaded)
+            except FormatError as error:
+                found.bad_segments[path] = str(error)
+            records = _check_records(fd, path, loaded, found)
+        if not loaded.sealed:
+            found.bad_pages += _lost(path, loaded, records)
     except FileNotFoundError:
-        return 0
-
-
-def _check_segment(info: StoreInfo, path: Path, checked: Checked) -> None:
-    loaded = load(info, path).loaded
-    checked.segments += 1
-    with opened(path) as fd:
-        try:
-            _check_frame(fd, loaded)
-        except FormatError as error:
-            checked.bad_segments[path] = str(error)
-        records = _check_records(fd, path, loaded, checked)
-    if not loaded.sealed:
-        checked.bad_pages += _lost(path, loaded, records)
+        return Checked()  # deleted by whoever uses the store
+    except (OSError, FormatError) as error:
+        if not is_blank(path):
+            found.bad_segments[path] = str(error)
+    return found
 
 
 def _check_frame(fd: int, loaded: LoadedSegment) -> None:
@@ -113,8 +126,10 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
     if _read(fd, 0, header.header_bytes) != pack_segment_header(header):
         raise FormatError("the header of the segment is followed by something else than zeros")
     if not loaded.sealed:
-        if loaded.size >= TRAILER_BYTES and _ends_like_sealed(fd, loaded):
+        if _ends_like_sealed(fd, loaded):
             raise FormatError("the footer is damaged: its pages were found without it")
+        if _is_cut_off(fd, loaded):
+            raise FormatError("the file is cut off: the pages behind its end are lost")
         return
     offset = parse_trailer(header, loaded.size, _read(fd, loaded.size - BLOCK, BLOCK))
     footer = _read(fd, offset, loaded.size - offset)
@@ -129,6 +144,19 @@ def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
     trailer = bytes(_read(fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")
     return trailer[8:16] == nonce or trailer.startswith(b"TKVFOOT")
+
+
+def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
+    """Whether the file once was longer: it ends within a record, or has no room for a footer."""
+    keys = sum(len(entry.key) for entry in loaded.entries)
+    room = loaded.size - loaded.end
+    if loaded.size % BLOCK or room < footer_bytes(len(loaded.entries), keys):
+        return True
+    try:
+        start = _read(fd, loaded.end, BLOCK)
+        return parse_record_header(loaded.header, loaded.table_id, start).nbytes > room
+    except FormatError:
+        return False
 
 
 def _check_records(

@@ -115,9 +115,11 @@ class IoThread:
             self._demotions.clear()
 
         def task() -> None:
-            self.store.clear()
-            self.store.close()
-            self.store = make()
+            try:
+                self.store.clear()
+            finally:  # what a failing disk keeps has keys that nobody asks for any more
+                self.store.close()
+                self.store = make()
 
         self._add(task)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from tiered_kv.codecs.base import Bytes, Codec, EncodedPage, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.aligned import aligned_bytes, payload_digest
 from tiered_kv.storage.capacity import LOCK_NAME, SEGMENT_SUFFIX, is_locked, store_folders
@@ -220,7 +220,9 @@ def decode_record(
     found, encoded = open_record(header, table_id, key, record)
     try:
         codec.decode(encoded, out)
-    except CodecError as error:
+    except Exception as error:
+        # CodecError by contract; but whatever a codec thinks of a page, its neighbours must not
+        # suffer from it.
         raise FormatError(f"the page cannot be decoded: {error}") from error
     return found
 

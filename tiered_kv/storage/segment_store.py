@@ -83,7 +83,8 @@ MAX_SAMPLE = 64
 """Pages from which a codec is trained."""
 
 _WRITE_BYTES = 2 << 20
-_READ_BYTES = (128 << 10, 2 << 20)
+_WRITES_IN_FLIGHT = 2  # as many as a device needs; more would only wait for a core
+_READ_BYTES = (128 << 10, 5 << 19)
 _MOVE_BYTES = 8 << 20
 _OPEN_FILES = 128
 _TOUCH_S = 60.0
@@ -392,7 +393,7 @@ class SegmentStore:
                 self._seal(active)
             else:
                 future = active.writer.append(
-                    batch.buffer, records[:count], self._threads, self.options.io_threads
+                    batch.buffer, records[:count], self._threads, _WRITES_IN_FLIGHT
                 )
                 records = records[count:]
                 if not records:
@@ -410,18 +411,15 @@ class SegmentStore:
         commit = active.writer.commit()
         active.end = active.writer.end
         emptied = set[_Segment]()
-        for durable in commit.durable:
-            record, offset = durable.record, durable.offset
-            place = FooterEntry(
-                record.key, offset, record.plane_bytes, record.frame_bytes, record.written
-            )
+        for place in commit.durable:
             before = self._insert(active, place)
             if before is not None and not before.live:
                 emptied.add(before)
-            stored.add(record.index)
-            self.stats.pages_written += 1
-            self.stats.bytes_written += place.stored_bytes
-        self.stats.raw_bytes_written += len(commit.durable) * self.options.page_format.page_bytes
+        stored.update(commit.indices)
+        page_bytes = self.options.page_format.page_bytes
+        self.stats.pages_written += len(commit.durable)
+        self.stats.bytes_written += sum(place.stored_bytes for place in commit.durable)
+        self.stats.raw_bytes_written += len(commit.durable) * page_bytes
         for segment in emptied:
             if not segment.live and segment is not active:
                 self._delete(segment)

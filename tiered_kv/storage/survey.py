@@ -16,7 +16,7 @@ from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.capacity import CAPACITY_LOCK, LOCK_NAME, StoreError
-from tiered_kv.storage.files import Access, RealFiles
+from tiered_kv.storage.files import BLOCK, Access, RealFiles
 from tiered_kv.storage.reading import LoadedSegment, StoreInfo, list_stores, load_segment
 from tiered_kv.storage.segment_format import (
     FooterEntry,
@@ -74,7 +74,7 @@ class Segment:
     """A segment that can be read.
 
     Attributes:
-        superseded: pages in it of which a newer record exists.
+        codec_name: of the codec of its pages; its number if it is not known here.
     """
 
     path: Path
@@ -157,7 +157,8 @@ def survey(info: StoreInfo) -> Survey:
         except FileNotFoundError:
             continue
         except (OSError, FormatError) as error:
-            unreadable[path] = str(error)
+            if not is_blank(path):
+                unreadable[path] = str(error)
             continue
         segments.append(segment)
         for entry in segment.loaded.entries:
@@ -173,6 +174,16 @@ def load(info: StoreInfo, path: Path) -> Segment:
         FormatError: it is damaged, or another store's.
         OSError: the disk failed, or the segment is gone.
     """
+    while True:
+        before = size_of(path)
+        try:
+            return _load(info, path)
+        except (OSError, FormatError):
+            if size_of(path) == before:  # else it was sealed just now, and has another end
+                raise
+
+
+def _load(info: StoreInfo, path: Path) -> Segment:
     with opened(path) as fd:
         loaded = load_segment(RealFiles(), fd)
     header = loaded.header
@@ -184,6 +195,24 @@ def load(info: StoreInfo, path: Path) -> Segment:
     except FormatError:
         name = f"codec {header.codec_id}"
     return Segment(path, loaded, name)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def is_blank(path: Path) -> bool:
+    """Whether not even the header of a segment was written: it is new, or was when its process
+    died."""
+    try:
+        with path.open("rb") as file:
+            return not any(file.read(BLOCK))
+    except OSError:
+        return False
 
 
 def codec_of(header: SegmentHeader) -> Codec:

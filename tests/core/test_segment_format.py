@@ -1,0 +1,218 @@
+"""The bytes of segments: what is packed is parsed, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.files import BLOCK
+from tiered_kv.storage.segment_format import (
+    MAX_KEY_BYTES,
+    MIN_KEY_BYTES,
+    FooterEntry,
+    FormatError,
+    RecordHeader,
+    SegmentHeader,
+    aligned,
+    footer_bytes,
+    pack_footer,
+    pack_record_header,
+    pack_segment_header,
+    parse_footer,
+    parse_record_header,
+    parse_segment_header,
+    parse_trailer,
+    record_bytes,
+    segment_header_bytes,
+)
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+KEYS = st.binary(min_size=MIN_KEY_BYTES, max_size=MAX_KEY_BYTES).map(PageKey)
+FORMATS = st.builds(PageFormat, st.sampled_from(ElementType), U32, U32)
+HEADERS = st.builds(
+    SegmentHeader,
+    fingerprint=st.binary(min_size=16, max_size=16),
+    nonce=U64,
+    number=U64,
+    created=U64,
+    page_format=FORMATS,
+    codec_id=st.integers(0, 2**16 - 1),
+    rank=U32,
+    ranks=U32,
+    replica=U32,
+    table=st.binary(max_size=9000),
+)
+RECORDS = st.builds(
+    RecordHeader,
+    key=KEYS,
+    ordinal=U32,
+    group=U32,
+    written=U64,
+    plane_bytes=U32,
+    frame_bytes=U32,
+    digest=st.binary(min_size=16, max_size=16),
+)
+HEADER = SegmentHeader(
+    b"f" * 16, 7, 3, 1000, PageFormat(ElementType.FP16, 8192, 16), 2, 0, 1, 0, b"table"
+)
+RECORD = RecordHeader(PageKey(b"k" * 48), 5, 4, 1001, 100, 200, b"d" * 16)
+
+
+@st.composite
+def entries(draw: st.DrawFn, header_bytes: int) -> list[FooterEntry]:
+    found = []
+    at = header_bytes
+    for key in draw(st.lists(KEYS, max_size=8)):
+        at += BLOCK * draw(st.integers(0, 3))
+        plane, frame = draw(st.integers(0, 9000)), draw(st.integers(0, 9000))
+        entry = FooterEntry(key, at, plane, frame, draw(U64))
+        found.append(entry)
+        at += entry.nbytes
+    return found
+
+
+@given(HEADERS, st.binary(max_size=20))
+def test_a_segment_header_is_parsed_as_it_was_packed(header: SegmentHeader, rest: bytes) -> None:
+    packed = pack_segment_header(header)
+    assert len(packed) == header.header_bytes == segment_header_bytes(packed)
+    assert len(packed) % BLOCK == 0
+    assert parse_segment_header(packed + rest) == header
+
+
+@given(HEADERS, RECORDS)
+def test_a_record_header_is_parsed_as_it_was_packed(
+    segment: SegmentHeader, record: RecordHeader
+) -> None:
+    packed = pack_record_header(segment, segment.table_id, record)
+    assert len(packed) == record.header_bytes <= BLOCK
+    assert len(packed) % 64 == 0
+    assert parse_record_header(segment, segment.table_id, packed.ljust(BLOCK, b"\0")) == record
+    assert record.nbytes == aligned(len(packed) + record.plane_bytes + record.frame_bytes)
+
+
+@given(st.data(), HEADERS)
+def test_a_footer_is_parsed_as_it_was_packed(data: st.DataObject, header: SegmentHeader) -> None:
+    places = data.draw(entries(header.header_bytes))
+    end = places[-1].offset + places[-1].nbytes if places else header.header_bytes
+    footer = pack_footer(header, end, places)
+    assert len(footer) == footer_bytes(len(places), sum(len(place.key) for place in places))
+    assert parse_trailer(header, end + len(footer), footer[-BLOCK:]) == end
+    assert parse_footer(header, footer) == places
+
+
+def total(parse: Callable[[bytes], object], content: bytes) -> None:
+    """Anything may come of it but another exception."""
+    with contextlib.suppress(FormatError):
+        parse(content)
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes_can_be_parsed_as_anything(content: bytes) -> None:
+    for start in (content, b"TKVSEG\0\0" + content, pack_segment_header(HEADER)[:80] + content):
+        total(segment_header_bytes, start)
+        total(parse_segment_header, start)
+    for start in (content, b"TKVR" + content):
+        total(lambda it: parse_record_header(HEADER, HEADER.table_id, it), start)
+    for end in (content, content + b"TKVFOOT\0" + bytes(56)):
+        total(lambda it: parse_trailer(HEADER, len(it), it), end)
+        total(lambda it: parse_footer(HEADER, it), end)
+
+
+@given(st.data())
+def test_a_header_with_a_changed_bit_is_refused(data: st.DataObject) -> None:
+    packed = pack_segment_header(HEADER)
+    used = 88 + len(HEADER.table) + 16
+    changed = flipped(packed, data.draw(st.integers(0, 8 * used - 1)))
+    with pytest.raises(FormatError):
+        parse_segment_header(changed)
+
+
+@given(st.data())
+def test_a_record_header_with_a_changed_bit_is_refused(data: st.DataObject) -> None:
+    packed = pack_record_header(HEADER, HEADER.table_id, RECORD)
+    changed = flipped(packed, data.draw(st.integers(0, 8 * (96 + len(RECORD.key)) - 1)))
+    with pytest.raises(FormatError):
+        parse_record_header(HEADER, HEADER.table_id, changed)
+
+
+@given(st.data())
+def test_a_footer_with_a_changed_bit_is_refused(data: st.DataObject) -> None:
+    place = FooterEntry(PageKey(b"k" * 48), BLOCK, 10, 20, 5)
+    end = place.offset + place.nbytes
+    footer = pack_footer(HEADER, end, [place])
+    body = data.draw(st.integers(0, 8 * (32 + 48) - 1))
+    with pytest.raises(FormatError):
+        parse_footer(HEADER, flipped(footer, body))
+    trailer = data.draw(st.integers(8 * (len(footer) - 64), 8 * len(footer) - 1))
+    with pytest.raises(FormatError):
+        parse_trailer(HEADER, end + len(footer), flipped(footer, trailer))
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nonce": 8},
+        {"number": 4},
+        {"codec_id": 3},
+        {"table": b"another"},
+        {"page_format": PageFormat(ElementType.FP16, 4096, 16)},
+        {"page_format": PageFormat(ElementType.FP16, 8192, 32)},
+    ],
+)
+def test_a_record_of_another_segment_is_refused(changes: dict[str, object]) -> None:
+    other = dataclasses.replace(HEADER, **changes)  # type: ignore[arg-type]
+    packed = pack_record_header(other, other.table_id, RECORD)
+    with pytest.raises(FormatError):
+        parse_record_header(HEADER, HEADER.table_id, packed)
+
+
+def test_a_footer_of_another_segment_or_place_is_refused() -> None:
+    footer = pack_footer(HEADER, BLOCK, [])
+    other = dataclasses.replace(HEADER, nonce=8)
+    with pytest.raises(FormatError, match="not sealed"):
+        parse_trailer(other, BLOCK + len(footer), footer)
+    with pytest.raises(FormatError, match="elsewhere"):
+        parse_trailer(HEADER, 2 * BLOCK + len(footer), footer)
+
+
+@pytest.mark.parametrize("second", [BLOCK, 2 * BLOCK + 1, 1 << 40])
+def test_a_footer_whose_records_overlap_is_refused(second: int) -> None:
+    places = [
+        FooterEntry(PageKey(b"a" * 48), BLOCK, 10, 20, 5),
+        FooterEntry(PageKey(b"b" * 48), second, 10, 20, 5),
+    ]
+    with pytest.raises(FormatError):
+        parse_footer(HEADER, pack_footer(HEADER, 3 * BLOCK, places))
+
+
+def test_a_segment_of_another_version_says_so() -> None:
+    packed = bytearray(pack_segment_header(HEADER))
+    packed[8] = 99
+    with pytest.raises(FormatError, match="version 99"):
+        parse_segment_header(bytes(packed))
+
+
+def test_the_format_does_not_change_unnoticed() -> None:
+    """A change here is a new VERSION: stores out there hold these bytes."""
+    everything = (
+        pack_segment_header(HEADER)
+        + pack_record_header(HEADER, HEADER.table_id, RECORD)
+        + pack_footer(HEADER, BLOCK, [FooterEntry(RECORD.key, BLOCK, 10, 20, 5)])
+    )
+    assert record_bytes(48, 300) == BLOCK
+    assert xxhash.xxh3_64_hexdigest(everything) == "b2a51352e5b93e28"

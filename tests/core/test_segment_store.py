@@ -1,0 +1,157 @@
+"""The segment store obeys its contract, whatever the codec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs.base import Bytes, Codec, EncodedPage, PageFormat
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.storage.files import FileLayer
+from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.testing.files import FaultyFiles
+from tiered_kv.testing.store import (
+    PAGE_FORMAT,
+    StoreBench,
+    StoreConformance,
+    ToyCodec,
+    page_bytes,
+    page_key,
+    store_options,
+)
+
+
+class TestStoreWithRawCodec(StoreConformance):
+    def make_codec(self, page_format: PageFormat) -> Codec:
+        return RawCodec(page_format)
+
+    def codec_from(self, codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+        return RawCodec(page_format)
+
+
+class TestStoreWithTrainedCodec(StoreConformance):
+    def make_codec(self, page_format: PageFormat) -> Codec:
+        return ToyCodec(page_format)
+
+    def codec_from(self, codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+        return ToyCodec(page_format, table)
+
+    def tables(self, bench: StoreBench) -> list[bytes]:
+        return [s.header.table for s in bench.store._segments.values()]
+
+    def test_a_large_first_put_is_trained_at_once(self, bench: StoreBench) -> None:
+        bench.put(*range(20))
+        assert all(table == bytes([21]) * 5000 for table in self.tables(bench))
+        bench.check()
+
+    def test_small_puts_are_stored_untrained_until_there_are_enough(
+        self, bench: StoreBench
+    ) -> None:
+        for name in range(15):
+            bench.put(name)
+        assert self.tables(bench) == [b""]
+        bench.put(15)
+        assert self.tables(bench) == [b"", bytes([17]) * 5000]
+        bench.check()
+        bench.reopen()
+        bench.check()
+
+    def test_the_table_of_an_earlier_process_is_used_again(self, bench: StoreBench) -> None:
+        bench.put(*range(30))
+        before = set(self.tables(bench))
+        bench.reopen()
+        bench.put(*range(30, 50))
+        assert set(self.tables(bench)) == before
+        bench.check()
+
+    def test_the_kept_pages_do_not_change_with_their_slots(self, bench: StoreBench) -> None:
+        page = page_bytes(page_key(1))
+        bench.store.put([(page_key(1), page)])
+        page[:] = 0
+        assert np.any(bench.store._samples[0])
+
+
+class StubbornCodec(ToyCodec):
+    """Refuses one page, and training."""
+
+    def encode(self, page: Bytes) -> EncodedPage:
+        if page[0] == 13:
+            raise RuntimeError("unlucky")
+        return super().encode(page)
+
+    def trained(self, pages: list[Bytes]) -> Codec:
+        raise RuntimeError("no")
+
+
+def open_store(options: StoreOptions, files: FileLayer | None = None) -> SegmentStore:
+    return SegmentStore(options, RawCodec(options.page_format), lambda i, t, f: RawCodec(f), files)
+
+
+def test_a_codec_that_fails_costs_its_page_and_no_other(tmp_path: Path) -> None:
+    options = store_options(tmp_path)
+    store = SegmentStore(options, StubbornCodec(PAGE_FORMAT), lambda i, t, f: ToyCodec(f, t))
+    pages = [(page_key(i), page_bytes(page_key(i))) for i in range(20)]
+    for _, page in pages:
+        page[0] = 1
+    pages[4][1][0] = 13
+    assert store.put(pages) == {4}
+    assert len(store) == 19
+    store.close()
+
+
+def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FaultyFiles()
+    files.refuse_direct()
+    bench = StoreBench(TestStoreWithRawCodec(), store_options(tmp_path), files)
+    assert bench.store.direct is False
+    assert caplog.text.count("O_DIRECT") == 1
+    bench.put(*range(40))
+    bench.check()
+    bench.reopen()
+    bench.check()
+    bench.store.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capacity_bytes": 100_000}, "raise TIERED_KV_SSD_GIB"),
+        ({"fingerprint": b"short"}, "16 bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        open_store(store_options(tmp_path, **changes))
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(StoreError, match="another TIERED_KV_SSD_PATH"):
+        open_store(store_options(tmp_path / "root"))
+
+
+def test_segments_grow_with_the_capacity_up_to_a_limit(tmp_path: Path) -> None:
+    small, large = (store_options(tmp_path, capacity_bytes=n << 30) for n in (1, 100))
+    assert small.segment_bytes == 64 << 20
+    assert large.segment_bytes == 256 << 20
+    assert store_options(tmp_path, capacity_bytes=1 << 30, ranks=4).segment_bytes == 16 << 20
+    big_pages = PageFormat(PAGE_FORMAT.element, 64 << 20, 16)
+    assert store_options(tmp_path, page_format=big_pages).segment_bytes > 8 * (64 << 20)
+
+
+def test_more_segments_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.storage.segment_store._OPEN_FILES", 2)
+    bench = StoreBench(TestStoreWithRawCodec(), store_options(tmp_path))
+    bench.put(*range(200))
+    bench.check()
+    bench.reopen()
+    bench.check()
+    held = [s for s in bench.store._segments.values() if s.fd is not None]
+    assert len(held) <= 2 < len(bench.store._segments)
+    bench.store.close()
