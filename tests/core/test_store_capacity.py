@@ -15,13 +15,15 @@ import pytest
 
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.capacity import LOCK_NAME, store_folders
-from tiered_kv.storage.reading import SegmentFile, list_records, list_stores, verify_segment
+from tiered_kv.storage.listing import list_stores
+from tiered_kv.storage.segment_format import FormatError
 from tiered_kv.storage.segment_store import (
     Proposal,
     SegmentStore,
     StoreBusyError,
     StoreOptions,
 )
+from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,8 +182,7 @@ def test_the_emptiest_segment_dies_first_else_the_oldest(open_store: Opener) -> 
     fill_up(store)
     assert proposal_of(store).segment == 1
     third = SegmentFile(sorted(store.options.folder.glob("*.seg"))[2])
-    third.close()
-    keys = [record.key for record in third.records]
+    keys = [entry.key for entry in third.entries]
     store.drop(keys[: len(keys) // 4])
     assert proposal_of(store).segment == 1
     store.drop(keys[:-1])
@@ -226,17 +227,15 @@ def test_tools_see_a_store_in_use(open_store: Opener, tmp_path: Path) -> None:
     assert info.holder["pid"] == os.getpid()
     assert info.nbytes == used(tmp_path)
     assert abs(info.last_use - time.time()) < 60
-    records = list(list_records(info.path))
-    assert [record.key for record in records] == store.keys()
-    assert all(began <= record.written <= time.time() for record in records)
-    assert sum(record.stored_bytes for record in records) == store.stored_bytes
-    assert {record.raw_bytes for record in records} == {PAGE_FORMAT.page_bytes}
-    for path in info.segments:
-        for _, error in verify_segment(path, lambda i, t, f: RawCodec(f)):
-            assert error == ""
-    with SegmentFile(records[5].path) as segment:
-        page = segment.read(records[5], segment.codec(lambda i, t, f: RawCodec(f)))
-    assert np.array_equal(page, page_bytes(records[5].key))
+    segments = [SegmentFile(path) for path in info.segments]
+    entries = [entry for segment in segments for entry in segment.entries]
+    assert [entry.key for entry in entries] == store.keys()
+    assert all(began <= entry.written <= time.time() for entry in entries)
+    assert sum(entry.stored_bytes for entry in entries) == store.stored_bytes
+    for segment in segments:
+        for entry in segment.entries:
+            page = segment.read(entry, RawCodec(PAGE_FORMAT))
+            assert np.array_equal(page, page_bytes(entry.key))
     store.close()
     (info,) = list_stores(tmp_path)
     assert not info.locked
@@ -246,12 +245,15 @@ def test_tools_name_the_damaged_record(open_store: Opener, tmp_path: Path) -> No
     store = open_store(0)
     fill(store, 0)
     store.close()
-    (record, *_) = list_records(store.options.folder)
-    content = bytearray(record.path.read_bytes())
-    content[record.offset + 500] ^= 1
-    record.path.write_bytes(content)
-    errors = [error for _, error in verify_segment(record.path, lambda i, t, f: RawCodec(f))]
-    assert errors == ["the page is damaged", *[""] * 7]
+    (path,) = store.options.folder.glob("*.seg")
+    damaged, *whole = SegmentFile(path).entries
+    content = bytearray(path.read_bytes())
+    content[damaged.offset + 500] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match="the page is damaged"):
+        SegmentFile(path).read(damaged, RawCodec(PAGE_FORMAT))
+    for entry in whole:
+        SegmentFile(path).read(entry, RawCodec(PAGE_FORMAT))
     assert list_stores(tmp_path / "nothing") == []
     assert store_folders(tmp_path / "nothing") == []
 

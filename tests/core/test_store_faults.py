@@ -14,9 +14,9 @@ import pytest
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.reading import SegmentFile
 from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
+from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 
 FOREVER = float("inf")
@@ -151,12 +151,20 @@ def test_nothing_is_appended_behind_what_may_be_torn(bench: Bench, operation: st
     bench.files.fail(operation, errno.EIO)
     assert bench.put(4) == {0, 1, 2, 3}
     bench.put(4)
-    with SegmentFile(path) as segment:
-        assert segment.sealed
-        last = segment.records[-1]
-    assert len(segment.records) == 4
+    segment = SegmentFile(path)
+    assert segment.sealed
+    last = segment.entries[-1]
+    assert len(segment.entries) == 4
     assert path.stat().st_size == last.offset + last.nbytes + 4096
     assert len(list(bench.options.folder.glob("*.seg"))) == 2
+    bench.check()
+
+
+@pytest.mark.parametrize("operation", ["preallocate", "pwrite", "sync_folder"])
+def test_a_segment_that_cannot_be_begun_leaves_no_file(bench: Bench, operation: str) -> None:
+    bench.files.fail(operation, errno.ENOSPC)
+    assert bench.put(4) == {0, 1, 2, 3}
+    assert list(bench.options.folder.glob("*.seg")) == []
     bench.check()
 
 

@@ -13,10 +13,11 @@ import pytest
 from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.files import BLOCK
-from tiered_kv.storage.reading import SegmentFile, list_stores
+from tiered_kv.storage.listing import list_stores
 from tiered_kv.storage.segment_format import FormatError
 from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
 from tiered_kv.testing.files import UnsafeFiles
+from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 
 MUTATIONS = 2000
@@ -122,11 +123,13 @@ def check(options: StoreOptions) -> int:
     """How many pages a store serves; every one must be right."""
     (info,) = list_stores(options.root)
     for path in info.segments:
-        with contextlib.suppress(FormatError), SegmentFile(path) as segment:
-            codec = segment.codec(codec_from)
-            for record in segment.records:
+        with contextlib.suppress(FormatError):
+            segment = SegmentFile(path)
+            header = segment.header
+            codec = codec_from(header.codec_id, header.table, header.page_format)
+            for entry in segment.entries:
                 with contextlib.suppress(FormatError, OSError):
-                    assert np.array_equal(segment.read(record, codec), PAGES[record.key])
+                    assert np.array_equal(segment.read(entry, codec), PAGES[entry.key])
     store = open_store(options)
     keys = store.keys()
     wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]

@@ -44,7 +44,6 @@ __all__ = [
     "StoreError",
     "StoreLock",
     "Usage",
-    "is_locked",
     "store_folders",
 ]
 

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.capacity import LOCK_NAME, SEGMENT_SUFFIX, is_locked, store_folders
+from tiered_kv.storage.capacity import SEGMENT_SUFFIX, store_folders
+from tiered_kv.storage.locks import LOCK_NAME, is_locked
 
 
 @dataclass(frozen=True, slots=True)

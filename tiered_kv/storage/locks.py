@@ -44,6 +44,7 @@ class StoreLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
         self._fd = -1
+        self._touched_at = time.monotonic()
         for _ in range(_TRIES):
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             if try_lock(fd) and self._is_current(fd):
@@ -74,10 +75,13 @@ class StoreLock:
         """False once released, or when the file was removed by hand."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
-    def touch(self) -> None:
-        """The store is in use. Never fails."""
-        with contextlib.suppress(OSError):
-            os.utime(self._fd)
+    def touch(self, after_s: float = 0.0) -> None:
+        """The store is in use; noted again once that is ``after_s`` seconds old. Never fails."""
+        now = time.monotonic()
+        if now - self._touched_at >= after_s:
+            self._touched_at = now
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)
 
     def release(self) -> None:
         """Idempotent."""

@@ -167,8 +167,8 @@ def write_footer(
     offset: int,
     entries: Sequence[FooterEntry],
     buffers: BufferPool,
-) -> int:
-    """Seal a segment: a footer at ``offset``, and nothing behind it; returns the file's size.
+) -> None:
+    """Seal a segment: a footer at ``offset``, and nothing behind it.
 
     Raises:
         OSError: the disk failed. The segment is as it was, or ends in garbage.
@@ -177,4 +177,3 @@ def write_footer(
     write_content(files, fd, footer, offset, buffers)
     files.truncate(fd, offset + len(footer))
     files.fdatasync(fd)
-    return offset + len(footer)

@@ -367,8 +367,11 @@ class StoreConformance:
         bench.store.close()
         names = [thread.name for thread in threading.enumerate()]
         assert not any(name.startswith("tiered-kv-ssd") for name in names)
-        assert bench.store.put([(key, page_bytes(key))]) == {0}
-        assert bench.store.get([(key, page_bytes(key))]) == {0}
+        pages = [(key, page_bytes(key)), (page_key(2), page_bytes(page_key(2)))]
+        assert bench.store.put(pages) == {0, 1}
+        assert bench.store.stats.pages_refused == 2
+        assert bench.store.get(pages) == {0, 1}
+        assert bench.store.put([]) == bench.store.get([]) == frozenset()
         assert bench.store.reclaim(1, []) == []
         assert bench.store.proposal() is None
         bench.store.drop([key])

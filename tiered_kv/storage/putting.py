@@ -1,0 +1,149 @@
+"""Putting pages: encoded on several threads, written in large writes, durable together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.catalogue import Catalogue
+from tiered_kv.storage.packing import Batch, PageToWrite, pack_batch
+from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
+from tiered_kv.storage.segment_maker import SegmentMaker
+from tiered_kv.storage.store_means import WRITE_BYTES, Speed, StoreMeans
+from tiered_kv.storage.training import Training
+
+logger = logging.getLogger(__name__)
+
+_WRITES_IN_FLIGHT = 2  # as many as a device needs; more would only wait for a core
+
+
+class Putter:
+    """Appends pages to the active segment, and begins and seals segments on the way.
+
+    Attributes:
+        speed: of recent puts.
+    """
+
+    def __init__(
+        self, means: StoreMeans, catalogue: Catalogue, maker: SegmentMaker, training: Training
+    ) -> None:
+        self.speed = Speed()
+        self._means = means
+        self._catalogue = catalogue
+        self._maker = maker
+        self._training = training
+
+    def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        """See ``SegmentStore.put``."""
+        last = {key: i for i, (key, _) in enumerate(pages)}
+        now = int(time.time())
+        fit = [
+            PageToWrite(i, key, page, now)
+            for i, (key, page) in enumerate(pages)
+            if last[key] == i and _is_key(key) and self._means.options.is_page(page)
+        ]
+        stored: set[int] = set()
+        if fit:
+            active = self._catalogue.active
+            if self._training.see([item.page for item in fit]) and active is not None:
+                self._maker.seal(active)
+            stored = self.append(fit)
+        failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
+        self._means.stats.pages_refused += len(failed)
+        return failed
+
+    def append(self, items: Sequence[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
+        """Encode pages and write them while others are encoded; returns the indices of those
+        that are durable.
+
+        Args:
+            while_reclaiming: they come from a segment that dies at once.
+        """
+        means, stats = self._means, self._means.stats
+        began, bytes_before = time.monotonic(), stats.bytes_written
+        stored: set[int] = set()
+        source = _slices(items)
+        packing: deque[Future[Batch]] = deque()
+        going_on = True
+        while True:
+            while going_on and len(packing) <= means.options.io_threads:
+                if (pages := next(source, None)) is None:
+                    break
+                codec = self._training.codec
+                packing.append(means.threads.submit(pack_batch, codec, pages, means.buffers))
+            if not packing:
+                break
+            try:
+                batch = packing.popleft().result()
+            except OSError as error:  # no memory
+                means.write_failed("pages cannot be encoded", error)
+                going_on = False
+            else:
+                going_on = going_on and self._place(batch, stored, while_reclaiming)
+        self._commit(stored)
+        self.speed.add(stats.bytes_written - bytes_before, time.monotonic() - began)
+        return stored
+
+    def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
+        """Begin to write a batch, in as many segments as it takes; False if that ends here."""
+        means, records = self._means, batch.records
+        while records:
+            active = self._catalogue.active or self._maker.begin(
+                self._training.codec, while_reclaiming=while_reclaiming
+            )
+            if active is None or active.writer is None:
+                return False
+            count = active.writer.fitting(records)
+            if count == 0 and active.writer.empty:
+                logger.error("a page of %d bytes fits no segment", records[0].nbytes)
+                records = records[1:]
+            elif count == 0:
+                if not self._commit(stored):
+                    return False
+                self._maker.seal(active)
+            else:
+                future = active.writer.append(
+                    batch.buffer, records[:count], means.threads, _WRITES_IN_FLIGHT
+                )
+                records = records[count:]
+                if not records:
+                    future.add_done_callback(lambda _: means.buffers.give(batch.buffer))
+        return True
+
+    def _commit(self, stored: set[int]) -> bool:
+        """What was placed becomes durable, and then visible; False if some of it failed."""
+        active = self._catalogue.active
+        if active is None or active.writer is None:
+            return True
+        commit = active.writer.commit()
+        active.end = active.writer.end
+        emptied = self._catalogue.insert(active, commit.durable)
+        stored.update(commit.indices)
+        stats = self._means.stats
+        stats.pages_written += len(commit.durable)
+        stats.bytes_written += sum(place.stored_bytes for place in commit.durable)
+        stats.raw_bytes_written += len(commit.durable) * self._means.options.page_format.page_bytes
+        for segment in emptied:
+            self._catalogue.delete_if_empty(segment)
+        if commit.error is None:
+            return True
+        self._means.write_failed(f"pages cannot be written to {active.path}", commit.error)
+        self._maker.seal(active)  # nothing may follow what may be torn
+        return False
+
+
+def _is_key(key: PageKey) -> bool:
+    return MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES
+
+
+def _slices(items: Sequence[PageToWrite]) -> Iterator[Sequence[PageToWrite]]:
+    """Pages for one write each, as many as make it large."""
+    if items:
+        step = max(1, WRITE_BYTES // items[0].page.nbytes)
+        for start in range(0, len(items), step):
+            yield items[start : start + step]
