@@ -2,8 +2,9 @@
 
     python -m bench.store --json
 
-Random pages are put in groups of 32, as the I/O thread does, and read back in gets of 32
-random ones, with the ``raw`` codec: what is measured is the store, not a codec. ``*_mbs`` is
+Random pages are put in groups of 64 MiB, as the I/O thread does, and read back as they were
+put, as contexts are, one at random after the other, with the ``raw`` codec: what is measured
+is the store, not a codec. ``*_mbs`` is
 MB of stored pages per second, beginning to end: finding, copying, hashing, new segments and
 fdatasync included. ``device_*_mbs`` is what the file system gives without a store: O_DIRECT,
 random order for reads, for writes new files with their room reserved (as segments are, but
@@ -54,7 +55,7 @@ from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.io_thread import GROUP_PAGES
+from tiered_kv.storage.io_thread import group_pages
 from tiered_kv.storage.segment_format import (
     FooterEntry,
     SegmentHeader,
@@ -63,6 +64,7 @@ from tiered_kv.storage.segment_format import (
     pack_segment_header,
 )
 from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
+from tiered_kv.storage.store_options import io_threads
 
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48
@@ -85,7 +87,8 @@ class Contestant:
         self._store = SegmentStore(options, RawCodec(page_format), codec_from)
         self._content = content
         self._page_bytes = page_bytes
-        self._slots = np.ones((GROUP_PAGES, page_bytes), np.uint8)
+        self._group = group_pages(page_bytes)
+        self._slots = huge_bytes(self._group * page_bytes).reshape(self._group, page_bytes)
         self._random = np.random.default_rng(2)
         self._pages = 0
 
@@ -102,8 +105,8 @@ class Contestant:
         """Put so many new pages; MB/s."""
         seconds = 0.0
         for _ in range(nbytes // self._slots.nbytes):
-            names = range(self._pages, self._pages + GROUP_PAGES)
-            self._pages += GROUP_PAGES
+            names = range(self._pages, self._pages + self._group)
+            self._pages += self._group
             for slot, name in zip(self._slots, names, strict=True):
                 slot[:] = self._page(name)
             pages = list(zip(map(_key, names), self._slots, strict=True))
@@ -115,19 +118,20 @@ class Contestant:
         return nbytes / seconds / 1e6
 
     def read(self, nbytes: int) -> float:
-        """Get so many random pages; MB/s.
+        """Get so many pages, of random contexts; MB/s.
 
         Raises:
             RuntimeError: a page was lost, or another came back.
         """
         seconds = 0.0
         for _ in range(nbytes // self._slots.nbytes):
-            names = self._random.choice(self._pages, GROUP_PAGES, replace=False).tolist()
+            first = int(self._random.integers(self._pages // self._group)) * self._group
+            names = range(first, first + self._group)
             pages = list(zip(map(_key, names), self._slots, strict=True))
             began = time.perf_counter()
             failed = self._store.get(pages)
             seconds += time.perf_counter() - began
-            one = int(self._random.integers(GROUP_PAGES))
+            one = int(self._random.integers(self._group))
             if failed or not np.array_equal(self._slots[one], self._page(names[one])):
                 raise RuntimeError("a page did not come back as it was put")
         return nbytes / seconds / 1e6
@@ -231,7 +235,7 @@ def measure(
     Raises:
         RuntimeError: the store lost a page, or the file system has no O_DIRECT.
     """
-    group = GROUP_PAGES * page_kib << 10
+    group = group_pages(page_kib << 10) * page_kib << 10
     slices = ROUNDS * SLICES
     chunk = max(1, (mib << 20) // slices // group) * group
     device_chunk = -(-chunk // max(DEVICE_BLOCKS)) * max(DEVICE_BLOCKS)
@@ -279,8 +283,8 @@ def main() -> None:
     command.add_argument(
         "--threads",
         type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="of the store; default: as many as cores",
+        default=io_threads(len(os.sched_getaffinity(0))),
+        help="of the store; default: as the connector would take",
     )
     args: argparse.Namespace = command.parse_args()
     with (

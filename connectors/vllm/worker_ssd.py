@@ -28,6 +28,7 @@ from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.storage.store_options import io_threads
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class WorkerSsd:
         pool: CpuPool,
     ) -> None:
         assert config.ssd_path is not None
-        threads = config.io_threads or max(1, min(8, len(CORES) // facts.ranks))
+        cores = max(1, len(CORES) // facts.ranks)
+        threads = config.io_threads or io_threads(cores)
         options = StoreOptions(
             root=config.ssd_path,
             fingerprint=fingerprint.digest(),
@@ -71,7 +73,9 @@ class WorkerSsd:
             try:
                 config.ssd_path.mkdir(mode=0o700, exist_ok=True)
                 disk = measure_disk(config.ssd_path, threads)
-                codec, bandwidth = _choose(config.codec, facts.page_format, disk, threads)
+                codec, bandwidth = _choose(
+                    config.codec, facts.page_format, disk, min(cores, threads)
+                )
                 self._open = partial(SegmentStore, codec=codec, codec_from=codec_from)
                 store = self._open(options)
             except (StoreError, OSError, ValueError) as error:
@@ -168,16 +172,14 @@ def _on_all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, mine)
 
 
-def _choose(
-    name: str, page_format: PageFormat, disk: DiskSpeed, threads: int
-) -> tuple[Codec, float]:
+def _choose(name: str, page_format: PageFormat, disk: DiskSpeed, cores: int) -> tuple[Codec, float]:
     """The codec, and the bytes of pages per second it will promote with."""
     if name == "auto":
-        choice = choose(page_format, disk.read / 1e6, disk.write / 1e6, threads)
+        choice = choose(page_format, disk.read / 1e6, disk.write / 1e6, cores)
         logger.info("TIERED_KV_CODEC=auto: %s", choice.reason)
         codec = choice.codec
     else:
         codec = make_codec(name, page_format)
     one = measure_codec(codec, synthetic_page(page_format))
-    seconds = max(one.stored_bytes / disk.read, one.decode_s / threads)
+    seconds = max(one.stored_bytes / disk.read, one.decode_s / cores)
     return codec, page_format.page_bytes / seconds

@@ -14,11 +14,13 @@ from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
-from tiered_kv.storage.io_thread import GROUP_PAGES, IoThread
+from tiered_kv.storage import io_thread
+from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
 
 FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=8192, tokens=16)
 SLOTS = 100
+GROUP = 32
 
 
 def key(n: int) -> PageKey:
@@ -82,7 +84,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(io_thread, "GROUP_BYTES", GROUP * FORMAT.page_bytes)
     made = Bench(tmp_path / "ssd")
     yield made
     if made.store.gate is not None:
@@ -145,7 +148,7 @@ def test_a_promotion_does_not_wait_for_a_long_demotion(bench: Bench) -> None:
     bench.reports()
     bench.store.log.clear()
     bench.store.gate = threading.Event()
-    long = bench.demote(range(2, 2 + 3 * GROUP_PAGES))
+    long = bench.demote(range(2, 2 + 3 * GROUP))
     up = bench.promote(range(1), into=range(99, 100))
     bench.store.gate.set()
     reports = bench.reports()
@@ -153,7 +156,7 @@ def test_a_promotion_does_not_wait_for_a_long_demotion(bench: Bench) -> None:
     assert reports[long.order_id].failed == reports[up.order_id].failed == frozenset()
     got = bench.store.log.index(("get", 1))
     assert got <= 1, f"it came behind the whole demotion: {bench.store.log}"
-    assert [n for what, n in bench.store.log if what == "put"] == [GROUP_PAGES] * 3
+    assert [n for what, n in bench.store.log if what == "put"] == [GROUP] * 3
 
 
 def test_the_thread_outlives_what_fails(bench: Bench) -> None:
@@ -170,7 +173,7 @@ def test_a_reset_empties_the_disk_and_fails_what_was_ordered(bench: Bench) -> No
     bench.demote(range(2))
     bench.reports()
     bench.store.gate = threading.Event()
-    running = bench.demote(range(10, 10 + 2 * GROUP_PAGES))
+    running = bench.demote(range(10, 10 + 2 * GROUP))
     waiting = bench.demote(range(2))
     later = bench.promote(range(2), into=range(50, 52), due=1e9)
     bench.io.replace_store(lambda: bench.open(b"n" * 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 
@@ -11,9 +12,25 @@ from tiered_kv.storage.files import FileLayer, write_exactly
 from tiered_kv.storage.segment_layout import aligned
 
 
+HUGE_PAGE = 2 << 20
+
+
 def aligned_bytes(nbytes: int) -> Bytes:
-    """At least so many bytes, from the beginning of a page of memory on."""
-    return np.frombuffer(mmap.mmap(-1, max(aligned(nbytes), mmap.PAGESIZE)), dtype=np.uint8)
+    """At least so many bytes, from the beginning of a page of memory on.
+
+    A disk takes one piece of memory at a time, and a large buffer in small pages is hundreds
+    of pieces: so large ones lie in huge pages, where the system has them.
+    """
+    room = max(aligned(nbytes), mmap.PAGESIZE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if room < HUGE_PAGE // 2:
+        return np.frombuffer(mmap.mmap(-1, room, flags=flags), dtype=np.uint8)
+    memory = mmap.mmap(-1, room + HUGE_PAGE, flags=flags)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    found = np.frombuffer(memory, dtype=np.uint8)
+    start = -found.ctypes.data % HUGE_PAGE
+    return found[start : start + room]
 
 
 class BufferPool:

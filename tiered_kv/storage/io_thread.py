@@ -27,8 +27,14 @@ from tiered_kv.storage.segment_store import Proposal, SegmentStore
 
 logger = logging.getLogger(__name__)
 
-GROUP_PAGES = 32
-"""Pages demoted, and made durable, at a time."""
+GROUP_BYTES = 64 << 20
+"""Of pages demoted, and made durable, at a time: enough for a disk to reach its speed, and a
+promotion that comes between waits a few hundredths of a second."""
+
+
+def group_pages(page_bytes: int) -> int:
+    """Pages of such a group."""
+    return max(1, GROUP_BYTES // page_bytes)
 
 
 Task = Callable[[], None]
@@ -62,6 +68,7 @@ class IoThread:
         self.store = store
         self.failures = 0
         self._slots = slots
+        self._group = group_pages(slots.shape[1])
         self._clock = clock
         self._later: list[tuple[float, int, DemoteOrder | PromoteOrder]] = []
         self._promotions: deque[PromoteOrder] = deque()
@@ -172,10 +179,10 @@ class IoThread:
         try:
             if discard:
                 self.store.clear()
-            for start in range(0, len(last), GROUP_PAGES):
+            for start in range(0, len(last), self._group):
                 if self._clock() >= deadline:
                     break
-                group = last[start : start + GROUP_PAGES]
+                group = last[start : start + self._group]
                 failed = self.store.put([(key, self._slots[slot]) for key, slot in group])
                 written += len(group) - len(failed)
                 if len(failed) == len(group):
@@ -249,7 +256,7 @@ class IoThread:
     def _demote(self, demotion: _Demotion) -> None:
         """One group; the rest of the order goes to the head of the queue again."""
         order, start = demotion.order, demotion.done
-        demotion.done = stop = min(start + GROUP_PAGES, len(order.keys))
+        demotion.done = stop = min(start + self._group, len(order.keys))
         bad = frozenset(range(stop - start))
         try:
             bad = self.store.put(self._pages(order, start, stop))

@@ -19,8 +19,6 @@ from tiered_kv.storage.training import Training
 
 logger = logging.getLogger(__name__)
 
-_WRITES_IN_FLIGHT = 2  # as many as a device needs; more would only wait for a core
-
 
 class Putter:
     """Appends pages to the active segment, and begins and seals segments on the way.
@@ -108,7 +106,7 @@ class Putter:
                 self._maker.seal(active)
             else:
                 future = active.writer.append(
-                    batch.buffer, records[:count], means.threads, _WRITES_IN_FLIGHT
+                    batch.buffer, records[:count], means.threads, means.options.io_threads
                 )
                 records = records[count:]
                 if not records:

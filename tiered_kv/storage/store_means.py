@@ -12,7 +12,7 @@ from tiered_kv.storage.store_options import StoreOptions, StoreStats
 
 logger = logging.getLogger(__name__)
 
-WRITE_BYTES = 2 << 20
+WRITE_BYTES = 4 << 20
 """Of a write, if there are pages enough."""
 
 

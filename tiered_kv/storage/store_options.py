@@ -99,3 +99,9 @@ class StoreStats:
     segments_deleted: int = 0
     segments_bad: int = 0
     """Segments found on opening that could not be used."""
+
+
+def io_threads(cores: int) -> int:
+    """Threads of a store that may use so many cores: two for each, since half of them wait for
+    the disk, and four at least, which is the depth a disk wants."""
+    return max(4, min(8, 2 * cores))
