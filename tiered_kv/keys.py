@@ -40,7 +40,7 @@ class Fingerprint:
         rope: the position-encoding settings as loaded, overrides included.
         group: the KV cache group the pages belong to.
         block_size: tokens of a page.
-        layout: description of a page's byte regions.
+        layout: description of a page's byte regions, and of what lies where within them.
         ranks: number of tensor-parallel ranks a page is cut into.
         hash_algorithm: vLLM's block hash function and its seed.
         generation: empty; after a cache reset something that never was before, so that its

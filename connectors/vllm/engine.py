@@ -28,6 +28,8 @@ class EngineFacts:
         max_model_len: tokens of the longest request.
         layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
         element: type of the elements of K and V.
+        arrangement: what decides how K, V, heads and tokens lie within a block; a backend may
+            arrange them as it likes, and sizes do not tell.
         replica: index of this engine among data-parallel ones.
         group: the KV cache group whose pages are offloaded; 0 when there is one group.
     """
@@ -38,6 +40,7 @@ class EngineFacts:
     max_model_len: int
     layout: PageLayout | None
     element: ElementType = ElementType.OPAQUE
+    arrangement: str = ""
     replica: int = 0
     group: int = 0
 
@@ -136,8 +139,24 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         max_model_len=vllm_config.model_config.max_model_len,
         layout=layout,
         element=_element(vllm_config),
+        arrangement=_arrangement(vllm_config, kv_cache_config),
         replica=vllm_config.parallel_config.data_parallel_index,
     )
+
+
+def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
+    """vLLM's layout, and what its choice of an attention backend depends on."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    layout = getattr(kv_cache_config, "kv_cache_layout", None)
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    try:
+        device = f"{current_platform.device_type} {current_platform.get_device_capability()}"
+    except Exception:  # platforms differ in what they can say
+        device = str(current_platform.device_type)
+    version = ".".join(vllm.__version__.split(".")[:2])
+    return f"{layout} {backend} {device} vllm-{version}"
 
 
 def _element(vllm_config: Any) -> ElementType:

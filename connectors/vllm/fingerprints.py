@@ -83,7 +83,7 @@ def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
         rope=rope,
         group=facts.group,
         block_size=facts.block_size,
-        layout=facts.layout.describe() if facts.layout else "",
+        layout=f"{facts.layout.describe()} {facts.arrangement}" if facts.layout else "",
         ranks=facts.ranks,
         hash_algorithm=_hash_algorithm(cache),
         generation="",

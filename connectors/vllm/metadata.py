@@ -32,6 +32,7 @@ class SsdOrders:
             is invalid, and so is every order sent before.
         lost: pages that some rank has lost: the others can forget them.
         reclaims: by rank, a segment that shall die and the pages that survive it.
+        distrusted: saves whose slots may hold anything: not to be flushed.
     """
 
     demotes: tuple[DemoteOrder, ...] = ()
@@ -39,6 +40,7 @@ class SsdOrders:
     fingerprint: bytes | None = None
     lost: tuple[PageKey, ...] = ()
     reclaims: Mapping[int, Proposal] = field(default_factory=dict)
+    distrusted: tuple[OrderId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

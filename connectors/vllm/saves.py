@@ -118,8 +118,9 @@ class Saves:
             tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
             pages[tail.key] = block_ids[block]
             used.insert(0, tail.key)
-            if len(self._tails) > 2 * self._planner.index.num_slots:
-                self._tails.prune(self._planner.index.known)
+            index, ssd = self._planner.index, self._planner.ssd
+            if len(self._tails) > 2 * (index.num_slots + len(ssd)):
+                self._tails.prune(lambda key: index.known(key) or key in ssd)
         order = self._order(pages)
         if order is None:
             self._planner.index.touch(used)
@@ -149,15 +150,18 @@ class Saves:
         self._counters.add("bytes_saved", good * self._facts.page_bytes * self._facts.ranks)
         self._give_up(done.order.blocks)
 
-    def drop_all(self) -> None:
-        """Forget every save, sent or not, and give up its blocks at once."""
+    def drop_all(self) -> list[OrderId]:
+        """Forget every save, sent or not, and give up its blocks at once; returns those sent,
+        whose copies may go on while others write into the blocks."""
         for order in self.unsent:
             self._planner.cancel(order)
             self._give_up(order.blocks)
         self.unsent.clear()
         self._last_of_turn.clear()
-        for order in self._planner.abandon_saves():
+        abandoned = self._planner.abandon_saves()
+        for order in abandoned:
             self._give_up(order.blocks)
+        return [order.order_id for order in abandoned]
 
     def _newly_filled(self, turn: Turn, tokens: int) -> Iterable[tuple[PageKey, int]]:
         """Blocks filled since the last look, with their keys.

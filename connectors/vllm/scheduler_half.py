@@ -30,7 +30,7 @@ from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.index import PageIndex
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import LoadOrder, RestoreMode, SaveOrder
-from tiered_kv.planner import Planner
+from tiered_kv.planner import Planner, Settled
 from tiered_kv.policies.eviction import LeastRecentlyUsed
 from tiered_kv.policies.restore import RestorePolicy
 from tiered_kv.policies.signals import Decision, JobKey, Tier, TurnEnd, TurnPolicy
@@ -115,6 +115,7 @@ class SchedulerHalf:
             groups = [self.facts.group]
             self.ssd = SsdTier(
                 self.facts,
+                self._config.ssd_bytes,
                 self.planner,
                 self.tails,
                 self.counters,
@@ -208,9 +209,9 @@ class SchedulerHalf:
             turn.cpu_tokens = num_external
             self._running += 1
             self.prefills.started(turn, self._clock())
-            if self.ssd is not None:
-                turn.ssd_tokens = min(num_external, self._came_up(turn))
-                self.ssd.claimed(turn)
+            turn.ssd_tokens = min(num_external, self._came_up(turn))
+        if self.ssd is not None:
+            self.ssd.claimed(turn)
         if turn.job is not None and self.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
@@ -272,11 +273,17 @@ class SchedulerHalf:
             self._seen_failures = {**self._seen_failures, **meta.failures}
             self._no_orders = TieredMetadata(seen_failures=self._seen_failures)
         settled = self.planner.settle(meta.reports)
-        if self.ssd is not None:
-            self.ssd.heard(meta.ssd)
-            for done in settled:
-                self.ssd.settled(done)
-            self.ssd.demote_ahead()
+        try:
+            self._settled(settled)
+        finally:  # what one of the two does wrong must not cost the other's blocks
+            if self.ssd is not None:
+                self.ssd.heard(meta.ssd)
+                for done in settled:
+                    self.ssd.settled(done)
+                self.ssd.demote_ahead()
+
+    def _settled(self, settled: Sequence[Settled]) -> None:
+        """Saves and loads that every rank has reported."""
         for done in settled:
             if isinstance(done.order, SaveOrder):
                 self.saves.settled(done)
@@ -318,14 +325,14 @@ class SchedulerHalf:
             return None
         self._restored.pop(request.request_id, None)
         self._running -= turn.admitted
+        if self.ssd is not None:
+            self.ssd.claimed(turn)
         has_kv = turn.admitted and not turn.loading
         decision = self.policy.decide(_turn_end(turn))
         if has_kv and turn.fingerprint is not None:
             last, keys = self.saves.finish(turn, block_ids[self.facts.group])
             if self.ssd is not None and decision.tier is Tier.SSD:
                 self.ssd.demote(keys, after=last.order_id if last else None)
-        if self.ssd is not None:
-            self.ssd.claimed(turn)
         pinned = 0
         if turn.job is not None:
             self.jobs.turn_ended(turn.job, request.request_id, over=turn.hints.is_last_step)
@@ -386,7 +393,9 @@ class SchedulerHalf:
     def let_go(self) -> None:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
         self.counters.add("pins_released", self.pins.release_all())
-        self.saves.drop_all()
+        abandoned = self.saves.drop_all()
+        if self.ssd is not None:
+            self.ssd.distrust(abandoned)
 
     def reset(self) -> None:
         """Let go of every VRAM block, and start a new generation of pages.

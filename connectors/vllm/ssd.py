@@ -36,6 +36,10 @@ MOST_DEMOTING = 256
 evicted, and younger ones would be in their place."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """How long nothing is demoted after a demotion failed: doubled each time."""
+NOW = 0.0
+"""Due at once, on any machine's clock."""
+REPEAT_S = 5.0
+"""A proposal that stays is answered again after this: the store has not done it."""
 TRIES = 2
 """Promotions planned for a turn: when it arrives, and when it is asked for if that was
 not enough (slots were short, or the pages were evicted again)."""
@@ -45,6 +49,7 @@ class SsdTier:
     """Demotions, promotions and the answers to the stores. Owns the unsent orders.
 
     Args:
+        capacity_bytes: of the SSD tier, all ranks together.
         cached: whether VRAM holds the block of a block hash.
         clock: monotonic seconds, the same in every process of the machine.
     """
@@ -52,6 +57,7 @@ class SsdTier:
     def __init__(
         self,
         facts: EngineFacts,
+        capacity_bytes: int,
         planner: Planner,
         tails: TailIndex,
         counters: Counters,
@@ -66,9 +72,13 @@ class SsdTier:
         self._counters = counters
         self._cached = cached
         self._clock = clock
-        self._window = max(1, min(self._index.num_slots * 3 // 4, MOST_AHEAD))
+        on_ssd = capacity_bytes // (2 * facts.ranks * facts.page_bytes)
+        self._window = max(1, min(self._index.num_slots * 3 // 4, MOST_AHEAD, on_ssd))
         self._looked_at = -self._window  # slots taken then
+        self._ahead = 0  # pages demoted ahead: at most as many as slots were taken, or a store
+        # smaller than the look-ahead would be written over and over
         self._unclaimed = 0
+        self._expected_bandwidth = planner.ssd_bandwidth
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._after_save: dict[OrderId, Sequence[PageKey]] = {}
@@ -77,7 +87,9 @@ class SsdTier:
         self._fingerprint: bytes | None = None
         self._lost: list[PageKey] = []
         self._reclaims: dict[int, Proposal] = {}
-        self._answered: dict[int, int] = {}
+        self._answered: dict[int, tuple[int, float]] = {}
+        self._verdicts: dict[PageKey, tuple[bool, set[int]]] = {}
+        self._distrusted: list[OrderId] = []
         self.stored_bytes: dict[int, int] = {}
 
     @property
@@ -86,6 +98,7 @@ class SsdTier:
             self._demotes
             or self._promotes
             or self._lost
+            or self._distrusted
             or self._reclaims
             or self._fingerprint is not None
         )
@@ -100,7 +113,9 @@ class SsdTier:
             self._fingerprint,
             tuple(self._lost),
             dict(self._reclaims),
+            tuple(self._distrusted),
         )
+        self._distrusted.clear()
         self._demotes.clear()
         self._promotes.clear()
         self._fingerprint = None
@@ -134,8 +149,11 @@ class SsdTier:
         )
         if not worth_promoting(promotion):
             self._counters.add("promotions_refused")
+            # Nothing is learned from what is not done: what is known grows old instead.
+            known = self._planner.ssd_bandwidth
+            self._planner.ssd_bandwidth = max(known, min(1.1 * known, self._expected_bandwidth))
             return
-        order = self._planner.plan_promote(fresh, now)
+        order = self._planner.plan_promote(fresh, NOW)
         if order is not None:
             self._promotes.append(order)
         coming = self._planner.promoting
@@ -220,7 +238,7 @@ class SsdTier:
         index = self._index
         taken = index.taken
         roomy = index.free_slots > index.num_slots // 2
-        if roomy or taken - self._looked_at < self._window // 8:
+        if roomy or taken - self._looked_at < self._window // 8 or self._ahead >= taken:
             return
         room = min(MOST_DEMOTING, -(-self._window // 2)) - self._planner.demoting
         if room <= 0 or self._clock() < self._pause_until:
@@ -228,14 +246,14 @@ class SsdTier:
         victims = [key for key in index.least_valuable(self._window) if key not in self._ssd]
         if len(victims) <= room:
             self._looked_at = taken
+        self._ahead += min(len(victims), room)
         self._demote(victims[:room])
 
     def _demote(self, keys: Sequence[PageKey]) -> None:
-        now = self._clock()
-        if now < self._pause_until:
+        if self._clock() < self._pause_until:
             return
         for start in range(0, len(keys), ORDER_PAGES):
-            order = self._planner.plan_demote(keys[start : start + ORDER_PAGES], now)
+            order = self._planner.plan_demote(keys[start : start + ORDER_PAGES], NOW)
             if order is not None:
                 self._demotes.append(order)
 
@@ -273,13 +291,42 @@ class SsdTier:
             if report.gone:
                 self._counters.add("ssd_pages_reclaimed", len(report.gone))
                 self._ssd.discard(report.gone)
+                for key in report.gone:
+                    self._verdicts.pop(key, None)
                 if self._facts.ranks > 1:
                     self._lost += report.gone
-            dying = report.proposal
-            if dying is not None and self._answered.get(rank) != dying.segment:
-                self._answered[rank] = dying.segment
-                survivors = self._ssd.survivors(dying.keys)
-                self._reclaims[rank] = Proposal(dying.segment, survivors)
+            if report.proposal is not None:
+                self._answer(rank, report.proposal)
+
+    def _answer(self, rank: int, dying: Proposal) -> None:
+        now = self._clock()
+        segment, when = self._answered.get(rank, (-1, 0.0))
+        if segment == dying.segment and now - when < REPEAT_S:
+            return
+        self._answered[rank] = (dying.segment, now)
+        self._reclaims[rank] = Proposal(dying.segment, self._survivors(rank, dying.keys))
+
+    def _survivors(self, rank: int, dying: Sequence[PageKey]) -> tuple[PageKey, ...]:
+        """Who survives; the same for every rank, whichever asks first."""
+        fresh = [key for key in dying if key not in self._verdicts]
+        kept = set(self._ssd.survivors(fresh))
+        ranks = range(self._facts.ranks)
+        self._verdicts.update({key: (key in kept, set(ranks)) for key in fresh})
+        survivors = []
+        for key in dying:
+            survives, waiting = self._verdicts[key]
+            waiting.discard(rank)
+            if not waiting:
+                del self._verdicts[key]
+            if survives:
+                survivors.append(key)
+        return tuple(survivors)
+
+    def distrust(self, saves: Sequence[OrderId]) -> None:
+        """Saves whose blocks were given up under way: their slots may hold anything."""
+        self._distrusted += saves
+        for save in saves:
+            self._after_save.pop(save, None)
 
     def recovered(self, ranks: Mapping[int, TieredHandshake]) -> None:
         """What the stores held when the engine started: every rank must have a page."""
@@ -291,7 +338,8 @@ class SsdTier:
         self._ssd.add(key for key in lists[0] if key in everywhere)
         partial = set().union(*lists) - everywhere
         self._lost += sorted(partial)
-        self._planner.ssd_bandwidth = min(handshake.bandwidth for handshake in ranks.values())
+        self._expected_bandwidth = min(handshake.bandwidth for handshake in ranks.values())
+        self._planner.ssd_bandwidth = self._expected_bandwidth
         if everywhere:
             logger.info("%d pages are on SSD from before", len(everywhere))
 
@@ -307,6 +355,7 @@ class SsdTier:
         self._lost.clear()
         self._reclaims.clear()
         self._answered.clear()
+        self._verdicts.clear()
         self._fingerprint = fingerprint
 
     def gauges(self) -> dict[str, Any]:

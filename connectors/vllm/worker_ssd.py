@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.choice import (
@@ -32,6 +33,7 @@ from tiered_kv.storage.store_options import io_threads
 
 logger = logging.getLogger(__name__)
 
+ASSUMED_SPEED = DiskSpeed(read=1e9, write=1e9)
 FLUSH_S = 3.0
 """Time for the last flush: vLLM ends a process 5 seconds after it asked it to stop."""
 
@@ -72,7 +74,7 @@ class WorkerSsd:
         with _on_all_cores():
             try:
                 config.ssd_path.mkdir(mode=0o700, exist_ok=True)
-                disk = measure_disk(config.ssd_path, threads)
+                disk = _measure(config.ssd_path, threads)
                 codec, bandwidth = _choose(
                     config.codec, facts.page_format, disk, min(cores, threads)
                 )
@@ -85,9 +87,12 @@ class WorkerSsd:
         self._options = options
         self._rank = rank
         self._lasting = fingerprint.lasting
-        self._holds: dict[int, PageKey] = {}  # slot -> page, of saves, the newest last
+        # What slots hold that is perhaps nowhere else, by whose save; the newest last.
+        self._holds: dict[int, tuple[PageKey, OrderId]] = {}
+        self._distrusted: set[OrderId] = set()
         self._promotes: dict[OrderId, PromoteOrder] = {}
         self._counted: dict[str, int] = {}
+        self._counted_of = store
         self._said = SsdReport()
 
     # -- orders in ----------------------------------------------------------------
@@ -98,8 +103,12 @@ class WorkerSsd:
             self._options = replace(self._options, fingerprint=orders.fingerprint)
             self._lasting = False
             self._holds.clear()
-            self._counted = {}
             self.io.replace_store(partial(self._open, self._options))
+        if orders.distrusted:
+            self._distrusted.update(orders.distrusted)
+            for slot, (_, order_id) in list(self._holds.items()):
+                if order_id in self._distrusted:
+                    del self._holds[slot]
         if orders.lost:
             self.io.drop(orders.lost)
         if (dying := orders.reclaims.get(self._rank)) is not None:
@@ -117,8 +126,8 @@ class WorkerSsd:
     def saved(self, order: SaveOrder, failed: frozenset[int]) -> None:
         """Slots now hold pages that are perhaps nowhere else."""
         for i, (slot, key) in enumerate(zip(order.slots, order.keys, strict=True)):
-            if i not in failed:
-                self._holds[slot] = key
+            if i not in failed and order.order_id not in self._distrusted:
+                self._holds[slot] = (key, order.order_id)
 
     def _forget_slots(self, slots: tuple[int, ...]) -> None:
         for slot in slots:
@@ -133,6 +142,8 @@ class WorkerSsd:
         if not reports and not gone and proposal == self._said.proposal:
             return reports, None
         store = self.io.store
+        if store is not self._counted_of:  # a reset came between
+            self._counted, self._counted_of = {}, store
         stats = store.stats
         totals = {
             "ssd_bytes_written": stats.bytes_written,
@@ -154,10 +165,20 @@ class WorkerSsd:
         last: list[tuple[PageKey, int]] = []
         if self._lasting:
             stored = self.io.store
-            last = [(k, slot) for slot, k in reversed(self._holds.items()) if k not in stored]
+            last = [
+                (key, slot) for slot, (key, _) in reversed(self._holds.items()) if key not in stored
+            ]
         written = self.io.close(last, FLUSH_S, discard=not self._lasting)
         if last:
             logger.info("flushed %d of %d pages to SSD", written, len(last))
+
+
+def _measure(folder: Path, threads: int) -> DiskSpeed:
+    try:
+        return measure_disk(folder, threads)
+    except OSError as error:  # a full disk can still give what it has
+        logger.warning("the disk under %s cannot be measured (%s)", folder, error)
+        return ASSUMED_SPEED
 
 
 @contextmanager

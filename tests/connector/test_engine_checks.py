@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.vllm import engine
 from tiered_kv.connectors.vllm.engine import (
     EngineFacts,
@@ -77,11 +78,12 @@ def config(**changes: Any) -> SimpleNamespace:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             world_size=2,
+            data_parallel_index=0,
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
         speculative_config=None,
-        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16),
-        model_config=SimpleNamespace(max_model_len=4096),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto"),
+        model_config=SimpleNamespace(max_model_len=4096, dtype="torch.bfloat16"),
     )
     for name, value in changes.items():
         section, _, key = name.partition("__")
@@ -208,9 +210,20 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
         num_blocks=10,
         max_model_len=4096,
         layout=page_layout([Placement(2, 640, 64, 0)], 10),
+        element=ElementType.BF16,
+        arrangement=facts.arrangement,
     )
     assert facts.page_bytes == 128
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_blocks_of_one_size_can_be_arranged_differently() -> None:
+    """Heads before tokens or behind them: the same regions, and pages that must not mix."""
+    one, other = kv_config(FullAttentionSpec), kv_config(FullAttentionSpec)
+    one.kv_cache_layout, other.kv_cache_layout = "LBNHC", "LBHNC"
+    assert read_engine(config(), one).layout == read_engine(config(), other).layout
+    assert read_engine(config(), one).arrangement != read_engine(config(), other).arrangement
 
 
 @pytest.mark.usefixtures("without_vllm")

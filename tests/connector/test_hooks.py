@@ -91,6 +91,7 @@ def test_the_client_is_told_where_its_prompt_came_from(make_rig: MakeRig) -> Non
         "vram_tokens": 0,
         "cpu_tokens": 199,
         "recomputed_tokens": 1,
+        "ssd_tokens": 0,
     }
 
 

@@ -215,4 +215,6 @@ def test_the_format_does_not_change_unnoticed() -> None:
         + pack_footer(HEADER, BLOCK, [FooterEntry(RECORD.key, BLOCK, 10, 20, 5)])
     )
     assert record_bytes(48, 300) == BLOCK
+    assert record_bytes(48, 2 * BLOCK) == 3 * BLOCK
+    assert dataclasses.replace(RECORD, plane_bytes=BLOCK, frame_bytes=0).header_bytes == BLOCK
     assert xxhash.xxh3_64_hexdigest(everything) == "b2a51352e5b93e28"

@@ -248,7 +248,7 @@ def test_tools_name_the_damaged_record(open_store: Opener, tmp_path: Path) -> No
     (path,) = store.options.folder.glob("*.seg")
     damaged, *whole = SegmentFile(path).entries
     content = bytearray(path.read_bytes())
-    content[damaged.offset + 500] ^= 1
+    content[damaged.offset + 5000] ^= 1
     path.write_bytes(content)
     with pytest.raises(FormatError, match="the page is damaged"):
         SegmentFile(path).read(damaged, RawCodec(PAGE_FORMAT))

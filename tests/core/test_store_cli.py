@@ -203,18 +203,18 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("what", PLACES)
 @pytest.mark.parametrize("codec", ["raw", "centred"])
-def test_a_flipped_byte_is_found_and_its_page_named(
-    disk: Disk, codec: str, place: Callable[[int, int, int], int]
-) -> None:
+def test_a_flipped_byte_is_found_and_its_page_named(disk: Disk, codec: str, what: str) -> None:
+    if codec == "raw" and what == "the padding behind the page":
+        pytest.skip("a raw page has whole blocks, and no padding")
     disk.fill(40, codec)
     victim = page_key(17)
     found = disk.survey.pages[victim]
-    payload = found.entry.offset + record_header_bytes(len(victim))
+    payload = found.entry.offset + record_header_bytes(len(victim), found.entry.stored_bytes)
     end = payload + found.entry.stored_bytes
     path = found.segment.path
-    flip(path, place(found.entry.offset, payload, end))
+    flip(path, PLACES[what](found.entry.offset, payload, end))
 
     result = run_json("verify", disk.root, code=1)
 

@@ -203,7 +203,7 @@ def test_a_read_error_costs_the_page_it_strikes(bench: Bench) -> None:
 
 def test_a_bit_flipped_on_the_way_costs_one_page(bench: Bench) -> None:
     bench.put(30)
-    bench.files.flip(8 * 1000 + 3)
+    bench.files.flip(8 * 5000 + 3)  # behind the header
     (lost,) = bench.get()
     assert bench.store.stats.pages_bad == 1
     assert bench.store.stats.read_errors == 0

@@ -11,7 +11,6 @@ from tiered_kv.codecs.base import Bytes
 from tiered_kv.storage.files import FileLayer, write_exactly
 from tiered_kv.storage.segment_layout import aligned
 
-
 HUGE_PAGE = 2 << 20
 
 
@@ -73,6 +72,6 @@ def write_content(
     buffer = buffers.take(len(content))
     try:
         buffer[: len(content)] = np.frombuffer(content, np.uint8)
-        write_exactly(files, fd, buffer.data[: len(content)], offset)
+        write_exactly(files, fd, [buffer.data[: len(content)]], offset)
     finally:
         buffers.give(buffer)

@@ -172,7 +172,7 @@ def _check_records(
         checked.nbytes += entry.nbytes
         stored = buffer.data[: entry.nbytes]
         try:
-            read_exactly(RealFiles(), fd, stored, entry.offset)
+            read_exactly(RealFiles(), fd, [stored], entry.offset)
             good[entry.offset] = _check_record(loaded, codec, entry, stored, page)
         except (OSError, FormatError) as error:
             checked.bad_pages.append(BadPage(path, entry.offset, entry.key, str(error)))
@@ -207,5 +207,5 @@ def _lost(path: Path, loaded: LoadedSegment, good: Mapping[int, RecordHeader]) -
 
 def _read(fd: int, offset: int, nbytes: int) -> memoryview:
     buffer = aligned_bytes(nbytes).data[:nbytes]
-    read_exactly(RealFiles(), fd, buffer, offset)
+    read_exactly(RealFiles(), fd, [buffer], offset)
     return buffer

@@ -94,7 +94,7 @@ def _read(place: Place) -> tuple[EncodedPage, Bytes]:
     loaded, entry = place.segment.loaded, place.entry
     stored = aligned_bytes(entry.nbytes).data[: entry.nbytes]
     with opened(place.segment.path) as fd:
-        read_exactly(RealFiles(), fd, stored, entry.offset)
+        read_exactly(RealFiles(), fd, [stored], entry.offset)
         RealFiles().uncache(fd, entry.offset, entry.nbytes)
     _, encoded = open_record(loaded.header, loaded.table_id, entry.key, stored)
     page = np.empty(loaded.header.page_format.page_bytes, np.uint8)

@@ -12,12 +12,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 BLOCK = 4096
 """Alignment of everything on disk, in bytes."""
+
+Buffers = Sequence[memoryview]
+"""Memory that is one piece in a file; each has whole blocks."""
+
+_MOST_BUFFERS = 1024
+"""Of one system call."""
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -53,11 +60,12 @@ class FileLayer(Protocol):
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Bytes read into the start of the buffer: perhaps fewer than asked for, 0 at the end."""
+    def pread(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Bytes read into the buffers, one after the other: perhaps fewer than they hold, 0 at
+        the end."""
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Bytes written from the start of the buffer: perhaps fewer than asked for."""
+    def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Bytes written from the start of the buffers: perhaps fewer than they hold."""
 
     def fdatasync(self, fd: int) -> None:
         """What was written, and the length of the file, outlive a power cut."""
@@ -103,11 +111,11 @@ class RealFiles:
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return os.preadv(fd, [buffer], offset)
+    def pread(self, fd: int, buffers: Buffers, offset: int) -> int:
+        return os.preadv(fd, buffers[:_MOST_BUFFERS], offset)
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return os.pwritev(fd, [buffer], offset)
+    def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
+        return os.pwritev(fd, buffers[:_MOST_BUFFERS], offset)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -127,34 +135,44 @@ class RealFiles:
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def read_exactly(files: FileLayer, fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill the buffer, in as many reads as it takes.
+def read_exactly(files: FileLayer, fd: int, buffers: Buffers, offset: int) -> None:
+    """Fill the buffers, in as many reads as it takes.
 
     Raises:
-        OSError: the disk failed, or the file ends before the buffer does.
+        OSError: the disk failed, or the file ends before the buffers do.
     """
-    done = 0
-    while done < len(buffer):
-        done += _whole_blocks(files.pread(fd, buffer[done:], offset + done), len(buffer) - done)
+    _transfer(files.pread, fd, buffers, offset)
 
 
-def write_exactly(files: FileLayer, fd: int, buffer: memoryview, offset: int) -> None:
-    """Write the whole buffer, in as many writes as it takes.
+def write_exactly(files: FileLayer, fd: int, buffers: Buffers, offset: int) -> None:
+    """Write all of the buffers, in as many writes as it takes.
 
     Raises:
         OSError: the disk failed or is full; any part may have been written.
     """
-    done = 0
-    while done < len(buffer):
-        done += _whole_blocks(files.pwrite(fd, buffer[done:], offset + done), len(buffer) - done)
+    _transfer(files.pwrite, fd, buffers, offset)
 
 
-def _whole_blocks(count: int, wanted: int) -> int:
-    """How far a transfer got that may have been short; what is left must begin at a block."""
-    usable = count if count == wanted else count // BLOCK * BLOCK
-    if usable <= 0:
-        raise OSError(errno.EIO, "the file ended, or the disk took less than a block")
-    return usable
+def _transfer(
+    transfer: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers, offset: int
+) -> None:
+    while left := sum(map(len, buffers)):
+        count = transfer(fd, buffers, offset)
+        if count == left:
+            return
+        usable = count // BLOCK * BLOCK  # what is left must begin at a block
+        if usable <= 0:
+            raise OSError(errno.EIO, "the file ended, or the disk took less than a block")
+        buffers, offset = _behind(buffers, usable), offset + usable
+
+
+def _behind(buffers: Buffers, nbytes: int) -> Buffers:
+    """What is left of the buffers behind their first bytes."""
+    for i, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            return [buffer[nbytes:], *buffers[i + 1 :]]
+        nbytes -= len(buffer)
+    return []
 
 
 def takes_direct(files: FileLayer, folder: Path, block: memoryview) -> bool:
@@ -172,8 +190,8 @@ def takes_direct(files: FileLayer, folder: Path, block: memoryview) -> bool:
             files.unlink(path)
         fd = files.open(path, Access.CREATE, direct=True)
         try:
-            files.pwrite(fd, block, 0)
-            files.pread(fd, block, 0)
+            files.pwrite(fd, [block], 0)
+            files.pread(fd, [block], 0)
         finally:
             files.close(fd)
     except OSError as error:

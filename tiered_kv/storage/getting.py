@@ -99,7 +99,7 @@ class Getter:
             return [_Bad(item, error) for item in run]
         try:
             view = buffer.data[:nbytes]
-            read_exactly(means.files, fd, view, start)
+            read_exactly(means.files, fd, [view], start)
             if not means.direct:
                 means.files.uncache(fd, start, nbytes)
             return [found for item in run if (found := _decode(item, view, start)) is not None]

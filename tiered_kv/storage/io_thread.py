@@ -32,6 +32,10 @@ GROUP_BYTES = 64 << 20
 promotion that comes between waits a few hundredths of a second."""
 
 
+HUNG_S = 30.0
+"""How long closing waits for a read or write under way."""
+
+
 def group_pages(page_bytes: int) -> int:
     """Pages of such a group."""
     return max(1, GROUP_BYTES // page_bytes)
@@ -68,7 +72,7 @@ class IoThread:
         self.store = store
         self.failures = 0
         self._slots = slots
-        self._group = group_pages(slots.shape[1])
+        self._page_bytes = int(slots.shape[1])
         self._clock = clock
         self._later: list[tuple[float, int, DemoteOrder | PromoteOrder]] = []
         self._promotions: deque[PromoteOrder] = deque()
@@ -81,6 +85,7 @@ class IoThread:
         self._changed = threading.Condition()
         self._busy = False
         self._epoch = 0
+        self._promoted_last = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
         self._thread.start()
@@ -98,10 +103,12 @@ class IoThread:
         """Let a proposed segment die; ``take_gone`` tells what went with it."""
 
         def task() -> None:
-            gone = self.store.reclaim(segment, survivors)
-            with self._changed:
-                self._gone += gone
-            self._proposal = self.store.proposal()
+            try:
+                gone = self.store.reclaim(segment, survivors)
+                with self._changed:
+                    self._gone += gone
+            finally:
+                self._proposal = self.store.proposal()
 
         self._add(task)
 
@@ -120,6 +127,8 @@ class IoThread:
             self._later.clear()
             self._promotions.clear()
             self._demotions.clear()
+            self._tasks.clear()
+            self._proposal = None
 
         def task() -> None:
             try:
@@ -127,6 +136,7 @@ class IoThread:
             finally:  # what a failing disk keeps has keys that nobody asks for any more
                 self.store.close()
                 self.store = make()
+                self._proposal = None
 
         self._add(task)
 
@@ -174,15 +184,19 @@ class IoThread:
                 return 0
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(HUNG_S)
+        if self._thread.is_alive():
+            logger.error("the disk has not answered for %g s: nothing more is written", HUNG_S)
+            return 0
         written = 0
         try:
             if discard:
                 self.store.clear()
-            for start in range(0, len(last), self._group):
+            step = self._group
+            for start in range(0, len(last), step):
                 if self._clock() >= deadline:
                     break
-                group = last[start : start + self._group]
+                group = last[start : start + step]
                 failed = self.store.put([(key, self._slots[slot]) for key, slot in group])
                 written += len(group) - len(failed)
                 if len(failed) == len(group):
@@ -194,6 +208,13 @@ class IoThread:
         return written
 
     # -- the thread -------------------------------------------------------------------
+
+    @property
+    def _group(self) -> int:
+        """Pages of a group; no more than a segment holds, or a small store could not make room
+        for them."""
+        segment = self.store.options.segment_bytes // self._page_bytes
+        return max(1, min(group_pages(self._page_bytes), segment))
 
     def _add(self, task: Task) -> None:
         with self._changed:
@@ -234,11 +255,13 @@ class IoThread:
         return None
 
     def _pick(self) -> Task | None:
-        if self._tasks and not self._promotions:
-            return self._tasks.popleft()
-        if self._promotions:
+        if self._promotions and not (self._tasks and self._promoted_last):
+            self._promoted_last = True
             promotion = self._promotions.popleft()
             return lambda: self._promote(promotion)
+        self._promoted_last = False
+        if self._tasks:
+            return self._tasks.popleft()
         if self._demotions:
             demotion = self._demotions.popleft()
             return lambda: self._demote(demotion)
@@ -269,7 +292,8 @@ class IoThread:
                     self._demotions.appendleft(demotion)
                 else:
                     self._report(order, frozenset(demotion.failed), 0.0)
-        self._proposal = self.store.proposal()
+        if demotion.epoch == self._epoch:
+            self._proposal = self.store.proposal()
 
     def _pages(
         self, order: DemoteOrder | PromoteOrder, start: int, stop: int

@@ -87,7 +87,7 @@ def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) 
             larger[:start] = batch.buffer[:start]
             buffers.give(batch.buffer)
             batch.buffer = larger
-        payload = start + record_header_bytes(len(item.key))
+        payload = start + record_header_bytes(len(item.key), encoded.nbytes)
         middle = payload + encoded.plane.nbytes
         end = middle + encoded.frame.nbytes
         batch.buffer[payload:middle] = encoded.plane

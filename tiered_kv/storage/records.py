@@ -24,7 +24,7 @@ def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryvi
         OSError: the disk failed, or the file ends before that.
     """
     buffer = aligned_bytes(nbytes).data[:nbytes]
-    read_exactly(files, fd, buffer, offset)
+    read_exactly(files, fd, [buffer], offset)
     return buffer
 
 

@@ -188,7 +188,7 @@ def parse_record_header(
         raise FormatError("not a record")
     if not MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES:
         raise FormatError("a record whose key has no possible length")
-    if header_bytes != record_header_bytes(key_bytes) or len(start) < header_bytes:
+    if header_bytes != record_header_bytes(key_bytes, plane + frame) or len(start) < header_bytes:
         raise FormatError("a record whose header has the wrong length")
     key = bytes(start[RECORD_FIXED_BYTES : RECORD_FIXED_BYTES + key_bytes])
     found = bytes(start[RECORD.size : RECORD_FIXED_BYTES])

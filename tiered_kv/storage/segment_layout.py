@@ -20,7 +20,8 @@
               digest         16   xxh3-128 of all before it
 
     record    magic          4    "TKVR"
-              header bytes   u16  of the record's header, a multiple of 64
+              header bytes   u16  of the record's header: a block if the plane and the
+                                  frame are whole blocks, else a multiple of 64
               key bytes      u16
               nonce          u64  the segment's
               ordinal        u32  of the record in the segment, from 0
@@ -36,7 +37,7 @@
               table id       u64  xxh3-64 of the codec's table
               payload digest 16   xxh3-128 of plane and frame
               header digest  16   xxh3-128 of all before it and of the key
-              key                 zeros up to a multiple of 64
+              key                 zeros up to the end of the header
               plane, frame        zeros up to a block
 
     footer    entry * count       offset u64, plane u32, frame u32, written u64, key bytes u16,
@@ -46,7 +47,9 @@
                                   u64, offset of the footer u64, count u32, key bytes u32 of all
                                   keys, digest 16 of entries and keys, digest 16 of the trailer
 
-Little-endian throughout; every part begins at a block (4 KiB).
+Little-endian throughout; every part begins at a block (4 KiB). So does a page that is stored as
+it is, if it has whole blocks: it goes from the caller's memory to the disk and back uncopied, and
+its record takes no more room than if it followed its header at once.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ class RecordHeader:
 
     @property
     def header_bytes(self) -> int:
-        return record_header_bytes(len(self.key))
+        return record_header_bytes(len(self.key), self.plane_bytes + self.frame_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -160,13 +163,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def record_header_bytes(key_bytes: int) -> int:
+def record_header_bytes(key_bytes: int, stored_bytes: int) -> int:
+    if stored_bytes % BLOCK == 0:
+        return BLOCK
     return -(-(RECORD_FIXED_BYTES + key_bytes) // 64) * 64
 
 
 def record_bytes(key_bytes: int, stored_bytes: int) -> int:
     """Room a record takes in its segment."""
-    return aligned(record_header_bytes(key_bytes) + stored_bytes)
+    return aligned(record_header_bytes(key_bytes, stored_bytes) + stored_bytes)
 
 
 def footer_bytes(count: int, key_bytes: int) -> int:

@@ -122,7 +122,7 @@ class SegmentWriter:
         group: int,
     ) -> None:
         content = finish_headers(buffer, self._header, self._table_id, records, ordinal, group)
-        write_exactly(self._files, self._fd, content, offset)
+        write_exactly(self._files, self._fd, [content], offset)
 
     def commit(self) -> Commit:
         """Make everything appended since the last commit durable."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tiered_kv.storage.files import BLOCK, FILE_MODE, Access, FileLayer, RealFiles
+from tiered_kv.storage.files import BLOCK, FILE_MODE, Access, Buffers, FileLayer, RealFiles
 
 WRITING = (
     "make_folders",
@@ -126,21 +126,26 @@ class FaultyFiles:
         self._call("truncate")
         self.inner.truncate(fd, nbytes)
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pread(self, fd: int, buffers: Buffers, offset: int) -> int:
         number = self._call("pread")
-        count = self._shortened(self.inner.pread(fd, buffer, offset))
+        count = self._shortened(self.inner.pread(fd, buffers, offset))
         with self._mutex:
             bits = [bit for at, bit in self._flips if at == number]
             self._flips = [flip for flip in self._flips if flip[0] != number]
         for bit in bits:
             if count:
                 self.struck += 1
-                buffer[bit // 8 % count] ^= 1 << bit % 8
+                at = bit // 8 % count
+                for buffer in buffers:
+                    if at < len(buffer):
+                        buffer[at] ^= 1 << bit % 8
+                        break
+                    at -= len(buffer)
         return count
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
         self._call("pwrite")
-        return self._shortened(self.inner.pwrite(fd, buffer, offset))
+        return self._shortened(self.inner.pwrite(fd, buffers, offset))
 
     def _shortened(self, count: int) -> int:
         if self.most_bytes is None or count <= self.most_bytes:
@@ -243,9 +248,9 @@ class RecordedFiles(FaultyFiles):
         super().truncate(fd, nbytes)
         self._record(Change.LENGTH, fd, Path(), nbytes)
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        count = super().pwrite(fd, buffer, offset)
-        self._record(Change.WRITE, fd, Path(), offset, bytes(buffer[:count]))
+    def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
+        count = super().pwrite(fd, buffers, offset)
+        self._record(Change.WRITE, fd, Path(), offset, b"".join(buffers)[:count])
         return count
 
     def fdatasync(self, fd: int) -> None:
