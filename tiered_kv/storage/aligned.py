@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.files import FileLayer, write_exactly
+from tiered_kv.storage.files import BLOCK, FileLayer, write_exactly
 from tiered_kv.storage.segment_layout import aligned
 
 HUGE_PAGE = 2 << 20
@@ -30,6 +30,12 @@ def aligned_bytes(nbytes: int) -> Bytes:
     found = np.frombuffer(memory, dtype=np.uint8)
     start = -found.ctypes.data % HUGE_PAGE
     return found[start : start + room]
+
+
+def is_blocks(content: Bytes) -> bool:
+    """Whether a disk can take or fill it where it is: whole blocks, aligned like one."""
+    address: int = content.__array_interface__["data"][0]
+    return content.nbytes % BLOCK == 0 and address % BLOCK == 0
 
 
 class BufferPool:

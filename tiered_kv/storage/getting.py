@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import wait
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from threading import Lock
 
 from tiered_kv.codecs.base import Bytes
+from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.aligned import is_blocks
 from tiered_kv.storage.catalogue import Catalogue, Entry
-from tiered_kv.storage.files import read_exactly
-from tiered_kv.storage.records import decode_record
-from tiered_kv.storage.segment_format import FooterEntry, FormatError
+from tiered_kv.storage.files import BLOCK, read_exactly
+from tiered_kv.storage.records import check_page, decode_record
+from tiered_kv.storage.segment_format import FormatError
 from tiered_kv.storage.store_means import Speed, StoreMeans
 
 logger = logging.getLogger(__name__)
@@ -21,17 +26,32 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = (128 << 10, 9 << 19)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wanted:
-    """A page of a get."""
+    """A page of a get.
+
+    Attributes:
+        offset, nbytes: of its record in the segment.
+    """
 
     index: int
     entry: Entry
     out: Bytes
+    offset: int
+    nbytes: int
 
     @property
-    def place(self) -> FooterEntry:
-        return self.entry.place
+    def in_place(self) -> bool:
+        """Whether the disk can fill ``out`` itself: the page is stored as it is, from a block
+        on."""
+        place, out = self.entry.place, self.out
+        return (
+            isinstance(self.entry.segment.codec, RawCodec)
+            and place.frame_bytes == 0
+            and place.plane_bytes == out.nbytes
+            and is_blocks(out)
+            and out.flags.writeable
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +78,7 @@ class Getter:
         """See ``SegmentStore.get``."""
         began = time.monotonic()
         wanted = [
-            _Wanted(i, entry, out)
+            _Wanted(i, entry, out, entry.place.offset, entry.place.nbytes)
             for i, (key, out) in enumerate(pages)
             if (entry := self._catalogue.pages.get(key)) is not None
             and self._means.options.is_page(out)
@@ -66,7 +86,7 @@ class Getter:
         bad = self._read(wanted)
         failed = {found.item.index for found in bad}
         good = [item for item in wanted if item.index not in failed]
-        nbytes = sum(item.place.stored_bytes for item in good)
+        nbytes = sum(item.entry.place.stored_bytes for item in good)
         self._means.stats.pages_read += len(good)
         self._means.stats.bytes_read += nbytes
         self._drop(bad)
@@ -75,41 +95,65 @@ class Getter:
         return frozenset(range(len(pages))).difference(item.index for item in good)
 
     def _read(self, wanted: Sequence[_Wanted]) -> list[_Bad]:
-        bad: list[_Bad] = []
-        reads: list[Future[list[_Bad]]] = []
-        for run in _runs(wanted, self._means.options.io_threads):
-            try:
-                fd = self._catalogue.open(run[0].entry.segment)
-            except OSError as error:
-                bad += [_Bad(item, error) for item in run]
-            else:
-                reads.append(self._means.threads.submit(self._read_run, fd, run))
+        threads = self._means.options.io_threads
+        source, mutex = _runs(wanted, threads), Lock()
+
+        def work() -> list[_Bad]:
+            """Read one run after the other, while the next ones are put together elsewhere."""
+            bad: list[_Bad] = []
+            while True:
+                with mutex:
+                    run = next(source, None)
+                    if run is None:
+                        return bad
+                    try:
+                        fd = self._catalogue.open(run[0].entry.segment)
+                    except OSError as error:
+                        bad += [_Bad(item, error) for item in run]
+                        continue
+                bad += self._read_run(fd, run)
+
+        helpers = min(threads, len(wanted)) - 1
+        reads = [self._means.threads.submit(work) for _ in range(helpers)]
+        try:
+            bad = work()
+        finally:
+            wait(reads)  # or the disk could still fill pages that the caller uses again
         for read in reads:
             bad += read.result()
         return bad
 
-    def _read_run(self, fd: int, run: Sequence[_Wanted]) -> list[_Bad]:
-        """Read pages that lie one behind the other; returns those that are bad."""
+    def _read_run(self, fd: int, run: Sequence[_Wanted], *, in_place: bool = True) -> list[_Bad]:
+        """Read pages that lie one behind the other; returns those that are bad.
+
+        Args:
+            in_place: by way of no buffer, where that can be.
+        """
         means = self._means
-        start = run[0].place.offset
-        nbytes = run[-1].place.offset + run[-1].place.nbytes - start
+        direct = [in_place and item.in_place for item in run]
+        sizes = [BLOCK if whole else item.nbytes for item, whole in zip(run, direct, strict=True)]
         try:
-            buffer = means.buffers.take(nbytes)
+            buffer = means.buffers.take(sum(sizes))
         except OSError as error:  # no memory
             return [_Bad(item, error) for item in run]
         try:
-            view = buffer.data[:nbytes]
-            read_exactly(means.files, fd, [view], start)
+            records = _cut(buffer.data, sizes)
+            nbytes = run[-1].offset + run[-1].nbytes - run[0].offset
+            pieces = _pieces(run, direct, buffer.data, sizes)
+            read_exactly(means.files, fd, pieces, run[0].offset)
             if not means.direct:
-                means.files.uncache(fd, start, nbytes)
-            return [found for item in run if (found := _decode(item, view, start)) is not None]
+                means.files.uncache(fd, run[0].offset, nbytes)
+            checked = map(_check, run, direct, records)
+            return [found for found in checked if found is not None]
         except OSError as error:
+            if error.errno == errno.EFAULT and any(direct):  # memory that a disk cannot fill
+                return self._read_run(fd, run, in_place=False)
             if len(run) == 1:
                 return [_Bad(run[0], error)]
         finally:
             means.buffers.give(buffer)
         # One page that cannot be read must not take its neighbours with it.
-        return [found for item in run for found in self._read_run(fd, [item])]
+        return [found for item in run for found in self._read_run(fd, [item], in_place=in_place)]
 
     def _drop(self, bad: Sequence[_Bad]) -> None:
         for found in bad:
@@ -125,31 +169,55 @@ class Getter:
 def _runs(wanted: Sequence[_Wanted], threads: int) -> Iterator[list[_Wanted]]:
     """Pages that are read at once: neighbours on disk, in reads that are large, but not so
     large that a thread has none."""
-    total = sum(item.place.nbytes for item in wanted)
+    total = sum(item.nbytes for item in wanted)
     limit = min(max(total // (2 * threads), _READ_BYTES[0]), _READ_BYTES[1])
     run: list[_Wanted] = []
-    for item in sorted(wanted, key=lambda item: (item.entry.segment.number, item.place.offset)):
-        if run:
-            last = run[-1]
-            end = last.place.offset + last.place.nbytes
-            if (
-                item.entry.segment is not last.entry.segment
-                or item.place.offset != end
-                or end + item.place.nbytes - run[0].place.offset > limit
-            ):
-                yield run
-                run = []
+    begin = end = 0
+    for item in sorted(wanted, key=lambda item: (item.entry.segment.number, item.offset)):
+        if run and (
+            item.entry.segment is not run[0].entry.segment
+            or item.offset != end
+            or end + item.nbytes - begin > limit
+        ):
+            yield run
+            run = []
+        if not run:
+            begin = item.offset
         run.append(item)
+        end = item.offset + item.nbytes
     if run:
         yield run
 
 
-def _decode(item: _Wanted, view: memoryview, start: int) -> _Bad | None:
-    """Check and decode one page of the bytes that begin at ``start`` in its segment."""
-    segment, place = item.entry.segment, item.place
-    record = view[place.offset - start : place.offset - start + place.nbytes]
+def _cut(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Pieces of a buffer, one behind the other."""
+    ends = list(accumulate(sizes, initial=0))
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+def _pieces(
+    run: Sequence[_Wanted], direct: Sequence[bool], data: memoryview, sizes: Sequence[int]
+) -> list[memoryview]:
+    """Where the bytes of a run go: into a buffer, but for pages that are read in place."""
+    pieces: list[memoryview] = []
+    begin = end = 0
+    for item, whole, size in zip(run, direct, sizes, strict=True):
+        end += size
+        if whole:
+            pieces += (data[begin:end], item.out.data)
+            begin = end
+    return pieces if begin == end else [*pieces, data[begin:end]]
+
+
+def _check(item: _Wanted, whole: bool, record: memoryview) -> _Bad | None:
+    """Check one page, and decode it unless it was read in place; ``record`` is then its header."""
+    segment, place = item.entry.segment, item.entry.place
+    header, table_id = segment.header, segment.table_id
     try:
-        decode_record(segment.header, segment.table_id, segment.codec, place.key, record, item.out)
+        if whole:
+            check_page(header, table_id, place.key, record, item.out)
+        else:
+            decode_record(header, table_id, segment.codec, place.key, record, item.out)
     except FormatError as error:
         return _Bad(item, error)
     return None

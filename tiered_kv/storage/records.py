@@ -49,6 +49,23 @@ def open_record(
     return found, EncodedPage(payload[found.header_bytes : middle], payload[middle:end])
 
 
+def check_page(
+    header: SegmentHeader, table_id: int, key: PageKey, start: memoryview, page: Bytes
+) -> None:
+    """Check a page that was read without its record, given the record's header.
+
+    Raises:
+        FormatError: the header is not of that page and segment, or either is damaged.
+    """
+    found = parse_record_header(header, table_id, start)
+    if found.key != key:
+        raise FormatError("a record of another page")
+    if (found.plane_bytes, found.frame_bytes) != (page.nbytes, 0):
+        raise FormatError("the record has another length")
+    if payload_digest(page.data) != found.digest:
+        raise FormatError("the page is damaged")
+
+
 def decode_record(
     header: SegmentHeader,
     table_id: int,
