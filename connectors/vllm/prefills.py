@@ -17,24 +17,22 @@ class PrefillClock:
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        self._running: list[tuple[Turn, float, int]] = []
+        self.running: list[tuple[Turn, float, int]] = []
 
     def started(self, turn: Turn, now: float) -> None:
         """The request was admitted; what VRAM and CPU memory do not give is computed."""
         tokens = turn.request.num_prompt_tokens - turn.vram_tokens - turn.cpu_tokens
         if tokens >= FEWEST_TOKENS:
-            self._running.append((turn, now, tokens))
+            self.running.append((turn, now, tokens))
 
     def look(self, now: float) -> None:
-        """See which prefills are over. Nothing to do, and nothing done, for most steps."""
-        if not self._running:
-            return
+        """See which of the ``running`` prefills are over."""
         still = []
-        for turn, began, tokens in self._running:
+        for turn, began, tokens in self.running:
             if turn.request.num_output_tokens > 0:
                 seen = (now - began) / tokens
                 weight = 0.3 if self.seconds_per_token else 1.0
                 self.seconds_per_token += weight * (seen - self.seconds_per_token)
             elif not turn.request.is_finished():
                 still.append((turn, began, tokens))
-        self._running = still
+        self.running = still

@@ -249,7 +249,8 @@ class SchedulerHalf:
             self.counters.add("pins_expired", late)
         if self._restored:
             self.room.for_restored(list(self._restored.values()))
-        self.prefills.look(self._clock())
+        if self.prefills.running:
+            self.prefills.look(self._clock())
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
         self.room.defer_new = False
         return self.take_orders()

@@ -55,4 +55,4 @@ def test_short_and_aborted_prefills_say_nothing() -> None:
     aborted.request.is_finished = lambda: True
     clock.look(now=1.0)
     assert clock.seconds_per_token == 0.0
-    assert clock._running == []
+    assert clock.running == []
