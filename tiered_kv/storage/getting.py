@@ -23,7 +23,7 @@ from tiered_kv.storage.store_means import Speed, StoreMeans
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = (128 << 10, 9 << 19)
+_READ_BYTES = (128 << 10, 5 << 19)
 
 
 @dataclass(slots=True)

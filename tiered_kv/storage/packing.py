@@ -1,7 +1,8 @@
 """Records laid out in aligned buffers, as they will lie on disk.
 
 Encoding, copying and hashing happen on any thread, before anybody knows where in which
-segment a record will lie; the headers are filled in once that is decided.
+segment a record will lie; the headers are filled in once that is decided. Pages that are stored
+as they are stay where they are, and only their headers are in a buffer.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tiered_kv.codecs.base import Bytes, Codec
+from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import BufferPool
+from tiered_kv.storage.aligned import BufferPool, is_blocks
+from tiered_kv.storage.files import BLOCK
 from tiered_kv.storage.segment_format import (
     RecordHeader,
     SegmentHeader,
@@ -48,7 +49,9 @@ class PackedRecord:
 
     Attributes:
         start: offset of the record in the buffer, a multiple of a block.
-        nbytes: length of the record there and on disk.
+        nbytes: length of the record on disk, and there unless it is in two pieces.
+        digest: of plane and frame; None as long as they are not hashed.
+        page: what follows the header, if that is alone in the buffer, with a block of its own.
     """
 
     index: int
@@ -58,7 +61,13 @@ class PackedRecord:
     nbytes: int
     plane_bytes: int
     frame_bytes: int
-    digest: bytes
+    digest: bytes | None
+    page: memoryview | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind it in the buffer."""
+        return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
 @dataclass(slots=True)
@@ -67,6 +76,34 @@ class Batch:
 
     buffer: Bytes
     records: list[PackedRecord] = field(default_factory=list)
+
+
+def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch | None:
+    """The pages as they are, for little work, if the codec and their memory allow it. They are
+    hashed when they are written, and must not change until then.
+
+    Raises:
+        OSError: no memory.
+    """
+    if not isinstance(codec, RawCodec) or not all(is_blocks(item.page) for item in pages):
+        return None
+    batch = Batch(buffers.take(len(pages) * BLOCK))
+    for i, item in enumerate(pages):
+        nbytes = item.page.nbytes
+        batch.records.append(
+            PackedRecord(
+                index=item.index,
+                key=item.key,
+                written=item.written,
+                start=i * BLOCK,
+                nbytes=record_bytes(len(item.key), nbytes),
+                plane_bytes=nbytes,
+                frame_bytes=0,
+                digest=None,
+                page=item.page.data,
+            )
+        )
+    return batch
 
 
 def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch:
@@ -116,14 +153,20 @@ def finish_headers(
     records: Sequence[PackedRecord],
     ordinal: int,
     group: int,
-) -> memoryview:
-    """Fill in the headers of neighbouring records; returns the bytes to write.
+) -> list[memoryview]:
+    """Fill in the headers of neighbouring records; returns the bytes to write, in pieces.
 
     Args:
         ordinal: of the first of them in its segment.
         group: ordinal of the first record of the group they belong to.
     """
+    data, pieces = buffer.data, []
+    begin = records[0].start
     for i, record in enumerate(records):
+        digest = record.digest
+        if digest is None:
+            assert record.page is not None
+            digest = payload_digest(record.page)
         header = pack_record_header(
             segment,
             table_id,
@@ -134,9 +177,12 @@ def finish_headers(
                 record.written,
                 record.plane_bytes,
                 record.frame_bytes,
-                record.digest,
+                digest,
             ),
         )
-        buffer[record.start : record.start + len(header)] = np.frombuffer(header, np.uint8)
-    last = records[-1]
-    return buffer.data[records[0].start : last.start + last.nbytes]
+        data[record.start : record.start + len(header)] = header
+        if record.page is not None:
+            pieces += [data[begin : record.end], record.page]
+            begin = record.end
+    end = records[-1].end
+    return pieces if begin == end else [*pieces, data[begin:end]]

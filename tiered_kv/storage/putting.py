@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.catalogue import Catalogue
-from tiered_kv.storage.packing import Batch, PageToWrite, pack_batch
+from tiered_kv.storage.packing import Batch, PageToWrite, batch_in_place, pack_batch
 from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.segment_maker import SegmentMaker
 from tiered_kv.storage.store_means import WRITE_BYTES, Speed, StoreMeans
@@ -66,18 +67,20 @@ class Putter:
         began, bytes_before = time.monotonic(), stats.bytes_written
         stored: set[int] = set()
         source = _slices(items)
-        packing: deque[Future[Batch]] = deque()
+        packing: deque[Future[Batch] | Batch] = deque()
         going_on = True
         while True:
             while going_on and len(packing) <= means.options.io_threads:
                 if (pages := next(source, None)) is None:
                     break
-                codec = self._training.codec
-                packing.append(means.threads.submit(pack_batch, codec, pages, means.buffers))
+                packing.append(self._pack(pages))
+                if isinstance(packing[0], Batch):
+                    break
             if not packing:
                 break
             try:
-                batch = packing.popleft().result()
+                first = packing.popleft()
+                batch = first if isinstance(first, Batch) else first.result()
             except OSError as error:  # no memory
                 means.write_failed("pages cannot be encoded", error)
                 going_on = False
@@ -86,6 +89,13 @@ class Putter:
         self._commit(stored)
         self.speed.add(stats.bytes_written - bytes_before, time.monotonic() - began)
         return stored
+
+    def _pack(self, pages: Sequence[PageToWrite]) -> Future[Batch] | Batch:
+        means, codec = self._means, self._training.codec
+        with suppress(OSError):  # no memory; the other way finds out, too
+            if (batch := batch_in_place(codec, pages, means.buffers)) is not None:
+                return batch
+        return means.threads.submit(pack_batch, codec, pages, means.buffers)
 
     def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
         """Begin to write a batch, in as many segments as it takes; False if that ends here."""
@@ -106,7 +116,7 @@ class Putter:
                 self._maker.seal(active)
             else:
                 future = active.writer.append(
-                    batch.buffer, records[:count], means.threads, means.options.io_threads
+                    batch.buffer, records[:count], means.threads, means.options.io_threads + 2
                 )
                 records = records[count:]
                 if not records:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.aligned import aligned_bytes
 from tiered_kv.storage.capacity import Capacity
 from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.getting import Getter
@@ -98,7 +97,9 @@ class Reclaimer:
     def _move(self, keys: Sequence[PageKey]) -> None:
         """Write pages once more, with the codec of today; those that are damaged are dropped."""
         written = [self._catalogue.pages[key].place.written for key in keys]
-        pages = np.empty((len(keys), self._means.options.page_format.page_bytes), np.uint8)
+        page_bytes = self._means.options.page_format.page_bytes
+        memory = aligned_bytes(len(keys) * page_bytes)[: len(keys) * page_bytes]
+        pages = memory.reshape(len(keys), page_bytes)
         bad = self._getter.get(list(zip(keys, pages, strict=True)))
         items = [
             PageToWrite(i, key, pages[i], written[i]) for i, key in enumerate(keys) if i not in bad

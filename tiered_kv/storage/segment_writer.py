@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -121,8 +122,14 @@ class SegmentWriter:
         ordinal: int,
         group: int,
     ) -> None:
-        content = finish_headers(buffer, self._header, self._table_id, records, ordinal, group)
-        write_exactly(self._files, self._fd, [content], offset)
+        pieces = finish_headers(buffer, self._header, self._table_id, records, ordinal, group)
+        try:
+            write_exactly(self._files, self._fd, pieces, offset)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            # Memory that a disk cannot take from.
+            write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
 
     def commit(self) -> Commit:
         """Make everything appended since the last commit durable."""
