@@ -420,7 +420,7 @@ def test_export_gives_back_what_was_put(disk: Disk, tmp_path: Path, codec: str) 
             assert unpacked == content
         else:
             assert len(unpacked) == len(content) // 2
-            assert (out / page["table_file"]).read_bytes() == store._codec.table
+            assert (out / page["table_file"]).read_bytes() == store.codec.table
 
 
 def test_one_page_is_exported_from_every_store_that_has_it(disk: Disk, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ ever be given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,16 @@ class Checked:
     def good(self) -> bool:
         return not (self.bad_pages or self.bad_segments)
 
+    def confirming(self, earlier: Checked) -> Checked:
+        """Of what is bad here, what was bad at an earlier look as well: a store in use writes,
+        seals and deletes while it is looked at, and a look may see half of that. Damage stays."""
+        both = {path for path in self.bad_segments if path in earlier.bad_segments}
+        return replace(
+            self,
+            bad_pages=[bad for bad in self.bad_pages if bad in earlier.bad_pages],
+            bad_segments={path: self.bad_segments[path] for path in both},
+        )
+
     def add(self, other: Checked) -> None:
         """What was found elsewhere."""
         self.segments += other.segments
@@ -85,11 +95,10 @@ def check_store(info: StoreInfo, advance: Callable[[int], None]) -> Checked:
     """
     checked = Checked()
     for path in info.segments:
-        while True:
-            before = size_of(path)
-            found = _check_segment(info, path)
-            if found.good or size_of(path) == before:
-                break  # else it was sealed or deleted just now, and deserves another look
+        before = size_of(path)
+        found = _check_segment(info, path)
+        if not found.good:
+            found = _check_segment(info, path).confirming(found)
         checked.add(found)
         advance(before)
     return checked

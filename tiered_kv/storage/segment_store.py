@@ -150,7 +150,6 @@ class SegmentStore:
         """What new pages are encoded with."""
         return self._training.codec
 
-    _codec = codec  # as tests/core/test_store_cli.py calls it
 
     # -- pages --------------------------------------------------------------------
 
