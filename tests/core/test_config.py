@@ -40,8 +40,10 @@ def test_settings_come_from_the_environment_or_from_the_extra_config(tmp_path: P
     }
     extra: dict[str, object] = {"cpu_gib": 0.5, "pin_fraction": 1, "trace": str(trace)}
 
-    assert load_config(env) == load_config({}, extra) == TierConfig(
-        cpu_gib=0.5, pin_fraction=1.0, trace=trace
+    assert (
+        load_config(env)
+        == load_config({}, extra)
+        == TierConfig(cpu_gib=0.5, pin_fraction=1.0, trace=trace)
     )
 
 

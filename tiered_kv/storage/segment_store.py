@@ -150,7 +150,6 @@ class SegmentStore:
         """What new pages are encoded with."""
         return self._training.codec
 
-
     # -- pages --------------------------------------------------------------------
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
