@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -116,33 +117,52 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
     """An in-process engine, gone with the block."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    extra = options.pop("extra", {})
-    if connector:
-        options["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-    settings: dict[str, Any] = {
-        "enforce_eager": True,
-        "block_size": 32,
-        "max_model_len": 2048,
-        "num_gpu_blocks_override": 130,
-        "disable_log_stats": False,
-        **options,
-    }
-    llm = LLM(str(model), **settings)
     try:
-        yield Engine(llm)
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        extra = options.pop("extra", {})
+        if connector:
+            options["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+        settings: dict[str, Any] = {
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_model_len": 2048,
+            "num_gpu_blocks_override": 130,
+            "disable_log_stats": False,
+            **options,
+        }
+        with _out_of_sight("llvmlite.binding.ffi"):
+            llm = LLM(str(model), **settings)
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _out_of_sight(name: str) -> Iterator[None]:
+    """Without a module in ``sys.modules``.
+
+    When an engine starts, vLLM's CPU build (0.32) looks at every attribute of every module,
+    and fails at llvmlite's library, which claims to have any attribute. So once numba was
+    used in a process, no other engine would start in it.
+    """
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
 
 
 def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
