@@ -91,6 +91,11 @@ class Planner:
         """Orders not yet reported by every rank."""
         return len(self._flights)
 
+    def under_way(self, order_id: OrderId) -> bool:
+        """Whether the order is in flight, and its pages still wanted."""
+        flight = self._flights.get(order_id)
+        return flight is not None and not flight.abandoned
+
     def expected(self, now: float) -> int:
         """Orders in flight that are due: those whose report is worth stepping for."""
         if self._not_yet_due:

@@ -208,8 +208,7 @@ class SsdTier:
         """Whether vLLM shall ask again later: pages worth waiting for are under way."""
         if not turn.awaits:
             return False
-        in_flight = set(self._planner.promoting.values())
-        turn.awaits &= in_flight
+        turn.awaits = {order for order in turn.awaits if self._planner.under_way(order)}
         if turn.awaits and self._clock() >= turn.wait_until:
             self._counters.add("promotions_overdue")
             turn.awaits.clear()

@@ -24,7 +24,7 @@ from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, TieredHands
 from tiered_kv.connectors.vllm.plugin import CORES
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
-from tiered_kv.orders import OrderId, OrderReport, PromoteOrder, SaveOrder
+from tiered_kv.orders import OrderId, OrderReport, SaveOrder
 from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.probe import DiskSpeed, measure_disk
@@ -90,7 +90,6 @@ class WorkerSsd:
         # What slots hold that is perhaps nowhere else, by whose save; the newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
         self._distrusted: set[OrderId] = set()
-        self._promotes: dict[OrderId, PromoteOrder] = {}
         self._counted: dict[str, int] = {}
         self._counted_of = store
         self._said = SsdReport()
