@@ -2,7 +2,7 @@
 
     python -m bench.store --json
 
-Random pages are put in groups of 64 MiB, as the I/O thread does, and read back as they were
+Random pages are put in groups of 128 MiB, as the I/O thread does, and read back as they were
 put, as contexts are, one at random after the other, with the ``raw`` codec: what is measured
 is the store, not a codec. ``*_mbs`` is
 MB of stored pages per second, beginning to end: finding, copying, hashing, new segments and
@@ -278,7 +278,7 @@ def measure(
 def main() -> None:
     command = parser(__doc__.splitlines()[0])
     command.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
-    command.add_argument("--mib", type=int, default=1280, help="pages that are put")
+    command.add_argument("--mib", type=int, default=2560, help="pages that are put")
     command.add_argument("--page-kib", type=int, default=512, help="of a page")
     command.add_argument(
         "--threads",

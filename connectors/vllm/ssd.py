@@ -29,7 +29,7 @@ MOST_AHEAD = 4096
 the slots if that is less. What is evicted before it is on SSD is lost, and a demotion is
 reported a step after it was ordered: so this must be several steps' saves. It does not cost
 writes: under pressure every page is evicted, and written, once."""
-ORDER_PAGES = 64
+ORDER_PAGES = 256
 """Pages of one demotion."""
 MOST_DEMOTING = 256
 """Pages under way to SSD at a time, half of those ahead if that is less: they cannot be

@@ -152,7 +152,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_segments_grow_with_the_capacity_up_to_a_limit(tmp_path: Path) -> None:
     small, large = (store_options(tmp_path, capacity_bytes=n << 30) for n in (1, 100))
     assert small.segment_bytes == 64 << 20
-    assert large.segment_bytes == 256 << 20
+    assert large.segment_bytes == 512 << 20
     assert store_options(tmp_path, capacity_bytes=1 << 30, ranks=4).segment_bytes == 16 << 20
     big_pages = PageFormat(PAGE_FORMAT.element, 64 << 20, 16)
     assert store_options(tmp_path, page_format=big_pages).segment_bytes > 8 * (64 << 20)

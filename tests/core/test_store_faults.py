@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.store.close()
 
 
-WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "open_to_write"]
+WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder"]
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -311,3 +312,18 @@ def test_a_store_that_cannot_be_opened_says_so_and_holds_nothing(
     with pytest.raises(StoreError, match="make it writable"):
         bench.open()
     bench.open()
+
+
+def test_a_segment_that_cannot_be_sealed_on_opening_is_served_unsealed(bench: Bench) -> None:
+    """A killed process left it without a footer, and the disk takes nothing any more."""
+    bench.put(7)
+    killed = bench.options.folder.with_name("killed")
+    shutil.copytree(bench.options.folder, killed)
+    bench.store.close()
+    shutil.rmtree(bench.options.folder)
+    killed.rename(bench.options.folder)
+    bench.files.fail("open_to_write", errno.EROFS)
+    bench.open()
+    assert bench.files.struck == 1
+    assert bench.get() == set()
+    bench.check()

@@ -1,7 +1,7 @@
 """Which pages live in which segment, and which segments there are.
 
 A segment whose last page goes is deleted, unless it is the active one. The active segment is
-the one that has a writer: at most one, and always the newest.
+the newest, if it has a writer; during a put the one before it may have one too.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from queue import SimpleQueue
 from threading import Lock
 
 from tiered_kv.codecs.base import Bytes
@@ -62,6 +63,49 @@ class _Bad:
     error: OSError | FormatError
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Pages that lie one behind the other, and where their bytes go.
+
+    Attributes:
+        direct: for each, whether the disk fills ``out`` itself; its header is then alone in
+            the buffer.
+        sizes: bytes of the buffer for each.
+    """
+
+    run: Sequence[_Wanted]
+    direct: Sequence[bool]
+    sizes: Sequence[int]
+    buffer: Bytes
+
+    def pieces(self) -> list[memoryview]:
+        """Memory for what lies on disk from the first page to the last."""
+        data, pieces = self.buffer.data, list[memoryview]()
+        begin = end = 0
+        for item, whole, size in zip(self.run, self.direct, self.sizes, strict=True):
+            end += size
+            if whole:
+                pieces += (data[begin:end], item.out.data)
+                begin = end
+        return pieces if begin == end else [*pieces, data[begin:end]]
+
+    def check(self) -> list[_Bad]:
+        """Check every page, and decode it unless it was read in place; returns the bad ones."""
+        data, bad = self.buffer.data, list[_Bad]()
+        ends = accumulate(self.sizes, initial=0)
+        for item, whole, (begin, end) in zip(self.run, self.direct, pairwise(ends), strict=True):
+            segment, key, out = item.entry.segment, item.entry.place.key, item.out
+            header, table_id, record = segment.header, segment.table_id, data[begin:end]
+            try:
+                if whole:
+                    check_page(header, table_id, key, record, out)
+                else:
+                    decode_record(header, table_id, segment.codec, key, record, out)
+            except FormatError as error:
+                bad.append(_Bad(item, error))
+        return bad
+
+
 class Getter:
     """Reads pages from whatever segments they are in, and drops those that are bad.
 
@@ -97,34 +141,48 @@ class Getter:
     def _read(self, wanted: Sequence[_Wanted]) -> list[_Bad]:
         threads = self._means.options.io_threads
         source, mutex = _runs(wanted, threads), Lock()
+        read: SimpleQueue[_Read | None] = SimpleQueue()
+        bad: list[_Bad] = []
 
-        def work() -> list[_Bad]:
+        def work() -> None:
             """Read one run after the other, while the next ones are put together elsewhere."""
-            bad: list[_Bad] = []
-            while True:
-                with mutex:
-                    run = next(source, None)
-                    if run is None:
-                        return bad
-                    try:
-                        fd = self._catalogue.open(run[0].entry.segment)
-                    except OSError as error:
-                        bad += [_Bad(item, error) for item in run]
-                        continue
-                bad += self._read_run(fd, run)
+            try:
+                while True:
+                    with mutex:
+                        run = next(source, None)
+                        if run is None:
+                            return
+                        try:
+                            fd = self._catalogue.open(run[0].entry.segment)
+                        except OSError as error:
+                            bad.extend(_Bad(item, error) for item in run)
+                            continue
+                    self._read_run(fd, run, read, bad)
+            finally:
+                read.put(None)
 
-        helpers = min(threads, len(wanted)) - 1
-        reads = [self._means.threads.submit(work) for _ in range(helpers)]
+        workers = [self._means.threads.submit(work) for _ in range(min(threads, len(wanted)))]
         try:
-            bad = work()
+            for _ in workers:
+                while (done := read.get()) is not None:
+                    bad += self._checked(done)
         finally:
-            wait(reads)  # or the disk could still fill pages that the caller uses again
-        for read in reads:
-            bad += read.result()
+            wait(workers)  # or the disk could still fill pages that the caller uses again
+        for worker in workers:
+            worker.result()
         return bad
 
-    def _read_run(self, fd: int, run: Sequence[_Wanted], *, in_place: bool = True) -> list[_Bad]:
-        """Read pages that lie one behind the other; returns those that are bad.
+    def _read_run(
+        self,
+        fd: int,
+        run: Sequence[_Wanted],
+        read: SimpleQueue[_Read | None],
+        bad: list[_Bad],
+        *,
+        in_place: bool = True,
+    ) -> None:
+        """Read pages that lie one behind the other. Those that are to be decoded are, here; to
+        check the others is little work, and would leave the disk waiting.
 
         Args:
             in_place: by way of no buffer, where that can be.
@@ -135,25 +193,35 @@ class Getter:
         try:
             buffer = means.buffers.take(sum(sizes))
         except OSError as error:  # no memory
-            return [_Bad(item, error) for item in run]
+            bad.extend(_Bad(item, error) for item in run)
+            return
+        done = _Read(run, direct, sizes, buffer)
         try:
-            records = _cut(buffer.data, sizes)
             nbytes = run[-1].offset + run[-1].nbytes - run[0].offset
-            pieces = _pieces(run, direct, buffer.data, sizes)
-            read_exactly(means.files, fd, pieces, run[0].offset)
+            read_exactly(means.files, fd, done.pieces(), run[0].offset)
             if not means.direct:
                 means.files.uncache(fd, run[0].offset, nbytes)
-            checked = map(_check, run, direct, records)
-            return [found for found in checked if found is not None]
         except OSError as error:
-            if error.errno == errno.EFAULT and any(direct):  # memory that a disk cannot fill
-                return self._read_run(fd, run, in_place=False)
-            if len(run) == 1:
-                return [_Bad(run[0], error)]
-        finally:
             means.buffers.give(buffer)
-        # One page that cannot be read must not take its neighbours with it.
-        return [found for item in run for found in self._read_run(fd, [item], in_place=in_place)]
+            if error.errno == errno.EFAULT and any(direct):  # memory that a disk cannot fill
+                self._read_run(fd, run, read, bad, in_place=False)
+            elif len(run) == 1:
+                bad.append(_Bad(run[0], error))
+            else:  # one page that cannot be read must not take its neighbours with it
+                for item in run:
+                    self._read_run(fd, [item], read, bad, in_place=in_place)
+        else:
+            if all(direct):
+                read.put(done)
+            else:
+                bad.extend(self._checked(done))
+
+    def _checked(self, done: _Read) -> list[_Bad]:
+        """Check and decode what was read; returns what is bad."""
+        try:
+            return done.check()
+        finally:
+            self._means.buffers.give(done.buffer)
 
     def _drop(self, bad: Sequence[_Bad]) -> None:
         for found in bad:
@@ -187,37 +255,3 @@ def _runs(wanted: Sequence[_Wanted], threads: int) -> Iterator[list[_Wanted]]:
         end = item.offset + item.nbytes
     if run:
         yield run
-
-
-def _cut(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Pieces of a buffer, one behind the other."""
-    ends = list(accumulate(sizes, initial=0))
-    return [data[start:end] for start, end in pairwise(ends)]
-
-
-def _pieces(
-    run: Sequence[_Wanted], direct: Sequence[bool], data: memoryview, sizes: Sequence[int]
-) -> list[memoryview]:
-    """Where the bytes of a run go: into a buffer, but for pages that are read in place."""
-    pieces: list[memoryview] = []
-    begin = end = 0
-    for item, whole, size in zip(run, direct, sizes, strict=True):
-        end += size
-        if whole:
-            pieces += (data[begin:end], item.out.data)
-            begin = end
-    return pieces if begin == end else [*pieces, data[begin:end]]
-
-
-def _check(item: _Wanted, whole: bool, record: memoryview) -> _Bad | None:
-    """Check one page, and decode it unless it was read in place; ``record`` is then its header."""
-    segment, place = item.entry.segment, item.entry.place
-    header, table_id = segment.header, segment.table_id
-    try:
-        if whole:
-            check_page(header, table_id, place.key, record, item.out)
-        else:
-            decode_record(header, table_id, segment.codec, place.key, record, item.out)
-    except FormatError as error:
-        return _Bad(item, error)
-    return None

@@ -27,7 +27,7 @@ from tiered_kv.storage.segment_store import Proposal, SegmentStore
 
 logger = logging.getLogger(__name__)
 
-GROUP_BYTES = 64 << 20
+GROUP_BYTES = 128 << 20
 """Of pages demoted, and made durable, at a time: enough for a disk to reach its speed, and a
 promotion that comes between waits a few hundredths of a second."""
 

@@ -50,7 +50,7 @@ class PackedRecord:
     Attributes:
         start: offset of the record in the buffer, a multiple of a block.
         nbytes: length of the record on disk, and there unless it is in two pieces.
-        digest: of plane and frame; None as long as they are not hashed.
+        digest: of plane and frame.
         page: what follows the header, if that is alone in the buffer, with a block of its own.
     """
 
@@ -61,7 +61,7 @@ class PackedRecord:
     nbytes: int
     plane_bytes: int
     frame_bytes: int
-    digest: bytes | None
+    digest: bytes
     page: memoryview | None = None
 
     @property
@@ -79,8 +79,9 @@ class Batch:
 
 
 def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch | None:
-    """The pages as they are, for little work, if the codec and their memory allow it. They are
-    hashed when they are written, and must not change until then.
+    """The pages as they are, if the codec and their memory allow it. They must not change until
+    they are written. To hash them is little work, and better done here, while others write: a
+    thread that hashes what it is about to write leaves the disk waiting.
 
     Raises:
         OSError: no memory.
@@ -99,7 +100,7 @@ def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPo
                 nbytes=record_bytes(len(item.key), nbytes),
                 plane_bytes=nbytes,
                 frame_bytes=0,
-                digest=None,
+                digest=payload_digest(item.page.data),
                 page=item.page.data,
             )
         )
@@ -163,10 +164,6 @@ def finish_headers(
     data, pieces = buffer.data, []
     begin = records[0].start
     for i, record in enumerate(records):
-        digest = record.digest
-        if digest is None:
-            assert record.page is not None
-            digest = payload_digest(record.page)
         header = pack_record_header(
             segment,
             table_id,
@@ -177,7 +174,7 @@ def finish_headers(
                 record.written,
                 record.plane_bytes,
                 record.frame_bytes,
-                digest,
+                record.digest,
             ),
         )
         data[record.start : record.start + len(header)] = header

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import islice
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.catalogue import Catalogue
+from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.packing import Batch, PageToWrite, batch_in_place, pack_batch
 from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.segment_maker import SegmentMaker
@@ -36,27 +37,29 @@ class Putter:
         self._catalogue = catalogue
         self._maker = maker
         self._training = training
+        self._full: Segment | None = None  # during a put: still being written, and to be sealed
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """See ``SegmentStore.put``."""
         last = {key: i for i, (key, _) in enumerate(pages)}
         now = int(time.time())
-        fit = [
+        is_page = self._means.options.is_page
+        fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
             PageToWrite(i, key, page, now)
             for i, (key, page) in enumerate(pages)
-            if last[key] == i and _is_key(key) and self._means.options.is_page(page)
-        ]
-        stored: set[int] = set()
-        if fit:
-            active = self._catalogue.active
-            if self._training.see([item.page for item in fit]) and active is not None:
+            if last[key] == i and _is_key(key) and is_page(page)
+        )
+        if self._training.wanted:
+            active, seen = self._catalogue.active, list(fit)
+            if self._training.see([item.page for item in seen]) and active is not None:
                 self._maker.seal(active)
-            stored = self.append(fit)
+            fit = iter(seen)
+        stored = self.append(fit)
         failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
         self._means.stats.pages_refused += len(failed)
         return failed
 
-    def append(self, items: Sequence[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
+    def append(self, items: Iterable[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
         """Encode pages and write them while others are encoded; returns the indices of those
         that are durable.
 
@@ -66,7 +69,8 @@ class Putter:
         means, stats = self._means, self._means.stats
         began, bytes_before = time.monotonic(), stats.bytes_written
         stored: set[int] = set()
-        source = _slices(items)
+        page_bytes = means.options.page_format.page_bytes
+        source = _slices(items, max(1, WRITE_BYTES // page_bytes))
         packing: deque[Future[Batch] | Batch] = deque()
         going_on = True
         while True:
@@ -86,7 +90,9 @@ class Putter:
                 going_on = False
             else:
                 going_on = going_on and self._place(batch, stored, while_reclaiming)
-        self._commit(stored)
+        self._commit_full(stored)
+        if (active := self._catalogue.active) is not None:
+            self._commit(active, stored)
         self.speed.add(stats.bytes_written - bytes_before, time.monotonic() - began)
         return stored
 
@@ -101,9 +107,9 @@ class Putter:
         """Begin to write a batch, in as many segments as it takes; False if that ends here."""
         means, records = self._means, batch.records
         while records:
-            active = self._catalogue.active or self._maker.begin(
-                self._training.codec, while_reclaiming=while_reclaiming
-            )
+            active = self._catalogue.active
+            if active is None or active is self._full:
+                active = self._maker.begin(self._training.codec, while_reclaiming=while_reclaiming)
             if active is None or active.writer is None:
                 return False
             count = active.writer.fitting(records)
@@ -111,37 +117,44 @@ class Putter:
                 logger.error("a page of %d bytes fits no segment", records[0].nbytes)
                 records = records[1:]
             elif count == 0:
-                if not self._commit(stored):
+                # It is sealed once what is under way is written; the disk does not wait for that.
+                if not self._commit_full(stored):
                     return False
-                self._maker.seal(active)
+                self._full = active
             else:
                 future = active.writer.append(
-                    batch.buffer, records[:count], means.threads, means.options.io_threads + 2
+                    batch.buffer, records[:count], means.threads, 2 * means.options.io_threads
                 )
                 records = records[count:]
                 if not records:
                     future.add_done_callback(lambda _: means.buffers.give(batch.buffer))
         return True
 
-    def _commit(self, stored: set[int]) -> bool:
+    def _commit_full(self, stored: set[int]) -> bool:
+        """Seal the segment that was full before the active one, if there is one."""
+        full, self._full = self._full, None
+        if full is None or not self._commit(full, stored):
+            return full is None
+        self._maker.seal(full)
+        return True
+
+    def _commit(self, segment: Segment, stored: set[int]) -> bool:
         """What was placed becomes durable, and then visible; False if some of it failed."""
-        active = self._catalogue.active
-        if active is None or active.writer is None:
-            return True
-        commit = active.writer.commit()
-        active.end = active.writer.end
-        emptied = self._catalogue.insert(active, commit.durable)
+        assert segment.writer is not None
+        commit = segment.writer.commit()
+        segment.end = segment.writer.end
+        emptied = self._catalogue.insert(segment, commit.durable)
         stored.update(commit.indices)
         stats = self._means.stats
         stats.pages_written += len(commit.durable)
         stats.bytes_written += sum(place.stored_bytes for place in commit.durable)
         stats.raw_bytes_written += len(commit.durable) * self._means.options.page_format.page_bytes
-        for segment in emptied:
-            self._catalogue.delete_if_empty(segment)
+        for one in emptied:
+            self._catalogue.delete_if_empty(one)
         if commit.error is None:
             return True
-        self._means.write_failed(f"pages cannot be written to {active.path}", commit.error)
-        self._maker.seal(active)  # nothing may follow what may be torn
+        self._means.write_failed(f"pages cannot be written to {segment.path}", commit.error)
+        self._maker.seal(segment)  # nothing may follow what may be torn
         return False
 
 
@@ -149,9 +162,8 @@ def _is_key(key: PageKey) -> bool:
     return MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES
 
 
-def _slices(items: Sequence[PageToWrite]) -> Iterator[Sequence[PageToWrite]]:
-    """Pages for one write each, as many as make it large."""
-    if items:
-        step = max(1, WRITE_BYTES // items[0].page.nbytes)
-        for start in range(0, len(items), step):
-            yield items[start : start + step]
+def _slices(items: Iterable[PageToWrite], step: int) -> Iterator[Sequence[PageToWrite]]:
+    """Pages for one write each."""
+    source = iter(items)
+    while pages := list(islice(source, step)):
+        yield pages

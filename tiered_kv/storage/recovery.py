@@ -1,7 +1,7 @@
 """Finding what earlier processes stored.
 
-The segments are the only truth. Opening reads their footers; the one segment a killed process
-leaves unsealed is scanned, cut behind its last whole record, and sealed.
+The segments are the only truth. Opening reads their footers; what a killed process
+leaves unsealed is scanned for whole records, and sealed.
 """
 
 from __future__ import annotations

@@ -59,9 +59,11 @@ class SegmentMaker:
                 self._next_number += 1
                 segment.fd = means.files.open(path, Access.CREATE, direct=means.direct)
                 means.files.preallocate(segment.fd, size)
-            segment.writer = SegmentWriter(means.files, segment.fd, header, size, means.buffers)
+            named = means.threads.submit(self._folder.sync)
+            segment.writer = SegmentWriter(
+                means.files, segment.fd, header, size, means.buffers, named
+            )
             segment.writer.begin()
-            self._folder.sync()
         except OSError as error:
             means.write_failed("a segment cannot be created", error)
             if segment.fd is not None:
@@ -100,15 +102,16 @@ class SegmentMaker:
     def seal(self, segment: Segment) -> None:
         """Nothing more is appended to the segment: give it a footer, or delete it if it is of
         no use. A footer that cannot be written is done without."""
-        means = self._means
+        means, writable = self._means, segment.writer is not None
         segment.writer = None
         if not segment.live:
             self._catalogue.delete(segment)
             return
         try:
-            self._catalogue.close(segment)
-            fd = means.files.open(segment.path, Access.WRITE, direct=means.direct)
-            segment.fd = fd
+            if not writable:
+                self._catalogue.close(segment)
+                segment.fd = means.files.open(segment.path, Access.WRITE, direct=means.direct)
+            fd = self._catalogue.open(segment)
             places = segment.places()
             write_footer(means.files, fd, segment.header, segment.end, places, means.buffers)
         except OSError as error:

@@ -19,6 +19,10 @@ from tiered_kv.storage.segment_format import (
     pack_segment_header,
 )
 
+WORTH_CUTTING = 64
+"""A segment is cut if more than one part in so many would be: to give room back takes a file
+system as long as writing several MiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -49,13 +53,20 @@ class SegmentWriter:
 
     Args:
         fd: of a new segment of ``size`` zeros.
+        named: done when the file's name outlives a power cut.
 
     Attributes:
         end: where the next record goes.
     """
 
     def __init__(
-        self, files: FileLayer, fd: int, header: SegmentHeader, size: int, buffers: BufferPool
+        self,
+        files: FileLayer,
+        fd: int,
+        header: SegmentHeader,
+        size: int,
+        buffers: BufferPool,
+        named: Future[None],
     ) -> None:
         self.end = header.header_bytes
         self._files = files
@@ -64,6 +75,7 @@ class SegmentWriter:
         self._table_id = header.table_id
         self._size = size
         self._buffers = buffers
+        self._named = named
         self._count = 0
         self._key_bytes = 0
         self._group = 0
@@ -80,13 +92,12 @@ class SegmentWriter:
         return self._size - self.end
 
     def begin(self) -> None:
-        """Write the segment's own header, durably.
+        """Write the segment's own header; the first commit makes it durable.
 
         Raises:
             OSError: the disk failed.
         """
         write_content(self._files, self._fd, pack_segment_header(self._header), 0, self._buffers)
-        self._files.fdatasync(self._fd)
 
     def fitting(self, records: Sequence[PackedRecord]) -> int:
         """How many of the records, from the first on, have room beside the footer."""
@@ -142,6 +153,7 @@ class SegmentWriter:
         if whole:
             try:
                 self._files.fdatasync(self._fd)
+                self._named.result()
             except OSError as failure:
                 # What was written may or may not be there, and asking again would not tell.
                 whole, error = 0, failure
@@ -171,16 +183,24 @@ def write_footer(
     files: FileLayer,
     fd: int,
     header: SegmentHeader,
-    offset: int,
+    end: int,
     entries: Sequence[FooterEntry],
     buffers: BufferPool,
 ) -> None:
-    """Seal a segment: a footer at ``offset``, and nothing behind it.
+    """Seal a segment: a footer is the last thing in it. It need not be durable: a segment
+    without one is scanned.
+
+    Args:
+        end: of the last record. What lies between it and the footer is cut away if it is much.
 
     Raises:
         OSError: the disk failed. The segment is as it was, or ends in garbage.
     """
-    footer = pack_footer(header, offset, entries)
-    write_content(files, fd, footer, offset, buffers)
-    files.truncate(fd, offset + len(footer))
-    files.fdatasync(fd)
+    size = files.size(fd)
+    nbytes = footer_bytes(len(entries), sum(len(entry.key) for entry in entries))
+    gap = size - nbytes - end
+    at_the_end = 0 <= gap <= size // WORTH_CUTTING
+    offset = size - nbytes if at_the_end else end
+    write_content(files, fd, pack_footer(header, offset, entries), offset, buffers)
+    if not at_the_end:
+        files.truncate(fd, end + nbytes)

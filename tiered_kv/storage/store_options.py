@@ -12,7 +12,7 @@ from tiered_kv.storage.files import BLOCK
 from tiered_kv.storage.locks import StoreError
 from tiered_kv.storage.segment_format import MAX_KEY_BYTES, footer_bytes, record_bytes
 
-SEGMENT_BYTES = 256 << 20
+SEGMENT_BYTES = 512 << 20
 MIN_PAGES = 8
 """Pages for which every segment has room."""
 

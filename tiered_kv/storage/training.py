@@ -19,17 +19,18 @@ class Training:
 
     Attributes:
         codec: what new pages are to be encoded with.
+        wanted: whether it would learn from pages.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._wanted = codec.wants_training
+        self.wanted = codec.wants_training
         self._samples: list[Bytes] = []
 
     def skip(self, trained: Codec) -> None:
         """An earlier process has trained it already."""
         self.codec = trained
-        self._wanted = False
+        self.wanted = False
 
     def see(self, pages: Sequence[Bytes]) -> bool:
         """Pages to learn from, of which copies are kept until there are enough.
@@ -37,13 +38,11 @@ class Training:
         Returns:
             Whether what is encoded from now on needs another table.
         """
-        if not self._wanted:
-            return False
         sample = [*self._samples, *pages][:MAX_SAMPLE]
         if len(sample) < MIN_SAMPLE:
             self._samples += [page.copy() for page in pages]
             return False
-        self._wanted = False
+        self.wanted = False
         self._samples = []
         try:
             trained = self.codec.trained(sample)
