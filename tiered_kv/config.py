@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from tiered_kv.errors import ConfigError
@@ -31,6 +31,8 @@ class TierConfig:
         codec: how pages are stored there: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or
             ``centred``.
         io_threads: of each rank, for pages on SSD; 0 takes what the cores allow.
+        policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
+            every tier off.
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
         trace: path of the JSONL trace; None writes none.
     """
@@ -40,6 +42,7 @@ class TierConfig:
     ssd_gib: float = 32.0
     codec: str = "auto"
     io_threads: int = 0
+    policy: str = "occupancy"
     pin_fraction: float = 0.5
     trace: Path | None = None
 
@@ -79,9 +82,12 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         ssd_gib=_number(given, "ssd_gib", defaults.ssd_gib, 0.001, 1 << 20, "GiB"),
         codec=_codec(given),
         io_threads=int(_number(given, "io_threads", defaults.io_threads, 0, 256, "threads")),
+        policy=_name(given, "policy", defaults.policy),
         pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
         trace=_path(given, "trace"),
     )
+    if config.policy == "none":
+        config = replace(config, cpu_gib=0.0, ssd_path=None)
     if config.ssd_path is not None and config.cpu_gib == 0:
         raise ConfigError(
             f"{ENV_PREFIX}SSD_PATH needs CPU memory for pages on their way: "
@@ -120,6 +126,14 @@ def _number(
             f"{name}={value:g} is outside {low:g} to {high:g} {unit}: write {name}={default:g}."
         )
     return value
+
+
+def _name(given: Mapping[str, object], key: str, default: str) -> str:
+    raw = given.get(key, default)
+    if not isinstance(raw, str) or not raw:
+        name = ENV_PREFIX + key.upper()
+        raise ConfigError(f"{name}={raw!r} is not a name: write {name}={default}.")
+    return raw
 
 
 def _codec(given: Mapping[str, object]) -> str:

@@ -9,7 +9,7 @@ One thread, no locks, nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.index import PageIndex
@@ -103,6 +103,14 @@ class Planner:
                 order: due for order, due in self._not_yet_due.items() if due > now
             }
         return len(self._flights) - len(self._not_yet_due)
+
+    def hurry(self, orders: Iterable[OrderId], now: float) -> list[OrderId]:
+        """Orders that were to be carried out later, and are wanted now; those due already are
+        left out."""
+        found = [one for one in orders if self._not_yet_due.get(one, now) > now]
+        for one in found:
+            del self._not_yet_due[one]
+        return found
 
     @property
     def promoting(self) -> Mapping[PageKey, OrderId]:

@@ -9,9 +9,12 @@ One thread, no locks, O(1) per page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tiered_kv.keys import PageKey
+
+LIKELY = 0.5
+"""Chance of a return that is worth a second write."""
 
 
 class SsdIndex:
@@ -43,17 +46,26 @@ class SsdIndex:
             if key in used:
                 used[key] = True
 
-    def survivors(self, dying: Sequence[PageKey]) -> tuple[PageKey, ...]:
-        """Pages of a dying segment to be written again: a second chance for what was used.
+    def survivors(
+        self, dying: Sequence[PageKey], chance: Callable[[PageKey], float]
+    ) -> tuple[PageKey, ...]:
+        """Pages of a dying segment to be written again: what a waiting job is likely to come
+        back for, and a second chance for what was used.
 
-        At most half of them, the last written ones, so that a segment's death frees at
-        least half a segment. A survivor must be used again to survive again.
+        At most half of them, the likeliest and then the last written ones, so that a segment's
+        death frees at least half a segment. What was used must be used again to survive again.
+
+        Args:
+            chance: that somebody comes back for a page; 0 if unknown.
         """
-        kept = [key for key in dying if self._used.get(key)]
-        kept = kept[len(kept) - min(len(kept), len(dying) // 2) :]
-        for key in kept:
-            self._used[key] = False
-        return tuple(kept)
+        chances = {key: chance(key) for key in dying}
+        kept = [key for key in dying if self._used.get(key) or chances[key] >= LIKELY]
+        kept.sort(key=chances.__getitem__)
+        chosen = set(kept[len(kept) - min(len(kept), len(dying) // 2) :])
+        for key in chosen:
+            if key in self._used:
+                self._used[key] = False
+        return tuple(key for key in dying if key in chosen)
 
     def clear(self) -> None:
         self._used.clear()

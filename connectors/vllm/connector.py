@@ -33,10 +33,13 @@ from tiered_kv.connectors.vllm.engine import (
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints, base_fingerprint
 from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
 from tiered_kv.connectors.vllm.plugin import share_logging
+from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
+from tiered_kv.connectors.vllm.profile import prefill_work
 from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
 from tiered_kv.connectors.vllm.stats import TieredPromMetrics, TieredStats
+from tiered_kv.connectors.vllm.tool_reader import ToolReader
 from tiered_kv.connectors.vllm.worker_half import WorkerHalf
-from tiered_kv.policies.fixed_pin import FixedPin
+from tiered_kv.policies import registry
 from tiered_kv.policies.restore import FasterRestore
 
 logger = logging.getLogger(__name__)
@@ -87,12 +90,18 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                     "vLLM kills its workers as soon as it is told to stop, and what only CPU "
                     "memory holds is lost then: add --shutdown-timeout 10 to have it flushed to SSD"
                 )
+            policy = registry.policy(config.policy)
+            keeper = PolicyKeeper(policy, config.ssd_path, config.policy)
+            keeper.load()
             self.scheduler_half = SchedulerHalf(
                 facts,
                 config,
                 Fingerprints(base_fingerprint(vllm_config, facts)),
-                FixedPin(),
+                policy,
                 FasterRestore(),
+                prefill_work(vllm_config.model_config),
+                _tool_reader(vllm_config) if policy.reads_tools else None,
+                keeper,
                 time.monotonic,
                 time.time,
             )
@@ -197,7 +206,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler.recovered(metadata)
+        self._scheduler.introduced(metadata)
 
     # -- worker side --------------------------------------------------------------
 
@@ -256,3 +265,17 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_half.close()
         if self.worker_half is not None:
             self.worker_half.close()
+
+
+def _tool_reader(vllm_config: Any) -> ToolReader | None:
+    """None where the engine has no tokenizer to read answers with."""
+    model_config = vllm_config.model_config
+    if model_config.skip_tokenizer_init:
+        return None
+
+    def load() -> Any:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(model_config)
+
+    return ToolReader(load)

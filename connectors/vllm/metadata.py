@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from tiered_kv.connectors.vllm.profile import Speeds
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
@@ -33,6 +34,7 @@ class SsdOrders:
         lost: pages that some rank has lost: the others can forget them.
         reclaims: by rank, a segment that shall die and the pages that survive it.
         distrusted: saves whose slots may hold anything: not to be flushed.
+        hurried: promotions that are due at once, whatever they said.
     """
 
     demotes: tuple[DemoteOrder, ...] = ()
@@ -41,6 +43,7 @@ class SsdOrders:
     lost: tuple[PageKey, ...] = ()
     reclaims: Mapping[int, Proposal] = field(default_factory=dict)
     distrusted: tuple[OrderId, ...] = ()
+    hurried: tuple[OrderId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,30 @@ class SsdReport:
     stored_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class TieredHandshake(KVConnectorHandshakeMetadata):
-    """A worker's word at start: the pages its segment store has, oldest first, and how many
-    bytes of pages a second it expects to promote."""
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """What a rank has on SSD from before.
+
+    Attributes:
+        keys: of its pages, oldest first.
+        bandwidth: bytes of pages a second that it expects to promote.
+    """
 
     keys: tuple[PageKey, ...]
     bandwidth: float
+
+
+@dataclass(frozen=True)
+class TieredHandshake(KVConnectorHandshakeMetadata):
+    """A worker's word at start.
+
+    Attributes:
+        speeds: of its machine.
+        stored: what its segment store has; None without one.
+    """
+
+    speeds: Speeds
+    stored: StoredPages | None
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,13 @@ class PinTable:
         self._next_deadline = min(self._next_deadline, deadline)
         return len(kept)
 
+    def until(self, job: JobKey, deadline: float) -> None:
+        """Hold what the job has pinned until then instead. Ignored if it has nothing."""
+        pin = self._pins.get(job)
+        if pin is not None:
+            pin.deadline = deadline
+            self._next_deadline = min(self._next_deadline, deadline)
+
     def release(self, job: JobKey) -> bool:
         """Give a job's references back; False if it has none."""
         pin = self._pins.pop(job, None)

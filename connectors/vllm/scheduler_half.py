@@ -9,32 +9,41 @@ Hooks come in this order: ``arrived`` once; ``match`` in every step until admitt
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.config import TierConfig
+from tiered_kv.connectors.vllm.accounts import Accounts
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints
-from tiered_kv.connectors.vllm.jobs import JobTable
+from tiered_kv.connectors.vllm.gaps import Gaps
 from tiered_kv.connectors.vllm.metadata import (
     TieredHandshake,
     TieredMetadata,
     TieredWorkerMetadata,
 )
+from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
 from tiered_kv.connectors.vllm.prefills import PrefillClock
+from tiered_kv.connectors.vllm.prices import Prices
+from tiered_kv.connectors.vllm.profile import PrefillWork
 from tiered_kv.connectors.vllm.restores import Restores
 from tiered_kv.connectors.vllm.room import Room, pin_table
 from tiered_kv.connectors.vllm.saves import Saves
 from tiered_kv.connectors.vllm.ssd import SsdTier
+from tiered_kv.connectors.vllm.tool_reader import ToolReader
 from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.waits import Waits
 from tiered_kv.index import PageIndex
+from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import LoadOrder, RestoreMode, SaveOrder
 from tiered_kv.planner import Planner, Settled
-from tiered_kv.policies.eviction import LeastRecentlyUsed
+from tiered_kv.policies.eviction import ByWorth
+from tiered_kv.policies.lineage import Lineage
 from tiered_kv.policies.restore import RestorePolicy
-from tiered_kv.policies.signals import Decision, JobKey, Tier, TurnEnd, TurnPolicy
-from tiered_kv.policies.turns import read_hints
+from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.policies.turns import TurnHints, read_hints
 from tiered_kv.tails import TailIndex
 from tiered_kv.trace import TraceWriter
 
@@ -61,6 +70,9 @@ class SchedulerHalf:
         fingerprints: keys' first part; owned from now on.
         turns: where a finished turn's KV waits.
         restores: sync or async.
+        work: of the model's prefills; None if that is not known.
+        tools: reads tool calls; None if answers cannot be decoded.
+        keeper: of ``turns``; owned from now on.
         clock: monotonic seconds.
         wall: seconds since the epoch, for the trace.
     """
@@ -72,25 +84,31 @@ class SchedulerHalf:
         fingerprints: Fingerprints,
         turns: TurnPolicy,
         restores: RestorePolicy,
+        work: PrefillWork | None,
+        tools: ToolReader | None,
+        keeper: PolicyKeeper,
         clock: Clock,
         wall: Clock,
     ) -> None:
         self.facts = facts
-        self.policy = turns
         self.counters = Counters()
         slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
-        self.index = PageIndex(slots, LeastRecentlyUsed())
+        self.order = ByWorth(lambda: self._clock(), lambda: self.prices.cpu_stay_s())
+        self.index = PageIndex(slots, self.order)
         self.planner = Planner(self.index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
         self.tails = TailIndex()
         self.restores = Restores(facts, self.planner, self.tails, restores, self.counters)
         self.prefills = PrefillClock()
-        self.jobs = JobTable()
         self.ssd: SsdTier | None = None
         self._config = config
         self._fingerprints = fingerprints
+        self._policy = turns
+        self._work = work
+        self._tools = tools
+        self._keeper = keeper
         self._clock = clock
-        self._wall = wall
-        self._trace = TraceWriter(config.trace) if config.trace else None
+        trace = TraceWriter(config.trace) if config.trace else None
+        self.accounts = Accounts(self.counters, trace, wall)
         self._turns: dict[str, Turn] = {}
         self._restored: dict[str, Turn] = {}  # async restore over, not yet scheduled
         self._seen_failures: dict[int, int] = {}
@@ -106,12 +124,17 @@ class SchedulerHalf:
         """Take vLLM's KV cache manager: its pool, the blocks of requests, and its reset."""
         pool, watermark = manager.block_pool, int(manager.watermark_blocks)
         self._pool = pool
-        self._managers = manager.coordinator.single_type_managers
-        self._blocks_of = blocks_of = self._managers[self.facts.group].req_to_blocks
+        managers = manager.coordinator.single_type_managers
+        self._blocks_of = blocks_of = managers[self.facts.group].req_to_blocks
         self.pins = pin_table(self.facts, pool, self._config.pin_fraction, watermark)
         self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
+        with_ssd = self._config.ssd_path is not None and self.index.num_slots > 0
+        clock = lambda: self._clock()  # noqa: E731 - of tests, perhaps
+        self.prices = Prices(
+            self.facts, self.planner, self.prefills.fit, self.pins, pool, with_ssd, clock
+        )
         self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
-        if self._config.ssd_path is not None and self.index.num_slots:
+        if with_ssd:
             groups = [self.facts.group]
             self.ssd = SsdTier(
                 self.facts,
@@ -120,8 +143,23 @@ class SchedulerHalf:
                 self.tails,
                 self.counters,
                 lambda block_hash: pool.get_cached_block(block_hash, groups) is not None,
-                lambda: self._clock(),
+                lambda key: self.order.chance(key, math.inf),
+                clock,
             )
+        self.gaps = Gaps(
+            Lineage(self.facts.block_size),
+            Waits(self._policy, self.prices, self.order, clock),
+            self.prices,
+            self.pins,
+            self.planner,
+            self.ssd,
+            managers,
+            self._tools,
+            self._keeper,
+            self.accounts,
+            self.counters,
+            clock,
+        )
         self._wrap_reset(manager)
 
     def _wrap_reset(self, manager: Any) -> None:
@@ -139,33 +177,36 @@ class SchedulerHalf:
 
         manager.reset_prefix_cache = reset_prefix_cache
 
-    def recovered(self, ranks: Mapping[int, Any]) -> None:
-        """``set_xfer_handshake_metadata``: what the ranks have on SSD from before."""
+    def introduced(self, ranks: Mapping[int, Any]) -> None:
+        """``set_xfer_handshake_metadata``: how fast the ranks are, what they have on SSD."""
+        said = {r: one for r, one in ranks.items() if isinstance(one, TieredHandshake)}
+        if copies := [one.speeds.copy for one in said.values() if one.speeds.copy]:
+            self.planner.bandwidth = min(copies)
+        flops = sum(one.speeds.flops for one in said.values())
+        if self._work is not None and flops:
+            self.prefills.fit.suppose(*self._work.estimate(flops))
         if self.ssd is not None:
-            self.ssd.recovered(
-                {r: said for r, said in ranks.items() if isinstance(said, TieredHandshake)}
-            )
+            stored = {r: one.stored for r, one in said.items() if one.stored is not None}
+            self.ssd.recovered(stored)
 
     # -- a turn arrives -----------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """``on_new_request``."""
-        hints = read_hints(request.kv_transfer_params)
+        hints = _hints(request)
         self.counters.add("hints_ignored", hints.ignored)
-        job = None
-        if hints.job_id is not None:
-            key = JobKey(request.cache_salt or "", hints.job_id)
-            job = self.jobs.turn_arrived(key, request.request_id, self._clock())
-            self.counters.add("concurrent_turns", len(job.running) > 1)
+        job, before = self.gaps.arrived(request, hints)
         turn = self._turns[request.request_id] = Turn(
             request=request,
             hints=hints,
             job=job,
             number=job.turns if job else 1,
             fingerprint=self._fingerprint(request),
+            arrived_at=self._clock(),
+            context_before=before,
         )
         if self.ssd is not None and self._may_restore(turn):
-            self.ssd.promote(turn, self.prefills.seconds_per_token)
+            self.ssd.promote(turn, self.prefills.fit)
 
     def _fingerprint(self, request: Any) -> bytes | None:
         if self.index.num_slots == 0:
@@ -190,7 +231,7 @@ class SchedulerHalf:
             return 0, False
         if self.ssd is not None:
             if not turn.awaits:
-                self.ssd.promote(turn, self.prefills.seconds_per_token)
+                self.ssd.promote(turn, self.prefills.fit)
             if self.ssd.still_coming(turn):
                 return None, False
         turn.hit = self.restores.find(turn, num_computed, self._running)
@@ -209,6 +250,7 @@ class SchedulerHalf:
             turn.cpu_tokens = num_external
             self._running += 1
             self.prefills.started(turn, self._clock())
+            self.prices.admitted(turn)
             turn.ssd_tokens = min(num_external, self._came_up(turn))
         if self.ssd is not None:
             self.ssd.claimed(turn)
@@ -245,6 +287,9 @@ class SchedulerHalf:
         if not self._step % TIME_EVERY:
             self.restores.time_steps(self._clock(), 0 if self._was_idle else TIME_EVERY)
             self._was_idle = False
+            self._look_at_demand()
+            self.gaps.look_around()
+        self.gaps.step()
         if self.pins and (late := self.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
         if self._restored:
@@ -254,6 +299,10 @@ class SchedulerHalf:
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
         self.room.defer_new = False
         return self.take_orders()
+
+    def _look_at_demand(self) -> None:
+        waiting = (turn.request.num_tokens for turn in self._turns.values() if not turn.admitted)
+        self.prices.look(sum(waiting))
 
     def take_orders(self) -> TieredMetadata:
         """The orders not yet sent. Also what is sent when ``build`` itself fails."""
@@ -329,65 +378,13 @@ class SchedulerHalf:
         if self.ssd is not None:
             self.ssd.claimed(turn)
         has_kv = turn.admitted and not turn.loading
-        decision = self.policy.decide(_turn_end(turn))
+        pages, save = list[PageKey](), None
         if has_kv and turn.fingerprint is not None:
-            last, keys = self.saves.finish(turn, block_ids[self.facts.group])
-            if self.ssd is not None and decision.tier is Tier.SSD:
-                self.ssd.demote(keys, after=last.order_id if last else None)
-        pinned = 0
-        if turn.job is not None:
-            self.jobs.turn_ended(turn.job, request.request_id, over=turn.hints.is_last_step)
-            if decision.tier is Tier.DROP:
-                self.counters.add("pins_released", self.pins.release(turn.job.key))
-            elif decision.tier is Tier.PIN and has_kv:
-                pinned = self._pin(turn, decision)
-        return self._account(turn, decision, pinned)
-
-    def _pin(self, turn: Turn, decision: Decision) -> int:
-        assert turn.job is not None
-        blocks = [
-            block
-            for manager in self._managers
-            for block in manager.req_to_blocks.get(turn.request_id, ())
-            if block.block_hash is not None and not block.is_null
-        ]
-        deadline = self._clock() + decision.ttl_s
-        pinned = self.pins.pin(turn.job.key, blocks, deadline, turn.job.born)
-        self.counters.add("pins", pinned > 0)
-        self.counters.add("pins_refused", pinned < len(blocks))
-        return pinned
-
-    def _account(self, turn: Turn, decision: Decision, pinned: int) -> dict[str, Any] | None:
-        """Count where the prompt came from; say so in the trace and to the client."""
-        request = turn.request
-        prompt = request.num_prompt_tokens
-        vram = min(turn.vram_tokens, prompt)
-        cpu = min(turn.cpu_tokens, prompt - vram)
-        came_from = {"vram": vram, "cpu": cpu, "recomputed": prompt - vram - cpu}
-        if not turn.admitted:
-            came_from = dict.fromkeys(came_from, 0)
-        self.counters.add("turns")
-        came_from["ssd"] = min(turn.ssd_tokens, came_from["cpu"])
-        for source, tokens in came_from.items():
-            self.counters.add(f"prompt_tokens_{source}", tokens)
-        explained = {"prompt_tokens": prompt} | {f"{k}_tokens": v for k, v in came_from.items()}
-        if self._trace is not None:
-            self._trace.write(
-                {
-                    "event": "turn",
-                    "t": self._wall(),
-                    "job_id": turn.hints.job_id,
-                    "turn": turn.number,
-                    "request_id": request.request_id,
-                    **explained,
-                    "output_tokens": request.num_output_tokens,
-                    "finish": request.status.name,
-                    "tier": decision.tier.value,
-                    "ttl_s": decision.ttl_s,
-                    "pinned_blocks": pinned,
-                }
-            )
-        return {"tiered_kv": explained} if turn.job is not None else None
+            last, pages = self.saves.finish(turn, block_ids[self.facts.group])
+            save = last.order_id if last else None
+        self._look_at_demand()
+        wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
+        return self.accounts.turn(turn, wait.decision, pinned)
 
     # -- resets, life and death -------------------------------------------------------
 
@@ -410,6 +407,7 @@ class SchedulerHalf:
             self.ssd.reset(self._fingerprints.base.digest())
         self.planner.forget_all()
         self.tails.clear()
+        self.gaps.reset()
         for turn in self._turns.values():
             turn.forget_pages()
             if turn.request.num_computed_tokens == 0:
@@ -418,6 +416,7 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Keep an otherwise idle engine stepping until copies under way are reported."""
+        self.gaps.idle()
         if self.saves.unsent or self.restores.unsent or (self.ssd is not None and self.ssd.unsent):
             return True
         now = self._clock()
@@ -428,7 +427,7 @@ class SchedulerHalf:
         totals = {
             "pages_evicted": self.index.evictions,
             "pages_not_saved": self.planner.unsaved,
-            "trace_dropped": self._trace.dropped if self._trace else 0,
+            "trace_dropped": self.accounts.dropped,
         }
         for name, total in totals.items():
             self.counters.add(name, total - self.counters.totals[name])
@@ -440,29 +439,18 @@ class SchedulerHalf:
                 **(self.ssd.gauges() if self.ssd is not None else {}),
                 "pinned_blocks": self.pins.held_blocks,
                 "orders_in_flight": self.planner.in_flight,
-                "jobs": len(self.jobs),
+                "jobs": len(self.gaps.jobs),
             }
         return fresh
 
     def close(self) -> None:
-        """Stop the threads. Idempotent."""
+        """Save what was learned, stop the threads. Idempotent."""
+        self.gaps.close()
         self._fingerprints.close()
-        if self._trace is not None:
-            self._trace.close()
+        self.accounts.close()
 
 
-def _turn_end(turn: Turn) -> TurnEnd:
-    from vllm.v1.request import RequestStatus
-
-    by_itself = (
-        RequestStatus.FINISHED_STOPPED,
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_REPETITION,
-    )
-    return TurnEnd(
-        job=turn.job.key if turn.job else None,
-        turn=turn.number,
-        is_last_step=turn.hints.is_last_step,
-        aborted=turn.request.status not in by_itself,
-        context_tokens=turn.request.num_tokens,
-    )
+def _hints(request: Any) -> TurnHints:
+    sampling = request.sampling_params
+    xargs = sampling.extra_args if sampling is not None else None
+    return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, TieredHandshake
+from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, StoredPages
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
 from tiered_kv.planner import Planner, Settled
+from tiered_kv.policies.costs import PrefillFit
 from tiered_kv.policies.promotion import Promotion, worth_promoting
 from tiered_kv.storage.segment_store import Proposal
 from tiered_kv.tails import TailIndex
@@ -51,6 +52,7 @@ class SsdTier:
     Args:
         capacity_bytes: of the SSD tier, all ranks together.
         cached: whether VRAM holds the block of a block hash.
+        chance: that a waiting job comes back for a page.
         clock: monotonic seconds, the same in every process of the machine.
     """
 
@@ -62,6 +64,7 @@ class SsdTier:
         tails: TailIndex,
         counters: Counters,
         cached: Callable[[bytes], bool],
+        chance: Callable[[PageKey], float],
         clock: Callable[[], float],
     ) -> None:
         self._facts = facts
@@ -71,6 +74,7 @@ class SsdTier:
         self._tails = tails
         self._counters = counters
         self._cached = cached
+        self._chance = chance
         self._clock = clock
         on_ssd = capacity_bytes // (2 * facts.ranks * facts.page_bytes)
         self._window = max(1, min(self._index.num_slots * 3 // 4, MOST_AHEAD, on_ssd))
@@ -84,6 +88,7 @@ class SsdTier:
         self._after_save: dict[OrderId, Sequence[PageKey]] = {}
         self._demotes: list[DemoteOrder] = []
         self._promotes: list[PromoteOrder] = []
+        self._hurried: list[OrderId] = []
         self._fingerprint: bytes | None = None
         self._lost: list[PageKey] = []
         self._reclaims: dict[int, Proposal] = {}
@@ -97,6 +102,7 @@ class SsdTier:
         return bool(
             self._demotes
             or self._promotes
+            or self._hurried
             or self._lost
             or self._distrusted
             or self._reclaims
@@ -114,7 +120,9 @@ class SsdTier:
             tuple(self._lost),
             dict(self._reclaims),
             tuple(self._distrusted),
+            tuple(self._hurried),
         )
+        self._hurried.clear()
         self._distrusted.clear()
         self._demotes.clear()
         self._promotes.clear()
@@ -125,18 +133,17 @@ class SsdTier:
 
     # -- up -----------------------------------------------------------------------
 
-    def promote(self, turn: Turn, recompute_s_per_token: float) -> None:
+    def promote(self, turn: Turn, prefill: PrefillFit) -> None:
         """Order the pages up that the turn's prompt wants and only SSD has.
 
         Args:
-            recompute_s_per_token: seconds a prompt token takes to compute, measured; 0
-                while unknown.
+            prefill: what computing their tokens takes instead.
         """
         room = max(1, self._index.num_slots // 2) - self._unclaimed
         if turn.promotions == TRIES or room <= 0 or not len(self._ssd):
             return
         turn.promotions += 1
-        wanted, tokens = self._find(turn)
+        wanted, behind, tokens = self._find(turn)
         if not wanted:
             return
         if len(wanted) > room:
@@ -145,7 +152,8 @@ class SsdTier:
         fresh = [key for key in wanted if key not in self._planner.promoting]
         promotion = Promotion(
             promote_s=self._planner.promote_seconds(len(fresh)),
-            recompute_s=tokens * recompute_s_per_token,
+            # An estimate is no reason to leave pages where they are.
+            recompute_s=prefill.seconds(behind, tokens) if prefill.measured else 0.0,
         )
         if not worth_promoting(promotion):
             self._counters.add("promotions_refused")
@@ -158,13 +166,27 @@ class SsdTier:
             self._promotes.append(order)
         coming = self._planner.promoting
         mine = [key for key in wanted if key in coming]
-        turn.awaits |= {coming[key] for key in mine}
+        orders = {coming[key] for key in mine}
+        self._hurried += self._planner.hurry(orders, now)
+        turn.awaits |= orders
         turn.wait_until = now + promotion.longest_wait_s
         self._unclaimed += len(set(mine) - turn.ssd_keys)
         turn.ssd_keys.update(mine)
 
-    def _find(self, turn: Turn) -> tuple[list[PageKey], int]:
-        """Pages to come up for the turn, in order, and the prompt tokens they make usable.
+    def promote_ahead(self, keys: Sequence[PageKey], due: float) -> bool:
+        """Order a waiting job's pages up, for when it is expected back; False if there are none
+        to order, or no slots."""
+        room = max(1, self._index.num_slots // 2) - self._unclaimed
+        order = self._planner.plan_promote(keys[:room], due) if room > 0 else None
+        if order is None:
+            return False
+        self._counters.add("pages_promoted_ahead", len(order.keys))
+        self._promotes.append(order)
+        return True
+
+    def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
+        """Pages to come up for the turn, in order, the prompt tokens before them, and those that
+        they make usable.
 
         What the prompt shares with VRAM or CPU memory is passed over, up to the first page
         that is nowhere. All of it counts as used.
@@ -189,7 +211,7 @@ class SsdTier:
             tokens += tail[1]
             if not self._index.readable(tail[0]):
                 wanted.append(tail[0])
-        return wanted, tokens
+        return wanted, first * size, tokens
 
     def _nowhere(self, key: PageKey) -> bool:
         there = self._index.readable(key) or key in self._ssd or key in self._planner.promoting
@@ -308,7 +330,7 @@ class SsdTier:
     def _survivors(self, rank: int, dying: Sequence[PageKey]) -> tuple[PageKey, ...]:
         """Who survives; the same for every rank, whichever asks first."""
         fresh = [key for key in dying if key not in self._verdicts]
-        kept = set(self._ssd.survivors(fresh))
+        kept = set(self._ssd.survivors(fresh, self._chance))
         ranks = range(self._facts.ranks)
         self._verdicts.update({key: (key in kept, set(ranks)) for key in fresh})
         survivors = []
@@ -327,9 +349,9 @@ class SsdTier:
         for save in saves:
             self._after_save.pop(save, None)
 
-    def recovered(self, ranks: Mapping[int, TieredHandshake]) -> None:
+    def recovered(self, ranks: Mapping[int, StoredPages]) -> None:
         """What the stores held when the engine started: every rank must have a page."""
-        lists = [handshake.keys for handshake in ranks.values()]
+        lists = [stored.keys for stored in ranks.values()]
         if len(lists) < self._facts.ranks:
             logger.warning("%d of %d ranks have an SSD tier", len(lists), self._facts.ranks)
             return
@@ -337,7 +359,7 @@ class SsdTier:
         self._ssd.add(key for key in lists[0] if key in everywhere)
         partial = set().union(*lists) - everywhere
         self._lost += sorted(partial)
-        self._expected_bandwidth = min(handshake.bandwidth for handshake in ranks.values())
+        self._expected_bandwidth = min(stored.bandwidth for stored in ranks.values())
         self._planner.ssd_bandwidth = self._expected_bandwidth
         if everywhere:
             logger.info("%d pages are on SSD from before", len(everywhere))
@@ -350,6 +372,7 @@ class SsdTier:
             self._planner.cancel(order)
         self._demotes.clear()
         self._promotes.clear()
+        self._hurried.clear()
         self._after_save.clear()
         self._lost.clear()
         self._reclaims.clear()

@@ -44,6 +44,8 @@ class Turn:
         promotions: how often pages were looked for on SSD.
         awaits: promotions that it waits for, at most until ``wait_until``.
         ssd_keys: pages that came up for it, or are coming, until it is admitted.
+        arrived_at: when, on the scheduler half's clock.
+        context_before: tokens of the context that its job waited with.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
 
@@ -66,6 +68,8 @@ class Turn:
     wait_until: float = 0.0
     ssd_keys: set[PageKey] = field(default_factory=set)
     ssd_tokens: int = 0
+    arrived_at: float = 0.0
+    context_before: int = 0
 
     @property
     def request_id(self) -> str:

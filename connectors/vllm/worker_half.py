@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tiered_kv.config import TierConfig, check_cpu_size
@@ -19,6 +20,7 @@ from tiered_kv.connectors.vllm.metadata import (
     TieredMetadata,
     TieredWorkerMetadata,
 )
+from tiered_kv.connectors.vllm.profile import Speeds, measure_copies, measure_flops
 from tiered_kv.connectors.vllm.worker_ssd import WorkerSsd
 from tiered_kv.keys import Fingerprint
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
@@ -49,6 +51,7 @@ class WorkerHalf:
         self._config = config
         self._rank = rank
         self._fingerprint = fingerprint
+        self._speeds = Speeds(copy=0.0, flops=0.0)
         self.ssd: WorkerSsd | None = None
         self._pool: CpuPool | None = None
         self.backend: TransferBackend | None = None
@@ -65,6 +68,7 @@ class WorkerHalf:
         Raises:
             ConfigError: the tier does not fit into memory.
         """
+        self._speeds = replace(self._speeds, flops=_flops(kv_caches))
         layout = self._facts.layout
         slots = self._facts.slots(self._config.cpu_bytes_per_rank(self._facts.ranks))
         if layout is None or slots == 0:
@@ -92,6 +96,8 @@ class WorkerHalf:
             slots * layout.page_bytes / (1 << 30),
             ", pinned" if self._pool.pinned else "",
         )
+        copy = measure_copies(self.backend, self._pool, self._facts.num_blocks)
+        self._speeds = replace(self._speeds, copy=copy)
         if self._config.ssd_path is not None:
             try:
                 self.ssd = WorkerSsd(
@@ -101,9 +107,9 @@ class WorkerHalf:
                 self.close()
                 raise
 
-    def handshake(self) -> TieredHandshake | None:
-        """What this rank has on SSD from before; None without an SSD tier."""
-        return self.ssd.handshake if self.ssd is not None else None
+    def handshake(self) -> TieredHandshake:
+        """How fast this rank is, and what it has on SSD from before."""
+        return TieredHandshake(self._speeds, self.ssd.stored if self.ssd is not None else None)
 
     # -- a step -----------------------------------------------------------------
 
@@ -198,6 +204,18 @@ class WorkerHalf:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def _flops(kv_caches: Mapping[str, Any]) -> float:
+    """Of matrix products in the type of the KV cache, or what comes nearest."""
+    import torch
+
+    caches = [cache for cache in kv_caches.values() if isinstance(cache, torch.Tensor)]
+    if not caches:
+        return 0.0
+    dtype = caches[0].dtype
+    usual = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return measure_flops(caches[0].device, dtype if usual else torch.bfloat16)
 
 
 def _storage(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> Any:

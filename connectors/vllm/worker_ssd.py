@@ -20,7 +20,7 @@ from tiered_kv.codecs.choice import (
 )
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, TieredHandshake
+from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, StoredPages
 from tiered_kv.connectors.vllm.plugin import CORES
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
@@ -83,7 +83,7 @@ class WorkerSsd:
             except (StoreError, OSError, ValueError) as error:
                 raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
             self.io = IoThread(store, pool.slots)
-        self.handshake = TieredHandshake(tuple(store.keys()), bandwidth)
+        self.stored = StoredPages(tuple(store.keys()), bandwidth)
         self._options = options
         self._rank = rank
         self._lasting = fingerprint.lasting
@@ -117,6 +117,8 @@ class WorkerSsd:
             self.io.submit(promote)
         for demote in orders.demotes:
             self.io.submit(demote)
+        if orders.hurried:
+            self.io.hurry(orders.hurried)
 
     def saving(self, order: SaveOrder) -> None:
         """Slots are about to be written."""

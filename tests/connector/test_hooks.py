@@ -103,6 +103,8 @@ def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path
     rig.close()
 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["event"] for line in lines} == {"turn", "decision", "gap"}
+    lines = [line for line in lines if line["event"] == "turn"]
     assert [(e["job_id"], e["turn"], e["tier"]) for e in lines] == [
         ("j", 1, "pin"),
         ("j", 2, "drop"),

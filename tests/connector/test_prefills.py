@@ -21,7 +21,7 @@ def test_nothing_is_known_before_a_prefill_was_seen() -> None:
     clock = PrefillClock()
     clock.started(turn(1000), now=0.0)
     clock.look(now=1.0)
-    assert clock.seconds_per_token == 0.0
+    assert not clock.fit.measured
 
 
 def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
@@ -31,9 +31,9 @@ def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
     clock.look(now=11.0)
     one.request.num_output_tokens = 1
     clock.look(now=12.0)
-    assert clock.seconds_per_token == pytest.approx(2.0 / 1000)
+    assert clock.fit.seconds(500, 1000) == pytest.approx(2.0)
     clock.look(now=99.0)
-    assert clock.seconds_per_token == pytest.approx(2.0 / 1000), "it is seen once"
+    assert clock.fit.seconds(500, 1000) == pytest.approx(2.0), "it is seen once"
 
 
 def test_later_prefills_move_what_is_known() -> None:
@@ -43,7 +43,7 @@ def test_later_prefills_move_what_is_known() -> None:
         clock.started(one, now=0.0)
         one.request.num_output_tokens = 1
         clock.look(now=seconds)
-    assert 0.001 < clock.seconds_per_token < 0.003
+    assert 1.0 < clock.fit.seconds(0, 1000) < 3.0
 
 
 def test_short_and_aborted_prefills_say_nothing() -> None:
@@ -54,5 +54,5 @@ def test_short_and_aborted_prefills_say_nothing() -> None:
     short.request.num_output_tokens = 1
     aborted.request.is_finished = lambda: True
     clock.look(now=1.0)
-    assert clock.seconds_per_token == 0.0
+    assert not clock.fit.measured
     assert clock.running == []

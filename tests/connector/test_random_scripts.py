@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
+from tiered_kv.policies import registry
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.policies.restore import AlwaysRestore, FasterRestore
-from tiered_kv.policies.signals import Decision, Tier, TurnEnd
+from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
 from tiered_kv.transfer.base import Direction
@@ -21,14 +25,47 @@ from tiered_kv.transfer.base import Direction
 SCRIPTS = 40
 
 
-class SomeGoToSsd:
-    """Decisions of every kind, by lot."""
+class SomeGoToSsd(LearnsNothing):
+    """Decisions of every kind, by lot, before and after tools were read."""
+
+    reads_tools = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def decide(self, turn: TurnEnd) -> Decision:
-        return Decision(self._rng.choice(list(Tier)), self._rng.choice([0.5, 5]))
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        tier = self._rng.choice(list(Tier))
+        steps = np.sort(self._rng.choices(range(100), k=len(GRID))) / 100
+        return Decision(
+            tier,
+            self._rng.choice([0.5, 5]) if tier is Tier.PIN else 0.0,
+            forecast=self._rng.choice([None, Forecast(steps)]),
+            back_s=self._rng.choice([None, 0.1, 3.0]),
+        )
+
+
+class SomeTools:
+    """Reads tool calls at once, later, or never."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._queued: list[str] = []
+
+    def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
+        if self._rng.random() < 0.2:
+            return False
+        self._queued.append(ticket)
+        return True
+
+    def take(self) -> list[tuple[str, ToolUse]]:
+        count = self._rng.randint(0, len(self._queued))
+        self._rng.shuffle(self._queued)
+        taken, self._queued = self._queued[:count], self._queued[count:]
+        tools = [NO_TOOL, ToolUse(("bash", "pytest"), "pytest -x"), ToolUse(())]
+        return [(ticket, self._rng.choice(tools)) for ticket in taken]
+
+    def close(self) -> None:
+        pass
 
 
 def break_once(store: Any, rng: random.Random) -> None:
@@ -79,8 +116,10 @@ def play(rig: Rig, rng: random.Random) -> int:
         else:
             rig.scheduler.reset_prefix_cache()
     rig.run()
-    rig.now += 60
-    rig.ask("last", text(1, seed=1), max_tokens=1)
+    rig.now += 5 * 3600  # no gap is waited for that long
+    for i in range(2):
+        rig.wait_for_worker()
+        rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
     done = 0
     for name, (prompt, tokens) in asked.items():
         if rig.finished[name] != "abort":
@@ -106,10 +145,14 @@ def test_random_scripts_end_well(make_rig: MakeRig, tmp_path: Path, seed: int) -
             **(ssd if slots else {}),
         },
     )
+    if rng.random() < 0.7:
+        named = registry.policy(rng.choice(sorted(registry.POLICIES)))
+        rig.policy = rng.choice([SomeGoToSsd(rng), named])
     if rng.random() < 0.5:
-        rig.half.policy = SomeGoToSsd(rng)
+        rig.half.gaps._tools = SomeTools(rng)
     rig.half.restores.policy = rng.choice(
         [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
     )
     assert play(rig, rng) >= 0
+    rig.half.let_go()  # "last" may be waited for, as well
     rig.check_clean()

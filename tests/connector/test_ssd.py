@@ -12,7 +12,8 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.errors import ConfigError
-from tiered_kv.policies.signals import Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
 from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
 
 PAGE = 16 * CELL
@@ -78,7 +79,7 @@ def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
 
 
 def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
-    rig.half.policy = Long()
+    rig.policy = Long()
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert len(rig.half.planner.ssd) == 21
     rig.half.index.clear()
@@ -205,7 +206,7 @@ def test_an_aborted_turn_leaves_its_pages_to_come(rig: Rig, gate: Gate) -> None:
 def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
-    rig.half.prefills.seconds_per_token = 1e-6
+    rig.half.prefills.fit.observe(0, 1000, 1e-3)
     rig.half.planner.ssd_bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
@@ -264,15 +265,15 @@ def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) ->
     assert not list((tmp_path / "ssd").rglob("*.seg"))
 
 
-class Long:
+class Long(LearnsNothing):
     """Every turn is followed by a long one."""
 
-    def decide(self, turn: TurnEnd) -> Decision:
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.SSD)
 
 
 def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: Rig) -> None:
-    rig.half.policy = Long()
+    rig.policy = Long()
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert rig.count("pages_demoted") >= 20
     assert rig.half.pins.held_blocks == 0
@@ -304,13 +305,13 @@ def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_pat
 def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
     from dataclasses import replace
 
-    from tiered_kv.connectors.vllm.metadata import TieredHandshake
+    from tiered_kv.connectors.vllm.metadata import StoredPages
     from tiered_kv.keys import PageKey
 
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
     tier = rig.half.ssd
     tier._facts = replace(rig.half.facts, ranks=2)
-    tier.recovered({0: TieredHandshake((a, b), 2e9), 1: TieredHandshake((b, c), 1e9)})
+    tier.recovered({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
     assert [key in rig.half.planner.ssd for key in (a, b, c)] == [False, True, False]
     assert set(tier.take().lost) == {a, c}
     assert rig.half.planner.ssd_bandwidth == 1e9, "the slower rank's"

@@ -152,7 +152,7 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
     """What is refused teaches nothing, so the estimate recovers by itself."""
     rig.ask("first", CONTEXT)
     push_out(rig)
-    rig.half.prefills.seconds_per_token = 1e-6
+    rig.half.prefills.fit.observe(0, 1000, 1e-3)
     rig.half.planner.ssd_bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0

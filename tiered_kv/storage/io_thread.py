@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,6 +98,16 @@ class IoThread:
         with self._changed:
             self._submitted += 1
             heapq.heappush(self._later, (order.due, self._submitted, order))
+            self._changed.notify_all()
+
+    def hurry(self, order_ids: Collection[OrderId]) -> None:
+        """Carry these out now, whenever they were due. Those under way or over are ignored."""
+        with self._changed:
+            self._later = [
+                (-math.inf if order.order_id in order_ids else due, number, order)
+                for due, number, order in self._later
+            ]
+            heapq.heapify(self._later)
             self._changed.notify_all()
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:

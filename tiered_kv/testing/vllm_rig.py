@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.testing.policies import FixedPin
 
 CELL = 8
 """Bytes of KV per token."""
@@ -157,10 +160,14 @@ class Rig:
         self.now = 1000.0
         if transfer is not None:
             self.half._clock = lambda: self.now  # TTLs pass when a test says so
+            if "policy" not in (opts.extra or {}):
+                self.policy = FixedPin()
             handshake = self.worker.get_handshake_metadata()
-            if handshake is not None:
+            if self.worker.worker_half.ssd is not None:
                 self.worker.worker_half.ssd.io._clock = lambda: self.now
-                self.connector.set_xfer_handshake_metadata({0: handshake})
+            # Its model computes nothing, so that no estimate of a prefill fits it.
+            speeds = replace(handshake.speeds, flops=0.0)
+            self.connector.set_xfer_handshake_metadata({0: replace(handshake, speeds=speeds)})
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.finished: dict[str, Any] = {}
@@ -186,6 +193,16 @@ class Rig:
     @property
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def policy(self) -> TurnPolicy:
+        """Where finished turns' KV waits; two seconds in VRAM if the options name none."""
+        policy: TurnPolicy = self.half.gaps.waits.policy
+        return policy
+
+    @policy.setter
+    def policy(self, policy: TurnPolicy) -> None:
+        self.half.gaps.waits.policy = policy
 
     def count(self, name: str) -> int:
         """A counter of the connector."""
@@ -272,6 +289,8 @@ class Rig:
         if half.backend is not None:
             half.backend.drain()
         if half.ssd is not None:
+            with half.ssd.io._changed:  # the rig's clock went on: some may be due
+                half.ssd.io._changed.notify_all()
             assert half.ssd.io.wait_idle(60.0), "the I/O thread is stuck"
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:

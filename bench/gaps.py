@@ -1,0 +1,216 @@
+"""Recorded agent sessions as turns and the gaps after them, for benchmarks of policies.
+
+What a file is, its content says and not its name:
+
+- coding-agent sessions (JSON lines with ``reqs``): a gap counts if both of its ends were recorded.
+  No tool is named. An answer that called none (``end_turn``) waits for a person, which a server
+  reads in the answer; of all others the tool is not known. Sub-agents are sessions of their own,
+  on their parent's side of the split. Copies (``dup``) are left out.
+- request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): from request
+  to request, so a gap is the model's time and the tool's. The tool is read in the answer, tokens
+  are taken for four characters each.
+- tool rounds (JSON lines with ``session_id`` and ``tools``): the longest of the round's tools.
+- tool calls (CSV with ``action`` and ``execution_time_s``): one command each.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+
+from tiered_kv.policies.signals import NO_TOOL, JobKey, ToolUse, TurnEnd
+from tiered_kv.policies.tool_calls import ToolCall, read_tool_calls
+from tiered_kv.policies.tool_use import tool_use
+
+CHARS_PER_TOKEN = 4
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A turn's end, and how many seconds later the job's next turn came."""
+
+    turn: TurnEnd
+    gap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One job.
+
+    Attributes:
+        split_by: whose hash says whether it is learned from or tested on.
+        gaps: in their order; never empty.
+    """
+
+    split_by: str
+    gaps: Sequence[Gap]
+
+    @property
+    def is_learned_from(self) -> bool:
+        """By the second byte of the SHA-256 of its id: even ones are."""
+        return hashlib.sha256(self.split_by.encode()).digest()[1] % 2 == 0
+
+
+def read_sources(folder: Path) -> dict[str, list[Session]]:
+    """The sessions of every file of a folder that holds some, by the file's stem, in the file's
+    order. Other files are named on standard error.
+
+    Raises:
+        OSError: the folder or a file cannot be read.
+    """
+    found = {}
+    for path in sorted(folder.iterdir()):
+        sessions = _read(path) if path.is_file() else None
+        if sessions:
+            found[path.name.partition(".")[0]] = sessions
+        elif sessions is None:
+            print(f"{path.name} holds no sessions", file=sys.stderr)
+    return found
+
+
+def _read(path: Path) -> list[Session] | None:
+    data = path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+        if text.startswith("{"):
+            rows = [json.loads(line) for line in text.splitlines() if line]
+        else:
+            rows = list(csv.DictReader(io.StringIO(text)))
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error):
+        return None
+    columns = set(rows[0]) if rows else set()
+    for needed, read in _KINDS:
+        if needed <= columns:
+            return [session for session in read(rows) if session.gaps]
+    return None
+
+
+def _agent_sessions(rows: Iterable[Row]) -> Iterable[Session]:
+    for row in rows:
+        if row.get("dup"):
+            continue
+        main = [request for request in row["reqs"] if request.get("k") != "sub"]
+        yield Session(row["id"], _agent_gaps(row["id"], main))
+        for sub in row["reqs"]:
+            if sub.get("k") == "sub":
+                yield Session(row["id"], _agent_gaps(f"{row['id']}/{sub['id']}", sub["reqs"]))
+
+
+def _agent_gaps(name: str, requests: Sequence[Row]) -> list[Gap]:
+    gaps = []
+    for number, (request, following) in enumerate(pairwise(requests), 1):
+        if request["api"] is None or following["gap"] is None:
+            continue
+        turn = TurnEnd(
+            job=JobKey("", name),
+            turn=number,
+            is_last_step=False,
+            aborted=False,
+            context_tokens=request["in"] + request["out"],
+            new_tokens=request["in"] - request["lcp"],
+            output_tokens=request["out"],
+            tool=NO_TOOL if request["stop"] == "end_turn" else None,
+            ended_at=request["t"] + request["api"],
+        )
+        gaps.append(Gap(turn, float(following["gap"])))
+    return gaps
+
+
+def _request_logs(rows: Iterable[Row]) -> Iterable[Session]:
+    sessions = _grouped(sorted(rows, key=lambda row: row["timestamp"]), "session_id")
+    for name, requests in sessions.items():
+        gaps = []
+        known = ""
+        for number, (row, following) in enumerate(pairwise(requests), 1):
+            shared = _shared_chars(known, row["input"])
+            known = row["input"] + row["output"]
+            turn = _turn(
+                name,
+                number,
+                row["timestamp"] / 1e6,
+                tool_use(read_tool_calls(row["output"])),
+                context=len(known) // CHARS_PER_TOKEN,
+                new=(len(row["input"]) - shared) // CHARS_PER_TOKEN,
+                output=len(row["output"]) // CHARS_PER_TOKEN,
+            )
+            gaps.append(Gap(turn, (following["timestamp"] - row["timestamp"]) / 1e6))
+        yield Session(name, gaps)
+
+
+def _tool_rounds(rows: Iterable[Row]) -> Iterable[Session]:
+    for name, rounds in _grouped(rows, "session_id").items():
+        gaps = []
+        for number, row in enumerate(rounds, 1):
+            taken_ms = [tool["tool_wall_latency_ms"] for tool in row["tools"]]
+            if not taken_ms or None in taken_ms:
+                continue
+            turn = _turn(
+                name,
+                number,
+                float(number),
+                tool_use([ToolCall(tool["tool_name"]) for tool in row["tools"]]),
+                context=row["input_tokens_total"] + row["output_tokens"],
+                new=row["newly_append_tokens"],
+                output=row["output_tokens"],
+            )
+            gaps.append(Gap(turn, max(taken_ms) / 1e3))
+        yield Session(name, gaps)
+
+
+def _tool_calls(rows: Iterable[Row]) -> Iterable[Session]:
+    for name, calls in _grouped(rows, "file").items():
+        gaps = []
+        for number, row in enumerate(calls, 1):
+            tool = tool_use([ToolCall("bash", command=row["action"])])
+            output = len(row["action"]) // CHARS_PER_TOKEN
+            turn = _turn(name, number, float(number), tool, context=0, new=0, output=output)
+            gaps.append(Gap(turn, float(row["execution_time_s"])))
+        yield Session(name, gaps)
+
+
+def _turn(
+    name: str,
+    number: int,
+    ended_at: float,
+    tool: ToolUse,
+    *,
+    context: int,
+    new: int,
+    output: int,
+) -> TurnEnd:
+    job = JobKey("", name)
+    return TurnEnd(job, number, False, False, context, new, output, tool, ended_at)
+
+
+def _shared_chars(one: str, other: str) -> int:
+    if other.startswith(one):
+        return len(one)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row[key]].append(row)
+    return groups
+
+
+_KINDS: list[tuple[set[str], Callable[[Iterable[Row]], Iterable[Session]]]] = [
+    ({"id", "reqs"}, _agent_sessions),
+    ({"session_id", "timestamp", "input", "output"}, _request_logs),
+    ({"session_id", "tools"}, _tool_rounds),
+    ({"file", "action", "execution_time_s"}, _tool_calls),
+]

@@ -1,0 +1,275 @@
+"""Between turns: whose KV waits where, from a turn's end until the job's next turn arrives.
+
+A pin must be taken while a turn ends, before its tool call can be read: so it is provisional,
+and what was decided is revised once the call was read, off this thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiered_kv.connectors.vllm.accounts import Accounts
+from tiered_kv.connectors.vllm.jobs import Job, JobTable
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
+from tiered_kv.connectors.vllm.prices import Prices
+from tiered_kv.connectors.vllm.returns import Returns
+from tiered_kv.connectors.vllm.ssd import SsdTier
+from tiered_kv.connectors.vllm.tool_reader import ToolReader
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.waits import Wait, Waits
+from tiered_kv.keys import PageKey
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import OrderId
+from tiered_kv.planner import Planner
+from tiered_kv.policies.lineage import Lineage
+from tiered_kv.policies.signals import JobKey, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.tool_calls import ToolCall
+from tiered_kv.policies.tool_use import tool_use
+from tiered_kv.policies.turns import TurnHints
+
+PROVISIONAL_S = 2.0
+"""How long a turn is pinned at most while its tool call is being read."""
+IDLE_AHEAD_S = 3600.0
+"""An engine that falls idle orders what is due in this time ahead: no hook may run until then."""
+
+
+class Gaps:
+    """Jobs by name or lineage, the waits between their turns, and the pins."""
+
+    """Jobs, and what happens to the KV of each between its turns.
+
+    Args:
+        managers: vLLM's managers of the blocks of requests.
+        tools: reads tool calls; None if answers cannot be decoded.
+        keeper: of the policy; closed with this.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        waits: Waits,
+        prices: Prices,
+        pins: PinTable,
+        planner: Planner,
+        ssd: SsdTier | None,
+        managers: Sequence[Any],
+        tools: ToolReader | None,
+        keeper: PolicyKeeper,
+        accounts: Accounts,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.jobs = JobTable()
+        self.returns = Returns()
+        self.waits = waits
+        self._lineage = lineage
+        self._prices = prices
+        self._pins = pins
+        self._planner = planner
+        self._ssd = ssd
+        self._managers = managers
+        self._tools = tools
+        self._keeper = keeper
+        self._accounts = accounts
+        self._counters = counters
+        self._clock = clock
+
+    # -- a turn arrives -------------------------------------------------------------
+
+    def arrived(self, request: Any, hints: TurnHints) -> tuple[Job | None, int]:
+        """The request's job, and how many tokens of context that waited with."""
+        key = self._job_of(request, hints)
+        if key is None:
+            return None, 0
+        job = self.jobs.turn_arrived(key, request.request_id, self._clock())
+        self._counters.add("concurrent_turns", len(job.running) > 1)
+        self.returns.forget(key)
+        back = self.waits.returned(key)
+        if back is None:
+            return job, 0
+        wait, gap_s = back
+        self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
+        return job, wait.end.context_tokens
+
+    def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
+        """As the client says, or as the prompt tells."""
+        salt = request.cache_salt or ""
+        if hints.job_id is not None:
+            return JobKey(salt, hints.job_id)
+        prompt = request.prompt_token_ids
+        if prompt is None or request.mm_features:  # tokens alone do not tell such prompts apart
+            return None
+        inferred = self._lineage.arrived(salt, request.block_hashes, prompt)
+        if inferred is None:
+            return None
+        self._counters.add("jobs_inferred", inferred.turn == 1)
+        return inferred.job
+
+    # -- a turn ends ----------------------------------------------------------------
+
+    def ended(
+        self, turn: Turn, pages: Sequence[PageKey], save: OrderId | None, *, has_kv: bool
+    ) -> tuple[Wait, int]:
+        """Decide where the turn's KV waits; returns that, and how many blocks are pinned.
+
+        Args:
+            pages: of its context, first to last.
+            save: the order that saves the last of them, if there is one.
+            has_kv: whether its blocks hold what they should.
+        """
+        end = _turn_end(turn, self._clock())
+        unread = end.tool is None and self._read_tool(turn, end)
+        wait = self.waits.begin(turn.request_id, end, pages, save, unread=unread)
+        pinned = self._act(turn, wait) if has_kv else 0
+        if turn.job is not None:
+            self._turn_ended(turn.job, turn, end)
+        self._accounts.decision(wait)
+        return wait, pinned
+
+    def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
+        """Have the tool call read, off this thread; False if nobody would use it."""
+        if self._tools is None or not self.waits.policy.reads_tools:
+            return False
+        if end.job is None or end.is_last_step or end.aborted:
+            return False
+        return self._tools.read(turn.request_id, turn.request.output_token_ids)
+
+    def _act(self, turn: Turn, wait: Wait) -> int:
+        decision = wait.decision
+        if turn.job is None or decision.tier is Tier.DROP:
+            return 0
+        if wait.unread:  # the blocks are gone right after this hook
+            return self._pin(turn.job, turn, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
+        if decision.tier is Tier.PIN:
+            return self._pin(turn.job, turn, decision.ttl_s)
+        self._release(turn.job.key)
+        self._send_down(wait)
+        return 0
+
+    def _pin(self, job: Job, turn: Turn, ttl_s: float) -> int:
+        blocks = [
+            block
+            for manager in self._managers
+            for block in manager.req_to_blocks.get(turn.request_id, ())
+            if block.block_hash is not None and not block.is_null
+        ]
+        pinned = self._pins.pin(job.key, blocks, self._clock() + ttl_s, job.born)
+        self._counters.add("pins", pinned > 0)
+        self._counters.add("pins_refused", pinned < len(blocks))
+        return pinned
+
+    def _release(self, job: JobKey) -> None:
+        self._counters.add("pins_released", self._pins.release(job))
+
+    def _send_down(self, wait: Wait) -> None:
+        """To SSD, if that was decided, and up again in time."""
+        if self._ssd is None or wait.decision.tier is not Tier.SSD:
+            return
+        saving = wait.save is not None and self._planner.under_way(wait.save)
+        self._ssd.demote(wait.pages, after=wait.save if saving else None)
+        if wait.end.job is not None and wait.decision.back_s is not None:
+            self.returns.expect(wait.end.job, wait.since + wait.decision.back_s, wait.pages)
+
+    def _turn_ended(self, job: Job, turn: Turn, end: TurnEnd) -> None:
+        self.jobs.turn_ended(job, turn.request_id, over=end.is_last_step)
+        if turn.hints.job_id is None:
+            self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
+        if end.is_last_step:
+            self._prices.memoryfulness.observe(turn.number)
+            self._over(job.key)
+
+    def _over(self, job: JobKey) -> None:
+        """The job is not waited for any longer."""
+        self._release(job)
+        self.returns.forget(job)
+        if (found := self.waits.over(job)) is not None:
+            wait, gap_s = found
+            self._prices.memoryfulness.observe(wait.end.turn)
+            self._accounts.gap(wait, gap_s, ended=False, held=False)
+
+    # -- while they wait --------------------------------------------------------------
+
+    def step(self) -> None:
+        """Hear of tool calls that were read: decide anew where those turns' KV waits."""
+        if self._tools is None:
+            return
+        for request_id, tool in self._tools.take():
+            wait = self.waits.read(request_id, tool)
+            if wait is None or wait.end.job is None:
+                continue
+            self._accounts.decision(wait)
+            if wait.decision.tier is Tier.PIN:
+                self._pins.until(wait.end.job, wait.since + wait.decision.ttl_s)
+            else:
+                self._release(wait.end.job)
+                self._send_down(wait)
+
+    def look_around(self) -> None:
+        """What need not be looked at in every step."""
+        if self.returns:
+            self._bring_back(until=self._clock())
+        while (late := self.waits.oldest_late()) is not None:
+            self._over(late)
+        self._keeper.tend_if_due(self._clock())
+
+    def idle(self) -> None:
+        """No request is left, and perhaps no hook runs for long: order ahead."""
+        self.step()
+        if self.returns:
+            self._bring_back(until=self._clock() + IDLE_AHEAD_S)
+
+    def _bring_back(self, until: float) -> None:
+        if self._ssd is None:
+            return
+        for job, due, pages in self.returns.take(until):
+            ordered = self._ssd.promote_ahead(pages, due)
+            if not ordered and due > self._clock():  # they may yet leave CPU memory
+                self.returns.expect(job, due, pages)
+
+    def reset(self) -> None:
+        """Every page is gone; the jobs are not."""
+        self.waits.forget_pages()
+        self.returns = Returns()
+
+    def close(self) -> None:
+        """Nobody is waited for any longer; save what was learned. Idempotent."""
+        for job in self.waits.jobs():
+            self._over(job)
+        if self._tools is not None:
+            self._tools.close()
+        self._keeper.close()
+
+
+def _turn_end(turn: Turn, now: float) -> TurnEnd:
+    from vllm.v1.request import RequestStatus
+
+    by_itself = (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_REPETITION,
+    )
+    request = turn.request
+    return TurnEnd(
+        job=turn.job.key if turn.job else None,
+        turn=turn.number,
+        is_last_step=turn.hints.is_last_step,
+        aborted=request.status not in by_itself,
+        context_tokens=request.num_tokens,
+        new_tokens=max(0, request.num_prompt_tokens - turn.context_before),
+        output_tokens=request.num_output_tokens,
+        tool=_said_tool(turn.hints),
+        ended_at=now,
+    )
+
+
+def _said_tool(hints: TurnHints) -> ToolUse | None:
+    """The tool that the client says it runs; None if it says none."""
+    if hints.tool_name is None and hints.tool_command is None and hints.expected_s is None:
+        return None
+    command = hints.tool_command or ""
+    call = ToolCall(hints.tool_name or ("bash" if command else "tool"), {}, command)
+    return replace(tool_use([call]), expected_s=hints.expected_s)

@@ -1,0 +1,109 @@
+"""What a policy does beside the scheduler's work: it learns from what it saw, and is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from tiered_kv.policies.signals import TurnPolicy
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+TEND_EVERY_S = 300.0
+MAX_BYTES = 64 << 20
+"""A larger file is none of ours."""
+
+
+class PolicyKeeper:
+    """Tends one policy on a thread: what takes it long, and a file of what it learned.
+
+    Engines that share the folder each save their own word; the last stays. A file is written
+    under another name and then takes its place: a reader finds the old or the new one, whole.
+    What cannot be read or written is said once and done without.
+
+    Args:
+        folder: made when there is something to save; None keeps nothing.
+        name: of the policy; each has a file of its own.
+    """
+
+    def __init__(self, policy: TurnPolicy, folder: Path | None, name: str) -> None:
+        self._policy = policy
+        self._path = None if folder is None else folder / f"policy-{name}.json"
+        self._name = name
+        self._tended_at: float | None = None
+        self._failed = False
+        self._tending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "tiered-kv-policy")
+
+    def load(self) -> bool:
+        """Let the policy go on from its file; False if there is none that it can use."""
+        if self._path is None:
+            return False
+        try:
+            if self._path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES} bytes")
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            if not isinstance(found, Mapping) or found.get("version") != VERSION:
+                raise ValueError("it is of another version")
+            if found.get("policy") != self._name:
+                raise ValueError(f"it is of policy {found.get('policy')!r}")
+            learned = found.get("learned")
+            if not isinstance(learned, Mapping):
+                raise ValueError("it holds nothing that was learned")
+            self._policy.load(learned)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is not used, and will be written anew: %s", self._path, error)
+            return False
+        return True
+
+    def tend_if_due(self, now: float) -> None:
+        """Let the policy grow and save it, if that was not done for a while. Does not wait."""
+        if self._tended_at is None:
+            self._tended_at = now
+        if now - self._tended_at < TEND_EVERY_S or (self._tending and not self._tending.done()):
+            return
+        self._tended_at = now
+        self._tending = self._thread.submit(self._tend, self._policy.dump())
+
+    def close(self) -> None:
+        """Save and stop the thread. Idempotent."""
+        try:
+            self._thread.submit(self._save, self._policy.dump())
+        except RuntimeError:  # closed before
+            return
+        self._thread.shutdown()
+
+    def _tend(self, learned: Mapping[str, object]) -> None:
+        self._save(learned)
+        try:
+            self._policy.refit()
+        except Exception:
+            logger.exception("policy %s could not learn from what it saw", self._name)
+
+    def _save(self, learned: Mapping[str, object]) -> None:
+        if not learned or self._path is None:
+            return
+        said = {"version": VERSION, "policy": self._name, "learned": learned}
+        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            with os.fdopen(os.open(beside, flags, 0o600), "w", encoding="utf-8") as file:
+                json.dump(said, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self._path)
+        except (OSError, ValueError, TypeError) as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("what was learned cannot be kept in %s: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                beside.unlink()

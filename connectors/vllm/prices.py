@@ -1,0 +1,94 @@
+"""What each tier costs this engine now: the measured figures behind every decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.planner import Planner
+from tiered_kv.policies.costs import Memoryfulness, PrefillFit, QueueDelay, ShadowPrice
+from tiered_kv.policies.signals import Costs
+
+STAY_EVERY_S = 5.0
+"""Between two looks at how fast slots are taken."""
+
+
+class Prices:
+    """Measures what waiting in each tier costs, and says it as ``Costs``.
+
+    Args:
+        fit: seconds of prefills.
+        pool: vLLM's block pool.
+        with_ssd: whether there is an SSD tier.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        planner: Planner,
+        fit: PrefillFit,
+        pins: PinTable,
+        pool: Any,
+        with_ssd: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.queue = QueueDelay()
+        self.memoryfulness = Memoryfulness()
+        self.price = ShadowPrice()
+        self._facts = facts
+        self._planner = planner
+        self._fit = fit
+        self._pins = pins
+        self._pool = pool
+        self._with_ssd = with_ssd
+        self._clock = clock
+        self._taken_at = clock()
+        self._taken = 0
+        self._taken_per_s = 0.0
+
+    def admitted(self, turn: Turn) -> None:
+        """A turn got its blocks. If its KV had left VRAM, it may have waited for that."""
+        size = self._facts.block_size
+        had = min(turn.context_before, turn.request.num_prompt_tokens)
+        if turn.vram_tokens + size < had and not turn.promotions:
+            self.queue.observe(self._clock() - turn.arrived_at)
+
+    def look(self, waiting_tokens: int) -> None:
+        """See how much VRAM is wanted: by what runs, and by ``waiting_tokens`` of requests that
+        are not admitted yet."""
+        in_use = self._facts.num_blocks - 1 - self._pool.get_num_free_blocks()
+        waiting = -(-waiting_tokens // self._facts.block_size)
+        self.price.observe(max(0, in_use - self._pins.held_blocks) + waiting, self._clock())
+
+    def costs(self, context_tokens: int) -> Costs:
+        """For a context of so many tokens, whose blocks are in use or pinned at present."""
+        facts, planner = self._facts, self._planner
+        blocks = -(-context_tokens // facts.block_size)
+        offloaded = planner.index.num_slots > 0
+        copy_s = planner.copy_seconds(blocks)
+        return Costs(
+            recompute_s=self._fit.seconds(0, context_tokens),
+            cpu_s=copy_s if offloaded else None,
+            ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
+            queue_s=self.queue.mean_s,
+            memoryfulness=self.memoryfulness.value,
+            vram_price=self.price.price(facts.num_blocks - 1, self._pins.held_blocks + blocks),
+            cpu_stay_s=self.cpu_stay_s(),
+        )
+
+    def cpu_stay_s(self) -> float:
+        """How long a page stays in CPU memory at the present rate before it is evicted;
+        infinite while slots are free."""
+        index, now = self._planner.index, self._clock()
+        if now - self._taken_at >= STAY_EVERY_S:
+            rate = (index.taken - self._taken) / (now - self._taken_at)
+            self._taken_per_s += 0.5 * (rate - self._taken_per_s)
+            self._taken, self._taken_at = index.taken, now
+        if index.free_slots or not self._taken_per_s:
+            return math.inf
+        return index.num_slots / self._taken_per_s

@@ -1,0 +1,100 @@
+"""What this machine can do, measured in less than a second when the engine starts.
+
+Copies between VRAM and CPU memory are timed as they will be made. A prefill cannot be run from
+here: its time is estimated from the model's arithmetic and the speed of a matrix product, until
+the first real ones were seen.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
+
+MOST_PAGES = 64
+ROUNDS = 5
+MATRIX = 1024
+MATMUL_S = 0.1
+UTILISATION = 0.5
+"""Share of a matrix product's speed that a prefill reaches, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of one rank.
+
+    Attributes:
+        copy: bytes of pages a second from CPU memory to VRAM; 0 if there are no slots.
+        flops: floating-point operations a second of a matrix product.
+    """
+
+    copy: float
+    flops: float
+
+
+def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> float:
+    """Bytes a second of restores; the best of several. The engine must be empty: blocks are
+    overwritten."""
+    pages = min(MOST_PAGES, pool.slots.shape[0], num_blocks - 1)
+    if pages < 1:
+        return 0.0
+    blocks, slots = range(1, pages + 1), range(pages)
+    runs = [backend.run(CopyJob(-1, Direction.LOAD, blocks, slots)) for _ in range(ROUNDS)]
+    return max((run.nbytes / run.seconds for run in runs if run.seconds > 0), default=0.0)
+
+
+def measure_flops(device: Any, dtype: Any) -> float:
+    """Operations a second of a square matrix product in the model's type."""
+    import torch
+
+    def seconds() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    a = torch.ones(MATRIX, MATRIX, device=device, dtype=dtype)
+    best, began = 0.0, seconds()
+    while seconds() - began < MATMUL_S:
+        start = seconds()
+        a @ a
+        best = max(best, 2 * MATRIX**3 / (seconds() - start))
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """Arithmetic of a prefill, over all ranks.
+
+    Attributes:
+        per_token: operations for each token: two for each weight it meets.
+        per_token2: operations for each token squared: scores and their sums over values, of
+            which the causal mask leaves half.
+    """
+
+    per_token: float
+    per_token2: float
+
+    def estimate(self, flops: float) -> tuple[float, float]:
+        """Seconds per 1,000 tokens and per (1,000 tokens)², at ``flops`` a second together."""
+        usable = UTILISATION * flops
+        return 1e3 * self.per_token / usable, 1e6 * self.per_token2 / usable
+
+
+def prefill_work(model_config: Any) -> PrefillWork | None:
+    """From the model's shape; None if it has not the usual names."""
+    shape = model_config.hf_text_config
+    try:
+        layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
+        heads = int(shape.num_attention_heads)
+        head = int(getattr(shape, "head_dim", None) or hidden // heads)
+        kv_heads = int(getattr(shape, "num_key_value_heads", None) or heads)
+        experts = int(getattr(shape, "num_experts_per_tok", None) or 1)
+        wide = int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    attention = hidden * head * (2 * heads + 2 * kv_heads)
+    weights = layers * (attention + 3 * hidden * wide * experts)
+    return PrefillWork(2.0 * weights, 2.0 * layers * heads * head)

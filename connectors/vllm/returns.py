@@ -1,0 +1,45 @@
+"""Predicted returns: contexts on SSD that should be up again before their job asks."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.signals import JobKey
+
+
+class Returns:
+    """Contexts by the time they should come up. One thread; no clock.
+
+    Whoever takes one out orders its promotion: when it is due, or ahead of that if the engine
+    falls idle, since no hook runs then.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[JobKey, tuple[float, Sequence[PageKey]]] = {}
+        self._heap: list[tuple[float, JobKey]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
+        """The job is expected back soon after ``due``. Takes the place of what was expected
+        of it before."""
+        self._keys[job] = (due, keys)
+        heapq.heappush(self._heap, (due, job))
+
+    def forget(self, job: JobKey) -> None:
+        """It is back, or over. Unknown jobs are ignored."""
+        self._keys.pop(job, None)
+
+    def take(self, until: float) -> list[tuple[JobKey, float, Sequence[PageKey]]]:
+        """Take out what is due until then, in that order: whose, when, and the pages."""
+        taken = []
+        while self._heap and self._heap[0][0] <= until:
+            due, job = heapq.heappop(self._heap)
+            found = self._keys.get(job)
+            if found is not None and found[0] == due:
+                del self._keys[job]
+                taken.append((job, *found))
+        return taken

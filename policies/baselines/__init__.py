@@ -1,0 +1,1 @@
+"""Policies that others published, to be compared with."""

@@ -1,0 +1,26 @@
+"""What could be had at best: for benchmarks, which know the gap before it begins."""
+
+from __future__ import annotations
+
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.tier_choice import unpriced, without_pin
+
+
+class Clairvoyant(LearnsNothing):
+    """Pins for exactly the gap unless that costs more than it saves: B >= λ X.
+
+    Attributes:
+        gap_s: of the turn that is decided next.
+    """
+
+    def __init__(self) -> None:
+        self.gap_s = 0.0
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        decided = unpriced(turn)
+        if decided is not None:
+            return decided
+        if costs.benefit_s >= costs.vram_price * self.gap_s:
+            return Decision(Tier.PIN, self.gap_s)
+        return Decision(without_pin(costs, self.gap_s))

@@ -1,0 +1,170 @@
+"""Continuum (arXiv 2511.02230): a time to live from the empirical distribution of a tool's gaps."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.policies.saved import check_version, entries, entry, numbers, words
+from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.tier_choice import unpriced, without_pin
+
+Array = NDArray[np.float64]
+Tool = tuple[str, ...]
+
+ENOUGH = 100
+"""K: gaps from which a distribution is used."""
+MAX_GAPS = 4000
+"""Kept of a tool; the paper keeps all. More would not fit a decision into 100 µs."""
+MAX_TOOLS = 128
+"""Tools kept; the one longest unused is forgotten first."""
+VERSION = 1
+
+ALL: Tool = ()
+
+
+class _Gaps:
+    """The last gaps of one tool, by age and by length."""
+
+    def __init__(self, seconds: Sequence[float] = ()) -> None:
+        self.latest = deque(seconds)
+        self.ascending: Array = np.sort(np.array(seconds, np.float64))
+
+    def add(self, gap_s: float) -> None:
+        if len(self.latest) >= MAX_GAPS:
+            oldest = np.searchsorted(self.ascending, self.latest.popleft())
+            self.ascending = np.delete(self.ascending, oldest)
+        self.latest.append(gap_s)
+        self.ascending = np.insert(self.ascending, np.searchsorted(self.ascending, gap_s), gap_s)
+
+
+_NONE = _Gaps()
+
+
+class ToolGaps:
+    """S[f]: the last gaps of each tool, and of all under ``ALL``. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._tools: OrderedDict[Tool, _Gaps] = OrderedDict({ALL: _Gaps()})
+
+    def count(self, tool: Tool) -> int:
+        """How many are kept of that tool."""
+        return len(self._tools.get(tool, _NONE).latest)
+
+    def ascending(self, tool: Tool) -> Array:
+        """That tool's gaps in seconds, the shortest first."""
+        return self._tools.get(tool, _NONE).ascending
+
+    def latest(self, tool: Tool, count: int) -> Array:
+        """At most that many of the tool's last gaps, in seconds."""
+        kept = self._tools.get(tool, _NONE).latest
+        return np.fromiter(islice(reversed(kept), count), np.float64)
+
+    def observe(self, tools: Iterable[Tool], gap_s: float) -> None:
+        """A gap of those tools. What cannot be a gap is ignored."""
+        if not 0 <= gap_s < math.inf:
+            return
+        for tool in tools:
+            self._tools.setdefault(tool, _Gaps()).add(gap_s)
+            self._tools.move_to_end(tool)
+        while len(self._tools) > MAX_TOOLS:
+            self._tools.popitem(last=False)
+
+    def dump(self) -> dict[str, object]:
+        """As JSON."""
+        tools = [{"tool": list(t), "gaps": list(g.latest)} for t, g in self._tools.items()]
+        return {"version": VERSION, "tools": tools}
+
+    def load(self, saved: Mapping[str, object]) -> None:
+        """Go on from what ``dump`` gave.
+
+        Raises:
+            ValueError: it is not that; nothing has changed.
+        """
+        check_version(saved, VERSION)
+        found: OrderedDict[Tool, _Gaps] = OrderedDict()
+        for one in entries(entry(saved, "tools")):
+            seconds = numbers(entry(one, "gaps"), -1, least=0)[-MAX_GAPS:]
+            found[words(entry(one, "tool"))] = _Gaps(seconds.tolist())
+        if ALL not in found or len(found) > MAX_TOOLS:
+            raise ValueError("not gaps of tools")
+        self._tools = found
+
+
+class _OfToolGaps:
+    """What both variants of Continuum share."""
+
+    reads_tools: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.gaps = ToolGaps()
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        if ended:  # neither variant knows of gaps that never end
+            self.gaps.observe({ALL, _tool(turn)}, gap_s)
+
+    def refit(self) -> None:
+        pass
+
+    def dump(self) -> dict[str, object]:
+        return self.gaps.dump()
+
+    def load(self, learned: Mapping[str, object]) -> None:
+        self.gaps.load(learned)
+
+
+class Continuum(_OfToolGaps):
+    """As published: τ* = argmax of P(τ) (T η + R) - τ over the recorded gaps and 0.
+
+    With fewer than 100 gaps in all, P is the exponential distribution with mean 1 s and η is 1:
+    τ* = ln(T + R). With fewer than 100 of the tool, P is that of all tools.
+    """
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        decided = unpriced(turn)
+        if decided is not None:
+            return decided
+        ttl_s = time_to_live(self.gaps, _tool(turn), costs)
+        return pinned(ttl_s, costs)
+
+
+class ContinuumFixed(_OfToolGaps):
+    """As released: pins for exactly 2.0 s if the tool's mean gap is at most that, or if there
+    was none yet. A turn that called no tool is not pinned."""
+
+    ttl_s: ClassVar[float] = 2.0
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        decided = unpriced(turn)
+        if decided is not None:
+            return decided
+        gaps = self.gaps.ascending(_tool(turn))
+        fast = turn.tool != NO_TOOL and (not len(gaps) or gaps.mean() <= self.ttl_s)
+        return pinned(self.ttl_s if fast else 0.0, costs)
+
+
+def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
+    """Continuum's τ* in seconds; 0 is no pin."""
+    if gaps.count(ALL) < ENOUGH:
+        return max(0.0, math.log(max(costs.queue_s + costs.restore_s, 1e-9)))
+    seconds = gaps.ascending(tool if gaps.count(tool) >= ENOUGH else ALL)
+    gains = np.arange(1, len(seconds) + 1) / len(seconds) * costs.benefit_s - seconds
+    best = int(gains.argmax())
+    return float(seconds[best]) if gains[best] > 0 else 0.0
+
+
+def pinned(ttl_s: float, costs: Costs) -> Decision:
+    """A pin for that time; without one, the best tier for a short gap."""
+    if ttl_s > 0:
+        return Decision(Tier.PIN, ttl_s)
+    return Decision(without_pin(costs, 0.0))
+
+
+def _tool(turn: TurnEnd) -> Tool:
+    return turn.tool.path[:2] if turn.tool else ALL

@@ -1,0 +1,155 @@
+"""What a restore and a second in VRAM cost, learned from what this engine goes through.
+
+R, T and η are those of Continuum (arXiv 2511.02230); λ takes the place of the 1 in its cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+WINDOW = 100
+"""Evicted turns over which Continuum takes the mean of T."""
+FORGETTING = 0.98
+"""Weight that a measured prefill keeps for each one after it."""
+PEAK_HALF_LIFE_S = 10.0
+"""A burst of demand is expected to come again for about so long."""
+PRICE_SLOPE = 4.0
+"""λ for each whole share that demand exceeds supply by: 1, Continuum's price, at a quarter."""
+TOP_PRICE = 16.0
+
+SHORTEST_S = 1e-6
+"""What took less was not measured right."""
+
+_TOKENS = 1000.0  # unit of the fit, so that its two terms are of one size
+
+
+class PrefillFit:
+    """Seconds to prefill tokens behind a context: linear in their number, plus attention,
+    which is quadratic in where they end. Weighted least squares on relative errors, neither
+    term below zero.
+
+    Attributes:
+        measured: whether a real prefill was seen.
+    """
+
+    def __init__(self) -> None:
+        self.measured = False
+        self._linear = self._quadratic = 0.0
+        self._sums = [0.0] * 5  # of x x, x z, z z, x, z; all over seconds: relative errors
+
+    def suppose(self, linear: float, quadratic: float) -> None:
+        """Begin with an estimate, which counts as much as two prefills.
+
+        Args:
+            linear: seconds per 1,000 tokens.
+            quadratic: seconds per (1,000 tokens)².
+        """
+        for tokens in (1.0, 16.0):
+            self._learn(tokens, tokens**2, linear * tokens + quadratic * tokens**2)
+
+    def observe(self, behind: int, tokens: int, seconds: float) -> None:
+        """A prefill of ``tokens`` tokens behind ``behind`` others took so long."""
+        if tokens > 0 and seconds >= SHORTEST_S:
+            self.measured = True
+            self._learn(*_terms(behind, tokens), seconds)
+
+    def _learn(self, x: float, z: float, seconds: float) -> None:
+        x, z = x / seconds, z / seconds
+        fresh = (x * x, x * z, z * z, x, z)
+        self._sums = [FORGETTING * old + new for old, new in zip(self._sums, fresh, strict=True)]
+        xx, xz, zz, x1, z1 = self._sums
+        determinant = xx * zz - xz * xz
+        if determinant > 1e-9 * xx * zz:
+            linear = (x1 * zz - z1 * xz) / determinant
+            quadratic = (z1 * xx - x1 * xz) / determinant
+        else:
+            linear, quadratic = x1 / xx, 0.0
+        if quadratic < 0:
+            linear, quadratic = x1 / xx, 0.0
+        elif linear < 0:
+            linear, quadratic = 0.0, z1 / zz
+        self._linear, self._quadratic = linear, quadratic
+
+    def seconds(self, behind: int, tokens: int) -> float:
+        """What prefilling so many tokens behind ``behind`` others takes; 0 while unknown."""
+        x, z = _terms(behind, tokens)
+        return self._linear * x + self._quadratic * z
+
+
+def _terms(behind: int, tokens: int) -> tuple[float, float]:
+    begin, end = behind / _TOKENS, (behind + tokens) / _TOKENS
+    return end - begin, end * end - begin * begin
+
+
+class QueueDelay:
+    """T: mean seconds that a turn whose KV had left VRAM waited to be admitted, over the last
+    100 of them; 0 before the first."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=WINDOW)
+        self.mean_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self.mean_s = math.fsum(self._last) / len(self._last)
+
+
+class Memoryfulness:
+    """η = -Corr(k, N-k) over the finished jobs, for each of a job's N turns with k the turns
+    served: 1 if every job is of one length, 0 if none says how many follow. 1 before the second
+    job, and never below 0.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._served = self._left = 0.0
+        self._served2 = self._left2 = self._product = 0.0
+        self.value = 1.0
+
+    def observe(self, turns: int) -> None:
+        """A job ended after so many turns."""
+        n = float(turns)
+        if n < 1:
+            return
+        first = n * (n + 1) / 2  # sum of k
+        second = first * (2 * n + 1) / 3  # sum of k²
+        self._count += n
+        self._served += first
+        self._served2 += second
+        self._left += n * n - first
+        self._left2 += n**3 - 2 * n * first + second
+        self._product += n * first - second
+        self.value = min(1.0, max(0.0, -self._correlation()))
+
+    def _correlation(self) -> float:
+        n = self._count
+        spread = (self._served2 - self._served**2 / n) * (self._left2 - self._left**2 / n)
+        if spread <= 1e-12:
+            return -1.0
+        return (self._product - self._served * self._left / n) / math.sqrt(spread)
+
+
+class ShadowPrice:
+    """λ, seconds charged for a second in VRAM: 0 while there is room for the forecast demand
+    beside the pins, and rising with the shortage until pins are not worth having.
+
+    The forecast is the highest recent demand (blocks in use, and wanted by waiting requests),
+    which fades with a half-life of ten seconds.
+    """
+
+    def __init__(self) -> None:
+        self._peak = 0.0
+        self._seen_at = 0.0
+
+    def observe(self, demand: int, now: float) -> None:
+        """So many blocks are in use, pins left out, or wanted at present."""
+        fade = 0.5 ** (max(0.0, now - self._seen_at) / PEAK_HALF_LIFE_S)
+        self._peak = max(float(demand), self._peak * fade)
+        self._seen_at = now
+
+    def price(self, blocks: int, pinned: int) -> float:
+        """λ if so many of the pool's ``blocks`` were pinned."""
+        room = blocks - self._peak
+        if pinned <= room:
+            return 0.0
+        return TOP_PRICE if room <= 0 else min(TOP_PRICE, PRICE_SLOPE * (pinned / room - 1))

@@ -1,0 +1,147 @@
+"""How long a gap will be, as a distribution over a fixed grid of seconds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+# Round numbers, because programs wait for them: `sleep 30`, `timeout 120`, a poll every 5 s, a
+# trace with whole seconds. A wait that ends just short of such a number is a wait for nothing.
+_MINUTES = [1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 45]
+_HOURS = [1, 1.5, 2, 3, 4]
+
+GRID: Array = np.concatenate(
+    [
+        [0.05, 0.06, 0.07, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.35],
+        [0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9],
+        np.arange(1, 3, 0.25),
+        np.arange(3, 6, 0.5),
+        np.arange(6, 20, 1),
+        np.arange(20, 40, 2),
+        np.arange(40, 60, 5),
+        np.array(_MINUTES) * 60,
+        np.array(_HOURS) * 3600,
+    ]
+)
+"""Seconds, ascending; steps of a tenth to a third. Shape (points,)."""
+GRID.flags.writeable = False
+
+CELLS = len(GRID) + 1
+"""A cell ends at each point of the grid and holds it; the last one is all that lies beyond."""
+
+_EDGES = np.concatenate([[0.0], GRID])
+_WIDTHS = np.diff(_EDGES)
+
+CELL_LOG_S: Array = np.log(np.concatenate([[0.03], np.sqrt(GRID[:-1] * GRID[1:]), [GRID[-1] * 2]]))
+"""ln of a typical gap of each cell. Shape (cells,)."""
+CELL_LOG_S.flags.writeable = False
+
+
+def cell_of(gap_s: float) -> int:
+    """The cell that holds a gap of that many seconds."""
+    return int(np.searchsorted(GRID, gap_s))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """The distribution of a gap X. Immutable; between two points of the grid it is linear.
+
+    Mixing forecasts is a weighted sum of their ``cdf``.
+
+    Attributes:
+        cdf: P(X <= GRID[i]), not descending, at most 1; what is missing to 1 comes later than
+            the grid reaches, or never. Shape (points,); becomes read-only.
+    """
+
+    cdf: Array
+
+    def __post_init__(self) -> None:
+        self.cdf.flags.writeable = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Forecast) and np.array_equal(self.cdf, other.cdf)
+
+    def __hash__(self) -> int:
+        return hash(self.cdf.tobytes())
+
+    @classmethod
+    def of_masses(cls, masses: Array) -> Forecast:
+        """From the probability of each cell. ``masses``: shape (cells,), sum 1."""
+        return cls(np.minimum(np.cumsum(masses[:-1]), 1.0))
+
+    @property
+    def masses(self) -> Array:
+        """The probability of each cell. Shape (cells,)."""
+        masses = np.empty(CELLS)
+        masses[:-1] = self.cdf
+        masses[-1] = 1.0
+        masses[1:] -= self.cdf
+        return masses
+
+    @property
+    def held_s(self) -> Array:
+        """E[min(X, t)] in seconds at every point of the grid. Shape (points,).
+
+        It is the integral of P(X > t), which is linear between the points.
+        """
+        later = 1.0 - self.cdf
+        steps = later.copy()
+        steps[1:] += later[:-1]
+        steps[0] += 1.0
+        steps *= _WIDTHS
+        steps *= 0.5
+        return np.cumsum(steps)
+
+    def within(self, t: float) -> float:
+        """P(X <= t), t in seconds."""
+        if not t > 0:
+            return 0.0
+        i = cell_of(t)
+        if i == len(GRID):
+            return float(self.cdf[-1])
+        before = float(self.cdf[i - 1]) if i else 0.0
+        share = (t - _EDGES[i]) / _WIDTHS[i]
+        return float(before + share * (float(self.cdf[i]) - before))
+
+    def held(self, t: float) -> float:
+        """E[min(X, t)]: how many seconds something held until X or t is held, on average."""
+        if not t > 0:
+            return 0.0
+        i = cell_of(t)
+        before_s = float(self.held_s[i - 1]) if i else 0.0
+        later = 1.0 - (float(self.cdf[i - 1]) if i else 0.0)
+        return before_s + float(t - _EDGES[i]) * (later + 1.0 - self.within(t)) / 2
+
+    def quantile(self, q: float) -> float:
+        """The point of the grid (or 0) that X does not exceed with a probability nearest to
+        ``q``; inf if X exceeds the whole grid with more than 1 - ``q``."""
+        i = int(np.searchsorted(self.cdf, q))
+        if i == len(GRID):
+            return math.inf
+        before = float(self.cdf[i - 1]) if i else 0.0
+        nearer_before = q - before <= float(self.cdf[i]) - q
+        return float(_EDGES[i] if nearer_before else GRID[i])
+
+    def after(self, elapsed: float) -> Forecast:
+        """The forecast of the same X (not of what is left of it) once X > ``elapsed`` seconds."""
+        gone = self.within(elapsed)
+        if gone >= 1:
+            return Forecast(np.zeros(len(GRID)))
+        cdf = (self.cdf - gone) / (1 - gone)
+        cdf[: np.searchsorted(GRID, elapsed, "right")] = 0.0
+        return Forecast(np.maximum(cdf, 0.0))
+
+    def between(self, least_s: float, most_s: float) -> Forecast:
+        """The forecast of X raised to ``least_s`` and cut to ``most_s`` seconds: a command that
+        sleeps for 30 s ends just after that, and so does one stopped by a timeout."""
+        if not least_s > 0 and math.isinf(most_s):
+            return self
+        cdf = self.cdf.copy()
+        cdf[np.searchsorted(GRID, most_s, "right") :] = 1.0
+        cdf[: np.searchsorted(GRID, least_s, "right")] = 0.0
+        return Forecast(cdf)

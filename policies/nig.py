@@ -1,0 +1,92 @@
+"""Normal-Inverse-Gamma posteriors of ln X, and the Student-t they predict.
+
+The conjugate prior of a normal distribution with unknown mean and variance (K. Murphy,
+"Conjugate Bayesian analysis of the Gaussian distribution", 2007, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Nig:
+    """What is believed of the mean and variance of ln X.
+
+    Attributes:
+        mu: the expected mean.
+        lam: how many observations the mean is worth.
+        alpha: half the number of observations that the variance is worth; above 0.5.
+        beta: alpha times the expected variance, about.
+    """
+
+    mu: float
+    lam: float
+    alpha: float
+    beta: float
+
+    def updated(self, n: float, mean: float, squares: float) -> Nig:
+        """After ``n`` observations with that mean and that sum of squared deviations from it.
+        ``n`` need not be whole."""
+        lam = self.lam + n
+        off = mean - self.mu
+        return Nig(
+            mu=self.mu + off * n / lam,
+            lam=lam,
+            alpha=self.alpha + n / 2,
+            beta=self.beta + squares / 2 + self.lam * n * off * off / (2 * lam),
+        )
+
+    def worth(self, n: float) -> Nig:
+        """The same beliefs held no more firmly than after ``n`` observations."""
+        alpha = min(self.alpha, n / 2)
+        return Nig(self.mu, min(self.lam, n), alpha, self.beta * alpha / self.alpha)
+
+    def cdf(self, log_s: Array) -> Array:
+        """P(ln X <= ``log_s``) for the next X: Student-t with 2 alpha degrees of freedom at
+        mu, scale sqrt(beta (lam + 1) / (alpha lam))."""
+        scale = math.sqrt(self.beta * (self.lam + 1) / (self.alpha * self.lam))
+        return student_t_cdf((log_s - self.mu) / max(scale, 1e-6), 2 * self.alpha)
+
+
+_INVERSE_DF = np.linspace(0.0, 1.0, 41)
+
+
+def _make_table() -> tuple[Array, Array]:
+    """Points z and, for each 1/df of ``_INVERSE_DF`` (0 is the normal distribution), the CDF
+    there: the density integrated by Simpson's rule. Shapes (points,), (1/df, points)."""
+    z = np.sinh(np.linspace(0.0, 7.0, 1601))
+    middle = (z[1:] + z[:-1]) / 2
+    rows = []
+    for inverse in _INVERSE_DF.tolist():
+
+        def density(at: Array, inverse: float = inverse) -> Array:
+            if inverse == 0:
+                return np.exp(-at * at / 2) / math.sqrt(2 * math.pi)
+            df = 1 / inverse
+            log_factor = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
+            powers = np.exp(log_factor - (df + 1) / 2 * np.log1p(at * at / df))
+            return powers / math.sqrt(df * math.pi)
+
+        areas = (density(z[1:]) + 4 * density(middle) + density(z[:-1])) * np.diff(z) / 6
+        above = np.concatenate([[0.5], 0.5 + np.cumsum(areas)])[::4]
+        rows.append(np.concatenate([1 - above[:0:-1], above]))
+    z = z[::4]
+    return np.concatenate([-z[:0:-1], z]), np.array(rows)
+
+
+_Z, _CDF = _make_table()
+
+
+def student_t_cdf(z: Array, df: float) -> Array:
+    """P(T <= z) of Student's t with ``df`` >= 1 degrees of freedom, to within 1e-4."""
+    row = (len(_INVERSE_DF) - 1) / max(df, 1.0)
+    low = min(int(row), len(_INVERSE_DF) - 2)
+    curve: Array = _CDF[low] + (row - low) * (_CDF[low + 1] - _CDF[low])
+    return np.interp(z, _Z, curve)

@@ -1,0 +1,34 @@
+"""The default policy: a forecast of the gap, and room in VRAM charged for the time it is held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from tiered_kv.policies.latency import LatencyModel
+from tiered_kv.policies.signals import Costs, Decision, TurnEnd
+from tiered_kv.policies.tier_choice import choose, unpriced
+
+
+class Occupancy:
+    """See ``latency`` for the forecast, ``ttl`` for the price, ``tier_choice`` for the rest."""
+
+    reads_tools: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.model = LatencyModel()
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return unpriced(turn) or choose(turn, self.model.forecast(turn), costs)
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        self.model.observe(turn, gap_s, ended=ended)
+
+    def refit(self) -> None:
+        self.model.refit()
+
+    def dump(self) -> dict[str, object]:
+        return self.model.dump()
+
+    def load(self, learned: Mapping[str, object]) -> None:
+        self.model.load(learned)

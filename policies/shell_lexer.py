@@ -1,0 +1,172 @@
+"""A shell script's words and operators, as far as they are needed to see what runs.
+
+Follows the token rules of POSIX.1-2017, XCU 2, and what bash adds; text that no shell would
+accept gives tokens, too. shlex knows neither substitutions nor here-documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    WORD = "word"
+    OPERATOR = "operator"
+    HEREDOC = "heredoc"
+    """The body of a here-document; it comes before the end of the line that began it."""
+
+
+class Token(NamedTuple):
+    """A token.
+
+    Attributes:
+        text: without quotes; substitutions as ``$()``.
+        quoted: some of it was in quotes, so that it is no reserved word.
+        inner: the scripts in its substitutions.
+    """
+
+    kind: Kind
+    text: str
+    quoted: bool = False
+    inner: tuple[str, ...] = ()
+
+
+SUBSTITUTED = "$()"
+_MAX_HEREDOCS = 4
+"""On one line: every one is another pass over the rest."""
+
+_TOKEN = re.compile(
+    r"""
+    (?P<blank>(?:[ \t\r\f\v]|\\\n)+)
+    | (?P<comment>(?<![^\s;|&()])\#[^\n]*)
+    | (?P<arithmetic>\$?\(\([^()\n]*\)\))
+    | (?P<heredoc><<-?[ \t]*(?:"[^"\n]{1,64}"|'[^'\n]{1,64}'|\\?[\w.-]{1,64}))
+    | (?P<substitution>\$\(|[<>]\(|`)
+    | (?P<redirect>&>>?|>>|>\||<<<|<>|[<>]&\d*-?|[<>])
+    | (?P<operator>\|\||&&|\|&|;;|[;&|\n()])
+    | (?P<single>\$'(?:[^'\\]|\\.)*(?:'|\\?\Z)|'[^']*(?:'|\Z))
+    | (?P<double>\$?")
+    | (?P<escape>\\.)
+    | (?P<variable>\$\{[^{}$\n]{0,64}\}|\$[\w@*?!-]{1,64})
+    | (?P<plain>[^\s\\'"`$;|&()<>\#]+)
+    | (?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_IN_DOUBLE = re.compile(
+    r'(?P<end>")|(?P<escape>\\.)|(?P<substitution>\$\(|`)|(?P<plain>[^"\\`$]+|.)', re.DOTALL
+)
+_IN_PARENTHESES = re.compile(
+    r"""(?P<open>\()|(?P<close>\))|'[^']*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\\?\Z)|\\.|[^()'"\\]+|.""",
+    re.DOTALL,
+)
+_BACKTICK = re.compile(r"(?:[^`\\]|\\.)*", re.DOTALL)
+
+
+def _substitution(text: str, start: int, backtick: bool) -> tuple[str, int]:
+    """The script of a substitution, and where it ends."""
+    if backtick:
+        end = _BACKTICK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
+        return text[start:end], end + 1
+    depth = 1
+    for part in _IN_PARENTHESES.finditer(text, start):
+        if part.lastgroup == "open":
+            depth += 1
+        elif part.lastgroup == "close":
+            depth -= 1
+            if depth == 0:
+                return text[start : part.start()], part.end()
+    return text[start:], len(text)
+
+
+@dataclass(slots=True)
+class _Word:
+    """The word being read."""
+
+    pieces: list[str] = field(default_factory=list)
+    quoted: bool = False
+    inner: list[str] = field(default_factory=list)
+
+    def substitute(self, text: str, start: int, opening: str) -> int:
+        script, end = _substitution(text, start, opening == "`")
+        if script and not script.startswith("("):  # arithmetic
+            self.inner.append(script)
+        self.pieces.append(SUBSTITUTED)
+        return end
+
+    def double_quoted(self, text: str, start: int) -> int:
+        """Read up to the closing quote; where that ends."""
+        self.quoted = True
+        self.pieces.append("")
+        position = start
+        while part := _IN_DOUBLE.match(text, position):
+            position = part.end()
+            if part.lastgroup == "end":
+                break
+            if part.lastgroup == "substitution":
+                position = self.substitute(text, position, part[0])
+            elif part.lastgroup == "escape":
+                self.pieces.append(part[0][1] if part[0][1] in '"\\$`' else part[0])
+            else:
+                self.pieces.append(part[0])
+        return position
+
+
+def tokens(script: str) -> Iterator[Token]:
+    """The tokens of a script; redirections and comments are left out. Linear in its length."""
+    word, redirected = _Word(), False
+    heredocs: list[str] = []
+    position = 0
+    while match := _TOKEN.match(script, position):
+        kind, text, position = match.lastgroup, match[0], match.end()
+        if kind in ("blank", "comment", "redirect", "heredoc", "operator"):
+            if word.pieces:
+                of_redirect = kind in ("redirect", "heredoc") and "".join(word.pieces).isdigit()
+                assigns_list = text == "(" and word.pieces[-1].endswith("=")
+                if not redirected and not of_redirect and not assigns_list:
+                    yield Token(Kind.WORD, "".join(word.pieces), word.quoted, tuple(word.inner))
+                elif word.inner:
+                    yield Token(Kind.WORD, "", True, tuple(word.inner))
+                word, redirected = _Word(), False
+                if assigns_list:
+                    _, position = _substitution(script, position, backtick=False)
+                    continue
+            if kind == "redirect":
+                redirected = not text[-1].isdigit() and not text.endswith("-")
+            elif kind == "heredoc" and len(heredocs) < _MAX_HEREDOCS:
+                heredocs.append(text.lstrip("<- \t\\").strip("\"'"))
+            elif kind == "operator":
+                redirected = False
+                if text == "\n":
+                    for tag in heredocs:
+                        body, position = _heredoc(script, position, tag)
+                        yield Token(Kind.HEREDOC, body)
+                    heredocs = []
+                yield Token(Kind.OPERATOR, text)
+        elif kind == "single":
+            word.pieces.append(text.removeprefix("$")[1:].removesuffix("'"))
+            word.quoted = True
+        elif kind == "double":
+            position = word.double_quoted(script, position)
+        elif kind == "substitution":
+            position = word.substitute(script, position, text)
+        else:
+            word.pieces.append(text[1:] if kind == "escape" else text)
+    if word.pieces and not redirected:
+        yield Token(Kind.WORD, "".join(word.pieces), word.quoted, tuple(word.inner))
+
+
+def _heredoc(script: str, start: int, tag: str) -> tuple[str, int]:
+    """The body that begins at ``start``, and where the line that ends it ends."""
+    position = start
+    while position < len(script):
+        found = script.find("\n", position)
+        end = found if found >= 0 else len(script)
+        if script[position:end].strip() == tag:
+            return script[start:position], end
+        position = end + 1
+    return script[start:], len(script)

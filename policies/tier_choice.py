@@ -1,0 +1,57 @@
+"""Where a turn's KV waits, given a forecast of the gap and what each tier costs."""
+
+from __future__ import annotations
+
+import math
+
+from tiered_kv.policies.forecast import Forecast
+from tiered_kv.policies.signals import Costs, Decision, GapClass, Tier, TurnEnd
+from tiered_kv.policies.ttl import best_wait, gap_class
+
+BACK_BEFORE = 0.25
+"""q̂: KV on SSD is up again before all but a quarter of the returns. Gaps have long tails: to wait
+for the median is to be late for half of them, and to be early costs only room in CPU memory."""
+
+
+def unpriced(turn: TurnEnd) -> Decision | None:
+    """Where KV waits that no price decides on; None if one does.
+
+    After the last step it is not needed. If the job is unknown, or its client went away, nothing
+    tells who would return to a pin.
+    """
+    if turn.is_last_step:
+        return Decision(Tier.DROP)
+    if turn.job is None or turn.aborted:
+        return Decision(Tier.CPU)
+    return None
+
+
+def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
+    """PIN while U pays; else CPU memory, or SSD if it would be evicted from there before it is
+    wanted; nowhere if prefilling again is the best there is."""
+    decided = unpriced(turn)
+    if decided is not None:
+        return decided
+    wait_s = best_wait(forecast, costs.benefit_s, costs.vram_price)
+    kind = gap_class(wait_s, costs.benefit_s)
+    if kind is not GapClass.SLOW:
+        return Decision(Tier.PIN, wait_s, kind, forecast)
+    tier = without_pin(costs, forecast.quantile(0.5))
+    back_s = _back_s(forecast, costs) if tier is Tier.SSD else None
+    return Decision(tier, 0.0, kind, forecast, back_s)
+
+
+def without_pin(costs: Costs, median_s: float) -> Tier:
+    """The best tier but VRAM for a gap of about ``median_s`` seconds."""
+    ssd_pays = costs.ssd_s is not None and costs.ssd_s < costs.recompute_s
+    if costs.cpu_s is not None:
+        return Tier.SSD if ssd_pays and median_s > costs.cpu_stay_s else Tier.CPU
+    return Tier.SSD if ssd_pays else Tier.DROP
+
+
+def _back_s(forecast: Forecast, costs: Costs) -> float | None:
+    """q̂ - R: when the way up from SSD begins. None if the job may well not come at all."""
+    back_s = forecast.quantile(BACK_BEFORE)
+    if math.isinf(back_s):
+        return None
+    return max(0.0, back_s - (costs.ssd_s or 0.0))

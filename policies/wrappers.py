@@ -1,0 +1,174 @@
+"""Commands that run another command: what they run, and for how long at most."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LONGEST_S = 7 * 86_400.0
+"""``sleep infinity`` is as long as this."""
+
+SOME_TIMES = 10
+"""How often something runs that is repeated without saying how often: a guess."""
+
+SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh", "ash", "fish"})
+
+_MAX_WRAPPERS = 8
+
+# Options of each that take a value, and how many words stand between them and the command.
+_WRAPPERS: dict[tuple[str, ...], tuple[str, int]] = {
+    ("sudo",): ("-u -g -h -p -C -T -r -t -D -R --user --group", 0),
+    ("doas",): ("-u -C", 0),
+    ("env",): ("-u -C --unset --chdir", 0),
+    ("nice",): ("-n --adjustment", 0),
+    ("ionice",): ("-c -n --class --classdata", 0),
+    ("chrt",): ("", 1),
+    ("taskset",): ("-c --cpu-list", 0),
+    ("time",): ("-f -o --format --output", 0),
+    ("timeout",): ("-k -s --kill-after --signal", 1),
+    ("gtimeout",): ("-k -s --kill-after --signal", 1),
+    ("nohup",): ("", 0),
+    ("setsid",): ("", 0),
+    ("stdbuf",): ("-i -o -e --input --output --error", 0),
+    ("unbuffer",): ("", 0),
+    ("command",): ("", 0),
+    ("builtin",): ("", 0),
+    ("exec",): ("-a", 0),
+    ("xargs",): ("-n -I -P -L -d -a -E -s --max-args --max-procs --delimiter --arg-file", 0),
+    ("flock",): ("-w -E --timeout", 1),
+    ("xvfb-run",): ("-s -n -e -f --server-args", 0),
+    ("strace",): ("-e -o -p -s", 0),
+    ("valgrind",): ("", 0),
+    ("npx",): ("-p --package", 0),
+    ("bunx",): ("-p --package", 0),
+    ("uvx",): ("--with --from --python -p", 0),
+    ("conda", "run"): ("-n -p --name --prefix --cwd", 0),
+    ("mamba", "run"): ("-n -p --name --prefix --cwd", 0),
+    ("micromamba", "run"): ("-n -p --name --prefix --cwd", 0),
+    ("uv", "run"): ("--with --python -p --extra --group --project --directory --env-file", 0),
+    ("poetry", "run"): ("", 0),
+    ("pipenv", "run"): ("", 0),
+    ("pdm", "run"): ("-p --project", 0),
+    ("hatch", "run"): ("", 0),
+    ("rye", "run"): ("", 0),
+    ("pixi", "run"): ("-e --environment", 0),
+    ("coverage", "run"): ("--source --rcfile --data-file --include --omit", 0),
+    ("bundle", "exec"): ("", 0),
+    ("pnpm", "exec"): ("", 0),
+    ("yarn", "exec"): ("", 0),
+    ("docker", "exec"): ("-u -w -e --user --workdir --env --env-file", 1),
+    ("podman", "exec"): ("-u -w -e --user --workdir --env --env-file", 1),
+}
+_OPTIONS = {key: (frozenset(takes.split()), skip) for key, (takes, skip) in _WRAPPERS.items()}
+
+# Options with which xargs starts a process for every word or line.
+_ONE_BY_ONE = frozenset({"-n1", "-n", "-I", "-I{}", "-I%", "-i", "-L1", "-L"})
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_DURATION = re.compile(r"(\d{1,12}(?:\.\d*)?|\.\d{1,12})([smhd]?)")
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_VERSIONED = re.compile(
+    r"(python|pypy|pip|node|ruby|php|perl|java|gcc|g\+\+|clang|clang\+\+)-?[\d.]+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unwrapped:
+    """What is run in the end.
+
+    Attributes:
+        words: the command, its name first; empty if there is nothing but assignments.
+        most_s: how long it may run, in seconds.
+        script: the script that a shell is given to run, in place of ``words``.
+        by_xargs: what comes through the pipe are its arguments.
+        times: how often it is run.
+    """
+
+    words: tuple[str, ...]
+    most_s: float = math.inf
+    script: str | None = None
+    by_xargs: bool = False
+    times: int = 1
+
+
+def seconds(word: str) -> float | None:
+    """A duration as ``sleep`` and ``timeout`` read it; None if it is none."""
+    if word in ("inf", "infinity"):
+        return LONGEST_S
+    match = _DURATION.fullmatch(word)
+    return min(float(match[1]) * _UNITS_S[match[2]], LONGEST_S) if match else None
+
+
+def program(word: str) -> str:
+    """A program's name: without its folder if that is one for programs, without a version."""
+    folder, slash, name = word.rpartition("/")
+    if slash and folder.rpartition("/")[2] not in ("bin", "sbin", ".bin", "Scripts"):
+        return f"./{name}"
+    match = _VERSIONED.fullmatch(name)
+    return match[1] if match else name.removeprefix("\\")
+
+
+def unwrap(words: Sequence[str]) -> Unwrapped:
+    """Strip assignments and wrappers; ``python -m module`` becomes ``module``."""
+    most_s, by_xargs, times = math.inf, False, 1
+    rest = list(words)
+    for _ in range(_MAX_WRAPPERS):
+        while rest and (not rest[0] or _ASSIGNMENT.match(rest[0])):
+            del rest[0]
+        if not rest:
+            return Unwrapped((), most_s)
+        rest[0] = program(rest[0])
+        script = _script(rest)
+        if script is not None:
+            return Unwrapped((), most_s, script)
+        inner = _inner(rest)
+        if not inner:
+            break
+        if rest[0] in ("timeout", "gtimeout"):
+            duration = rest[len(rest) - len(inner) - 1]
+            most_s = min(most_s, seconds(duration) or math.inf)
+        if rest[0] == "xargs":
+            by_xargs = True
+            times = SOME_TIMES if _ONE_BY_ONE & set(rest[: len(rest) - len(inner)]) else times
+        rest = inner
+    return Unwrapped(tuple(rest), most_s, None, by_xargs, times)
+
+
+def _script(words: list[str]) -> str | None:
+    """The script of ``bash -c script`` or ``eval``."""
+    if words[0] == "eval":
+        return " ".join(words[1:])
+    if words[0] not in SHELLS:
+        return None
+    for n, word in enumerate(words[1:], 1):
+        if not word.startswith("-"):
+            return None
+        if "c" in word and not word.startswith("--"):
+            return words[n + 1] if n + 1 < len(words) else None
+    return None
+
+
+def _inner(words: list[str]) -> list[str]:
+    """The command that a wrapper runs; empty if this is no wrapper, or runs nothing."""
+    if words[0] == "python":
+        return _module(words)
+    key = next((key for key in (tuple(words[:2]), tuple(words[:1])) if key in _OPTIONS), None)
+    if key is None:
+        return []
+    takes_value, skip = _OPTIONS[key]
+    n = len(key)
+    while n < len(words) and (words[n].startswith("-") or _ASSIGNMENT.match(words[n])):
+        n += 1 + (words[n] in takes_value)
+        if words[n - 1] == "--":
+            break
+    return words[n + skip :]
+
+
+def _module(words: list[str]) -> list[str]:
+    """``python -m module``, interpreter options before it skipped."""
+    n = 1
+    while n < len(words) and words[n].startswith("-") and words[n] not in ("-m", "-c", "-"):
+        n += 1 + (words[n] in ("-W", "-X"))
+    return words[n + 1 :] if n < len(words) and words[n] == "-m" else []

@@ -1,0 +1,342 @@
+"""From a turn's end to the job's next turn: provisional pins, verdicts, predicted returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.connector.conftest import MakeRig
+from tiered_kv.connectors.vllm.waits import LONGEST_S
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.forecast import GRID, Forecast
+from tiered_kv.policies.signals import (
+    NO_TOOL,
+    Costs,
+    Decision,
+    GapClass,
+    JobKey,
+    Tier,
+    ToolUse,
+    TurnEnd,
+)
+from tiered_kv.policies.turns import INFERRED_PREFIX
+from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
+
+CONTEXT = text(320, seed=1)
+JOB = {"job_id": "j"}
+FAST, LONG = ToolUse(("fast",)), ToolUse(("long",))
+FORECAST = Forecast(np.minimum(GRID / 100, 1.0))
+
+
+class ByTool(LearnsNothing):
+    """FAST tools pin for 30 s, LONG ones go to SSD and are back after a minute, others stay in
+    CPU memory; what is not read yet counts as FAST."""
+
+    reads_tools = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[TurnEnd, Costs]] = []
+        self.seen: list[tuple[int, float, bool]] = []
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        self.asked.append((turn, costs))
+        if turn.is_last_step:
+            return Decision(Tier.DROP)
+        if turn.tool is None or turn.tool == FAST:
+            return Decision(Tier.PIN, 30.0, GapClass.FAST, FORECAST)
+        if turn.tool == LONG:
+            return Decision(Tier.SSD, 0.0, GapClass.SLOW, FORECAST, back_s=60.0)
+        return Decision(Tier.CPU, 0.0, GapClass.SLOW, FORECAST)
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        self.seen.append((turn.turn, round(gap_s, 3), ended))
+
+
+class Reader:
+    """Reads what a test says, when it says so."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, list[int]] = {}
+        self.full = False
+        self._read: list[tuple[str, ToolUse]] = []
+
+    def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
+        if not self.full:
+            self.asked[ticket] = list(token_ids)
+        return not self.full
+
+    def says(self, ticket: str, tool: ToolUse) -> None:
+        self._read.append((ticket, tool))
+
+    def take(self) -> list[tuple[str, ToolUse]]:
+        read, self._read = self._read, []
+        return read
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    extra: dict[str, Any] = {
+        "cpu_gib": 60 * 16 * CELL / 2**30,
+        "ssd_path": str(tmp_path / "ssd"),
+        "ssd_gib": 1,
+        "codec": "raw",
+        "trace": str(tmp_path / "trace.jsonl"),
+    }
+    rig = make_rig(blocks=128, max_model_len=512, extra=extra)
+    rig.policy = ByTool()
+    rig.half.gaps._tools = Reader()
+    return rig
+
+
+def policy(rig: Rig) -> ByTool:
+    assert isinstance(rig.policy, ByTool)
+    return rig.policy
+
+
+def reader(rig: Rig) -> Reader:
+    found: Reader = rig.half.gaps._tools
+    return found
+
+
+def pinned(rig: Rig) -> int:
+    return int(rig.half.pins.held_blocks)
+
+
+def events(rig: Rig, name: str) -> list[dict[str, Any]]:
+    rig.close()
+    path = Path(rig.half._config.trace)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+# -- provisional pins -------------------------------------------------------------------
+
+
+def test_a_turn_is_pinned_for_two_seconds_while_its_tool_call_is_read(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    assert reader(rig).asked == {"t1": expected(CONTEXT, 4)}
+    assert pinned(rig) == 20
+    rig.now += 1.9
+    rig.step()
+    assert pinned(rig) == 20
+    rig.now += 0.2
+    rig.step()
+    assert pinned(rig) == 0, "nobody has read it"
+
+
+def test_a_fast_tool_makes_the_pin_a_longer_one(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", FAST)
+    rig.step()
+    rig.now += 29.0
+    rig.step()
+    assert pinned(rig) == 20
+    rig.now += 1.5
+    rig.step()
+    assert pinned(rig) == 0, "it is counted from the turn's end"
+
+
+def test_a_verdict_against_the_pin_releases_it(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", NO_TOOL)
+    rig.step()
+    assert pinned(rig) == 0
+    rig.check_clean()
+
+
+def test_a_verdict_that_comes_after_the_next_turn_is_late(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.ask("t2", CONTEXT + text(20, seed=2), params=JOB)
+    reader(rig).says("t1", NO_TOOL)
+    reader(rig).says("never heard of", NO_TOOL)
+    rig.step()
+    assert pinned(rig) > 0, "that is the second turn's"
+    reader(rig).says("t2", NO_TOOL)
+    rig.step()
+    assert pinned(rig) == 0
+
+
+def test_a_verdict_about_a_pin_that_had_to_give_way_pins_nothing(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.half.pins.release_all()
+    reader(rig).says("t1", FAST)
+    rig.step()
+    assert pinned(rig) == 0, "the blocks may be somebody else's"
+
+
+def test_what_cannot_be_read_is_decided_at_once(rig: Rig) -> None:
+    reader(rig).full = True
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += 20.0
+    rig.step()
+    assert pinned(rig) == 20
+
+
+def test_a_client_that_names_its_tool_is_taken_at_its_word(rig: Rig) -> None:
+    hints = {**JOB, "tool_command": "cd /src && timeout 60 pytest -x", "expected_tool_s": 12.5}
+    rig.ask("t1", CONTEXT, params=hints)
+    assert reader(rig).asked == {}
+    (end, _), *_ = policy(rig).asked
+    assert end.tool is not None
+    assert end.tool.path[:2] == ("bash", "pytest")
+    assert (end.tool.expected_s, end.tool.most_s) == (12.5, 60.0)
+    assert pinned(rig) == 0, "not a tool that it knows"
+    assert rig.count("hints_ignored") == 0
+
+
+def test_the_last_turn_is_not_read(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params={**JOB, "is_last_step": True})
+    assert reader(rig).asked == {}
+    assert pinned(rig) == 0
+
+
+# -- gaps -------------------------------------------------------------------------------
+
+
+def test_the_gap_is_observed_when_the_next_turn_arrives(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += 7.5
+    rig.ask("t2", CONTEXT + expected(CONTEXT, 4) + text(50, seed=2), params=JOB)
+    rig.now += 1.0
+    rig.ask("t3", CONTEXT, params={**JOB, "is_last_step": True})
+    assert policy(rig).seen == [(1, 7.5, True), (2, 1.0, True)]
+    first, second, third = (end for end, _ in policy(rig).asked)
+    assert (first.context_tokens, first.new_tokens, first.output_tokens) == (324, 320, 4)
+    assert (second.context_tokens, second.new_tokens) == (378, 50)
+    assert third.new_tokens == 0
+
+
+def test_a_gap_that_does_not_end_is_censored(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += LONGEST_S + 1
+    rig.ask("other", text(100, seed=5), max_tokens=20)
+    assert policy(rig).seen == [(1, LONGEST_S + 1, False)]
+    assert pinned(rig) == 7, "those of the other"
+
+
+def test_gaps_that_last_when_the_engine_ends_are_censored(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += 3.0
+    rig.close()
+    assert policy(rig).seen == [(1, 3.0, False)]
+
+
+def test_a_client_that_says_nothing_is_known_by_its_prompts(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT)
+    assert pinned(rig) == 20
+    rig.now += 1.0
+    rig.ask("t2", CONTEXT + expected(CONTEXT, 4) + text(50, seed=2))
+    rig.ask("stranger", text(320, seed=9))
+    rig.ask("other salt", CONTEXT + text(50, seed=2), salt="other")
+    names = [end.job for end, _ in policy(rig).asked]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    assert all(name is not None and name.name.startswith(INFERRED_PREFIX) for name in names)
+    assert policy(rig).seen == [(1, 1.0, True)]
+    assert rig.count("pins_handed_over") == 1
+    assert rig.count("jobs_inferred") == 3
+
+
+def test_a_reset_ends_no_wait(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", LONG)
+    rig.step()
+    rig.scheduler.reset_prefix_cache()
+    rig.now += 5.0
+    rig.ask("t2", CONTEXT, params=JOB)
+    assert policy(rig).seen == [(1, 5.0, True)]
+    assert rig.count("prompt_tokens_recomputed") == 640
+    rig.half.let_go()
+    rig.check_clean()
+
+
+# -- predicted returns --------------------------------------------------------------------
+
+
+def long_gone(rig: Rig) -> None:
+    """A job whose context is on SSD only, expected back a minute after its turn."""
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", LONG)
+    rig.run()
+    rig.step()
+    rig.run()
+    assert len(rig.half.planner.ssd) == 21
+    assert pinned(rig) == 0
+    rig.half.index.clear()
+    rig.fill()
+    for name in rig.half.gaps.waits.jobs():
+        if name != JobKey("", "j"):
+            rig.half.gaps._over(name)
+
+
+def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig) -> None:
+    long_gone(rig)
+    rig.now += 59.0
+    rig.wait_for_worker()
+    assert rig.count("pages_promoted") == 0, "it is not expected yet"
+    rig.now += 1.5
+    rig.wait_for_worker()  # no hook runs: the I/O thread does it by itself
+    rig.ask("else", text(17, seed=3))
+    assert rig.count("pages_promoted_ahead") == 21
+    assert rig.count("pages_promoted") == 21
+    rig.now += 5.0
+    rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
+    assert rig.count("prompt_tokens_cpu") == 320
+    assert rig.outputs["t2"] == expected(CONTEXT + text(9, seed=2), 4)
+
+
+def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -> None:
+    long_gone(rig)
+    rig.now += 10.0
+    rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
+    assert rig.count("prompt_tokens_cpu") == 320
+    assert rig.count("pages_promoted") == 21, "its tail, too: that was ordered ahead"
+    assert rig.count("promotions_overdue") == 0
+    assert not rig.half.gaps.returns
+
+
+def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.half.gaps.returns.expect(JobKey("", "j"), rig.now + 1, ())
+    rig.half.gaps._over(JobKey("", "j"))
+    assert not rig.half.gaps.returns
+
+
+# -- explained ------------------------------------------------------------------------------
+
+
+def test_decisions_are_explained_in_the_trace(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", FAST)
+    rig.step()
+    rig.now += 4.0
+    rig.ask("t2", CONTEXT, params={**JOB, "is_last_step": True})
+    before, after, last = events(rig, "decision")
+    assert (before["tool"], after["tool"]) == (None, ["fast"])
+    assert (after["class"], after["tier"], after["ttl_s"]) == ("fast", "pin", 30.0)
+    assert (after["q50_s"], after["q90_s"]) == (50.0, 90.0)
+    assert after["benefit_s"] == pytest.approx(after["queue_s"] + after["restore_s"])
+    assert after["vram_price"] == 0.0
+    assert last["tier"] == "drop"
+    (gap,) = events(rig, "gap")
+    assert (gap["job_id"], gap["turn"], gap["gap_s"], gap["ended"]) == ("j", 1, 4.0, True)
+    assert gap["in_vram"]
+    assert gap["saved_s"] == after["benefit_s"]
+
+
+def test_what_was_not_worth_it_is_in_the_trace_as_well(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", FAST)
+    rig.step()
+    rig.now += 100.0
+    rig.step()
+    (gap,) = events(rig, "gap")
+    assert (gap["ended"], gap["in_vram"], gap["saved_s"]) == (False, False, 0.0)

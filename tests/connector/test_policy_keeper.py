@@ -1,0 +1,168 @@
+"""What a policy learned outlives the engine, and nothing wrong is ever learned from a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.connectors.vllm.policy_keeper import TEND_EVERY_S, PolicyKeeper
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
+
+
+class Counting(LearnsNothing):
+    """Learns how many gaps there were."""
+
+    def __init__(self) -> None:
+        self.gaps = self.refits = 0
+
+    def refit(self) -> None:
+        self.refits += 1
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(Tier.CPU)
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        self.gaps += 1
+
+    def dump(self) -> dict[str, object]:
+        return {"gaps": self.gaps}
+
+    def load(self, learned: Mapping[str, object]) -> None:
+        gaps = learned.get("gaps")
+        if not isinstance(gaps, int):
+            raise ValueError("gaps is a number")
+        self.gaps = gaps
+
+
+def learned(gaps: int) -> Counting:
+    policy = Counting()
+    policy.gaps = gaps
+    return policy
+
+
+def loaded(folder: Path, name: str = "counting") -> int | None:
+    """What an engine that starts finds; None if nothing."""
+    policy = Counting()
+    keeper = PolicyKeeper(policy, folder, name)
+    found = keeper.load()
+    keeper._thread.shutdown()
+    return policy.gaps if found else None
+
+
+def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+    policy = learned(7)
+    keeper = PolicyKeeper(policy, tmp_path / "store", "counting")
+    assert not keeper.load()
+    keeper.close()
+    policy.gaps = 8
+    keeper.close()  # again: nothing happens
+    (path,) = (tmp_path / "store").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert loaded(tmp_path / "store") == 7
+
+
+def test_each_policy_has_a_file_of_its_own(tmp_path: Path) -> None:
+    PolicyKeeper(learned(7), tmp_path, "counting").close()
+    assert loaded(tmp_path, "another") is None
+    assert loaded(tmp_path) == 7
+
+
+def test_it_is_saved_now_and_then(tmp_path: Path) -> None:
+    policy = learned(3)
+    keeper = PolicyKeeper(policy, tmp_path, "counting")
+    keeper.tend_if_due(now=1000.0)
+    keeper.tend_if_due(now=999.0 + TEND_EVERY_S)
+    assert list(tmp_path.iterdir()) == []
+    keeper.tend_if_due(now=1000.0 + TEND_EVERY_S)
+    keeper._thread.shutdown()
+    assert loaded(tmp_path) == 3
+    assert policy.refits == 1
+
+
+def test_without_a_folder_a_policy_learns_and_is_not_kept(tmp_path: Path) -> None:
+    policy = learned(3)
+    keeper = PolicyKeeper(policy, None, "counting")
+    assert not keeper.load()
+    for n in range(2):
+        keeper.tend_if_due(now=n * 2 * TEND_EVERY_S)
+    keeper.close()
+    assert policy.refits == 1
+
+
+def test_a_policy_that_cannot_learn_is_kept_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Counting):
+        def refit(self) -> None:
+            raise RuntimeError("injected")
+
+    keeper = PolicyKeeper(Broken(), tmp_path, "counting")
+    with caplog.at_level(logging.ERROR):
+        for n in range(2):
+            keeper.tend_if_due(now=n * 2 * TEND_EVERY_S)
+        keeper.close()
+    assert "could not learn" in caplog.text
+    assert loaded(tmp_path) == 0
+
+
+GOOD: dict[str, object] = {"version": 1, "policy": "counting", "learned": {"gaps": 7}}
+WRONG: list[dict[str, object]] = [
+    {"version": 2},
+    {"policy": "another"},
+    {"learned": [7]},
+    {"learned": {"gaps": "7"}},
+    {"learned": {}},
+]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b"null",
+        *(json.dumps({**GOOD, **wrong}).encode() for wrong in WRONG),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_said_once_and_replaced(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "policy-counting.json"
+    path.write_bytes(content)
+    policy = learned(1)
+    keeper = PolicyKeeper(policy, tmp_path, "counting")
+    with caplog.at_level(logging.WARNING):
+        assert not keeper.load()
+    assert len(caplog.records) == 1
+    assert policy.gaps == 1
+    keeper.close()
+    assert loaded(tmp_path) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    keeper = PolicyKeeper(learned(1), tmp_path / "file", "counting")
+    with caplog.at_level(logging.WARNING):
+        for n in range(3):
+            keeper.tend_if_due(now=n * 2 * TEND_EVERY_S)
+        keeper.close()
+    assert sum("cannot be kept" in record.message for record in caplog.records) == 1
+
+
+def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+    PolicyKeeper(learned(7), tmp_path, "counting").close()
+    policy = Counting()
+    policy.gaps = object()  # type: ignore[assignment]
+    PolicyKeeper(policy, tmp_path, "counting").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["policy-counting.json"]
+    assert loaded(tmp_path) == 7

@@ -1,0 +1,92 @@
+"""How long to wait, and what a wait is worth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policies.turn_ends import forecast_of
+from tiered_kv.policies.forecast import CELLS, GRID, Forecast, cell_of
+from tiered_kv.policies.signals import GapClass
+from tiered_kv.policies.ttl import WORTHWHILE, best_wait, gap_class, utility
+
+masses = st.lists(st.floats(0, 1), min_size=CELLS, max_size=CELLS).filter(lambda m: sum(m) > 0.01)
+forecasts = masses.map(lambda m: Forecast.of_masses(np.array(m) / sum(m)))
+benefits = st.floats(0.5, 60)
+
+
+@given(forecasts, benefits, st.floats(0, 5))
+def test_utility_is_what_a_pin_saves_less_what_it_holds(
+    forecast: Forecast, benefit_s: float, price: float
+) -> None:
+    gains = utility(forecast, benefit_s, price)
+    for t, gain in zip(GRID[:60:7].tolist(), gains[:60:7].tolist(), strict=True):
+        if t <= benefit_s or price >= 1:
+            held = forecast.held(t)
+            assert gain == pytest.approx(forecast.within(t) * benefit_s - price * held, abs=1e-6)
+
+
+@given(forecasts, benefits, st.floats(0, 5))
+def test_no_other_wait_is_better(forecast: Forecast, benefit_s: float, price: float) -> None:
+    wait_s = best_wait(forecast, benefit_s, price)
+    gains = utility(forecast, benefit_s, price)
+    if wait_s == 0:
+        assert gains.max() <= WORTHWHILE * benefit_s
+    else:
+        assert float(gains[cell_of(wait_s)]) == gains.max() > 0
+
+
+@given(forecasts, benefits, st.floats(1, 5), st.floats(1, 5))
+def test_the_dearer_the_room_the_shorter_the_wait(
+    forecast: Forecast, benefit_s: float, one: float, other: float
+) -> None:
+    cheap, dear = sorted([one, other])
+    assert best_wait(forecast, benefit_s, dear) <= best_wait(forecast, benefit_s, cheap)
+
+
+def test_a_pin_is_charged_for_the_time_it_is_held_not_for_its_deadline() -> None:
+    """Continuum would have to pay 20 s for the late half, and would not wait for any."""
+    forecast = forecast_of({1.0: 0.5, 19.0: 0.5})
+    assert best_wait(forecast, 20.0, 1.0) == pytest.approx(19, abs=1)
+    assert utility(forecast, 20.0, 1.0).max() == pytest.approx(20 - 10, abs=0.5)
+
+
+def test_nobody_waits_on_through_a_lull_that_costs_more_than_what_comes_after() -> None:
+    forecast = forecast_of({1.0: 0.6, 300.0: 0.4})
+    assert best_wait(forecast, 10.0, 1.0) <= 1.25
+    assert best_wait(forecast_of({300.0: 1.0}), 10.0, 1.0) == 0
+    assert best_wait(forecast_of({}), 10.0, 1.0) == 0, "it never comes"
+
+
+def test_room_that_nobody_wants_is_free_but_not_for_ever() -> None:
+    forecast = forecast_of({5.0: 0.5, 3000.0: 0.5})
+    assert best_wait(forecast, 20.0, 1.0) == pytest.approx(5, abs=0.5)
+    assert best_wait(forecast_of({15.0: 0.1}), 20.0, 1.0) == 0
+    assert best_wait(forecast_of({15.0: 0.1}), 20.0, 0.0) == pytest.approx(15, abs=1)
+    assert best_wait(forecast, 20.0, 0.0) < 3000, "beyond B somebody will want it"
+
+
+def test_a_gain_too_small_to_be_sure_of_is_none() -> None:
+    assert best_wait(forecast_of({0.06: 0.015}), 20.0, 0.0) == 0
+    assert best_wait(forecast_of({0.06: 0.03}), 20.0, 0.0) > 0
+
+
+@pytest.mark.parametrize("benefit_s", [0.0, -1.0])
+def test_nothing_to_save_is_nothing_to_wait_for(benefit_s: float) -> None:
+    assert best_wait(forecast_of({1.0: 1.0}), benefit_s, 1.0) == 0
+    assert best_wait(forecast_of({1.0: 1.0}), benefit_s, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "kind"),
+    [
+        (0.0, GapClass.SLOW),
+        (3.0, GapClass.UNCERTAIN),
+        (10.0, GapClass.FAST),
+        (12.0, GapClass.FAST),
+    ],
+)
+def test_the_class_of_a_gap_depends_on_what_a_restore_costs(wait_s: float, kind: GapClass) -> None:
+    assert gap_class(wait_s, 10.0) is kind
