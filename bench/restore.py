@@ -79,7 +79,8 @@ class Samples:
         """
         trace = folder / "trace.jsonl"
         trace.unlink(missing_ok=True)
-        env = {**options.env, "TIERED_KV_TRACE": str(trace)}
+        # Nothing is pinned: what is evicted from VRAM must come from elsewhere.
+        env = {**options.env, "TIERED_KV_POLICY": "lru", "TIERED_KV_TRACE": str(trace)}
         kinds: list[str] = []
         server = VllmServer(replace(options, env=env), folder / "server.log")
         with server, httpx.Client(base_url=server.url, timeout=120) as client:
@@ -92,6 +93,7 @@ class Samples:
 
             yield Ask(client, ask)
         events = [json.loads(line) for line in trace.read_text().splitlines()]
+        events = [event for event in events if event["event"] == "turn"]
         _check_sources(kinds, events[-len(kinds) :])
 
 

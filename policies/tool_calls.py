@@ -88,23 +88,23 @@ def after_thinking(text: str) -> str:
     chat templates, too.
     """
     text = text[-MAX_CHARS:]
-    marks = list(_MARKS.finditer(text))
-    call_marks_behind: list[str | None] = []
-    behind: str | None = None
-    for mark in reversed(marks):
-        call_marks_behind.append(behind)
-        if mark.lastgroup in ("begin", "end"):
-            behind = mark.lastgroup
-    start, stop, in_call = 0, len(text), False
-    for mark, behind in zip(marks, reversed(call_marks_behind), strict=True):
-        if mark.lastgroup in ("begin", "end"):
-            in_call = mark.lastgroup == "begin"
-        elif in_call and behind == "end":
-            continue
-        elif mark.lastgroup == "close":
-            start, stop, in_call = mark.end(), len(text), False
+    answer = (0, len(text))
+    if_outside: tuple[int, int] | None = None  # the answer if this is no argument after all
+    in_call = False
+    for mark in _MARKS.finditer(text):
+        kind = mark.lastgroup
+        if kind == "end":
+            if_outside, in_call = None, False
+        elif kind == "begin":
+            answer, if_outside, in_call = if_outside or answer, None, True
         else:
-            stop, in_call = min(stop, mark.start()), False
+            start, stop = if_outside or answer
+            cut = (mark.end(), len(text)) if kind == "close" else (start, min(stop, mark.start()))
+            if in_call:
+                if_outside = cut
+            else:
+                answer = cut
+    start, stop = if_outside or answer
     return text[start:stop]
 
 

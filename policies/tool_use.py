@@ -121,7 +121,7 @@ def _shell_use(command: str, arguments: Mapping[str, object]) -> ToolUse:
         name += " (repeated)"
     limit_s = _limit_s(arguments)
     return ToolUse(
-        path=(SHELL, name, masked(slowest.words)),
+        path=(SHELL, name[:_MAX_PART_CHARS], masked(slowest.words)),
         command=shown,
         rule=rule,
         least_s=min(script.least_s, limit_s),
@@ -177,7 +177,7 @@ def masked(words: Sequence[str]) -> str:
     """
     name, arguments = split_command(words)
     parts = [name]
-    if name.endswith(" <path>"):
+    if name.endswith(" <path>") and arguments:
         parts = [name.removesuffix(" <path>"), arguments[0].rpartition("/")[2][:40]]
         arguments = arguments[1:]
     for word in arguments[:_MAX_MASKED_WORDS]:

@@ -107,7 +107,7 @@ def program(word: str) -> str:
     if slash and folder.rpartition("/")[2] not in ("bin", "sbin", ".bin", "Scripts"):
         return f"./{name}"
     match = _VERSIONED.fullmatch(name)
-    return match[1] if match else name.removeprefix("\\")
+    return match[1] if match else name.removeprefix("\\") or word
 
 
 def unwrap(words: Sequence[str]) -> Unwrapped:

@@ -24,6 +24,8 @@ from tiered_kv.policies.signals import (
     ToolUse,
     TurnEnd,
 )
+from tiered_kv.policies.tool_calls import ToolCall
+from tiered_kv.policies.tool_use import tool_use
 from tiered_kv.policies.turns import INFERRED_PREFIX
 from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
 
@@ -308,6 +310,36 @@ def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
     rig.half.gaps.returns.expect(JobKey("", "j"), rig.now + 1, ())
     rig.half.gaps._over(JobKey("", "j"))
     assert not rig.half.gaps.returns
+
+
+# -- learned ------------------------------------------------------------------------------
+
+
+def test_what_was_learned_of_gaps_outlives_the_engine(make_rig: MakeRig, tmp_path: Path) -> None:
+    extra = {
+        "cpu_gib": 0.001,
+        "ssd_path": str(tmp_path / "ssd"),
+        "ssd_gib": 1,
+        "codec": "raw",
+        "policy": "occupancy",
+    }
+    tool = {"tool_name": "bash", "tool_command": "make check"}
+    end = TurnEnd(None, 1, False, False, 300, tool=tool_use([ToolCall("bash", {}, "make check")]))
+
+    def median_s(rig: Rig) -> float:
+        found: float = rig.half._policy.model.forecast(end).quantile(0.5)
+        return found
+
+    rig = make_rig(extra=extra)
+    before = median_s(rig)
+    prompt = text(50, seed=1)
+    for turn in range(20):
+        rig.ask(f"t{turn}", prompt, params={**JOB, **tool})
+        rig.now += 700.0
+    assert median_s(rig) > 3 * before
+    rig.close()
+    again = make_rig(extra=extra)
+    assert median_s(again) > 3 * before
 
 
 # -- explained ------------------------------------------------------------------------------

@@ -133,16 +133,16 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
 ) -> None:
     drain(client)
     pinned, unpinned = (text[:1000] for text in texts(client, 2, 1000))
-    ask(client, unpinned, max_tokens=1)
+    ask(client, unpinned, max_tokens=1, **job("one-off", last=True))
     ask(client, pinned, max_tokens=1, **job("holder"))
     # On a slow machine these take longer than a pin lasts: the job's own turns renew it.
     for i in range(9):
         ask(client, [(i * 1500 + j) % 40_000 + 50 for j in range(700)], max_tokens=1)
         ask(client, pinned, max_tokens=1, **job("holder"))
     last = ask(client, pinned, max_tokens=1, **job("holder", last=True))
-    again = ask(client, unpinned, max_tokens=1)
+    again = ask(client, unpinned, max_tokens=1, **job("once more", last=True))
 
-    events = trace(server, lambda found: [e["tier"] for e in found[-2:]] == ["drop", "cpu"])[-2:]
+    events = trace(server, lambda found: found[-1]["job_id"] == "once more")[-2:]
     assert events[0]["vram_tokens"] >= 992, last
     assert events[1]["vram_tokens"] < 500, again
     assert events[1]["cpu_tokens"] > 400, "what left VRAM came back from CPU memory"
@@ -151,12 +151,14 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
 Events = list[dict[str, Any]]
 
 
-def trace(server: VllmServer, there: Callable[[Events], bool]) -> Events:
-    """The trace once it holds what is waited for: a thread writes it behind the answers."""
+def trace(server: VllmServer, there: Callable[[Events], bool], *, every: bool = False) -> Events:
+    """The turns in the trace (or ``every`` event), once it holds what is waited for: a thread
+    writes it behind the answers."""
     path = Path(server.options.env["TIERED_KV_TRACE"])
     deadline = time.monotonic() + 10
     while True:
         events = [json.loads(line) for line in path.read_text().splitlines()]
+        events = [event for event in events if every or event["event"] == "turn"]
         if there(events) or time.monotonic() > deadline:
             return events
 
@@ -231,6 +233,38 @@ def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: Vl
         return any(event["finish"] == "FINISHED_ABORTED" for event in events)
 
     assert aborted(trace(server, aborted))
+
+
+def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    """The client names no job and no tool: the prompt tells the one, the answer the other."""
+    answer = "I wait for it.\n\n```bash\ncd /src && sleep 1.5\n```"
+    chat = [{"role": "user", "content": "Is the server up? " + "Look at its log. " * 40}]
+    body = {"model": MODEL_NAME, "max_tokens": 60, "temperature": 0}
+    forced = {**body, "structured_outputs": {"choice": [answer]}}
+    for _ in range(2):
+        response = client.post("/v1/chat/completions", json={**forced, "messages": chat})
+        response.raise_for_status()
+        said = response.json()["choices"][0]["message"]["content"]
+        assert said == answer
+        chat += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "It printed nothing. Look again."},
+        ]
+        for _ in range(3):
+            tick(client)
+
+    def read(event: dict[str, Any]) -> bool:
+        return event["event"] == "decision" and (event["tool"] or [""])[0] == "bash"
+
+    events = trace(server, lambda found: sum(map(read, found)) == 2, every=True)
+    first, second = filter(read, events)
+    assert first["tool"][:2] == ["bash", "sleep"]
+    assert first["q50_s"] >= 1.5, "it sleeps that long"
+    assert (first["job_id"], first["turn"], second["turn"]) == (second["job_id"], 1, 2)
+    (gap,) = [e for e in events if e["event"] == "gap" and e["job_id"] == first["job_id"]]
+    assert gap["ended"]
 
 
 def test_at_the_end_nothing_is_held_and_no_hook_has_failed(

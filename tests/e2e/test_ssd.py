@@ -51,6 +51,7 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         extra_args=("--shutdown-timeout", "10"),
         env={
             "TIERED_KV_CPU_GIB": "0.03",  # two of the six contexts
+            "TIERED_KV_POLICY": "lru",  # nothing stays in VRAM
             "TIERED_KV_SSD_PATH": str(tmp_path / "ssd"),
             "TIERED_KV_SSD_GIB": "1",
         },

@@ -196,6 +196,8 @@ def test_a_secret_in_a_command_is_masked() -> None:
 
 
 @given(soups(SHELL))
+@example("\\")
+@example("'python <path>'")
 @example("tar -" + "c" * 100_000)
 @example("git " + "-C a " * 50_000)
 @example("python " + "-u " * 50_000)
