@@ -193,7 +193,7 @@ class Gaps:
 
     # -- while they wait --------------------------------------------------------------
 
-    def step(self) -> None:
+    def hear_tools(self) -> None:
         """Hear of tool calls that were read: decide anew where those turns' KV waits."""
         if self._tools is None:
             return
@@ -218,7 +218,7 @@ class Gaps:
 
     def idle(self) -> None:
         """No request is left, and perhaps no hook runs for long: order ahead."""
-        self.step()
+        self.hear_tools()
         if self.returns:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.config import TierConfig
@@ -55,6 +55,8 @@ MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
 TIME_EVERY = 8
 """Steps between two looks at how long steps take."""
+LOOK_EVERY_S = 0.25
+"""Between two looks at what is due between turns."""
 STATS_EVERY = 16
 """Steps between two accounts of the counters while requests run."""
 
@@ -105,6 +107,8 @@ class SchedulerHalf:
         self._policy = turns
         self._work = work
         self._tools = tools
+        self._tools_read: Collection[Any] = tools.answers if tools is not None else ()
+        self._look_at = 0.0
         self._keeper = keeper
         self._clock = clock
         trace = TraceWriter(config.trace) if config.trace else None
@@ -285,11 +289,15 @@ class SchedulerHalf:
         if not scheduler_output.total_num_scheduled_tokens:
             self._was_idle = True
         if not self._step % TIME_EVERY:
-            self.restores.time_steps(self._clock(), 0 if self._was_idle else TIME_EVERY)
+            now = self._clock()
+            self.restores.time_steps(now, 0 if self._was_idle else TIME_EVERY)
             self._was_idle = False
-            self._look_at_demand()
-            self.gaps.look_around()
-        self.gaps.step()
+            if now >= self._look_at:
+                self._look_at = now + LOOK_EVERY_S
+                self._look_at_demand()
+                self.gaps.look_around()
+        if self._tools_read:
+            self.gaps.hear_tools()
         if self.pins and (late := self.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
         if self._restored:

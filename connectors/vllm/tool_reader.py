@@ -66,6 +66,7 @@ class ToolReader:
         parser_name: the server's ``--tool-call-parser``; None if it is not known.
 
     Attributes:
+        answers: what ``take`` will give, to be looked at in every step.
         dropped: answers not taken since ``MAX_QUEUED`` were waiting.
         errors: what went wrong while reading: no tokenizer, a parser that raised.
     """
@@ -80,7 +81,7 @@ class ToolReader:
         self._parsers: dict[str, Any] = {}
         self._accepted = self._taken = 0
         self._queue: queue.Queue[tuple[str, Sequence[int]] | None] = queue.Queue(MAX_QUEUED)
-        self._ready: deque[tuple[str, ToolUse]] = deque()
+        self.answers: deque[tuple[str, ToolUse]] = deque()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -100,11 +101,11 @@ class ToolReader:
 
     def take(self) -> list[tuple[str, ToolUse]]:
         """What has been read since the last call, in the order of ``read``."""
-        if not self._ready:
+        if not self.answers:
             return []
         taken = []
-        while self._ready:
-            taken.append(self._ready.popleft())
+        while self.answers:
+            taken.append(self.answers.popleft())
         self._taken += len(taken)
         return taken
 
@@ -137,7 +138,7 @@ class ToolReader:
             if item is None:
                 return
             ticket, token_ids = item
-            self._ready.append((ticket, self._read(token_ids)))
+            self.answers.append((ticket, self._read(token_ids)))
 
     def _read(self, token_ids: Sequence[int]) -> ToolUse:
         if self._tokenizer is None:

@@ -95,6 +95,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
     rig = make_rig(blocks=128, max_model_len=512, extra=extra)
     rig.policy = ByTool()
     rig.half.gaps._tools = Reader()
+    rig.half._tools_read = (None,)  # asked in every step
     return rig
 
 

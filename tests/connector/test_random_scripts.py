@@ -150,6 +150,7 @@ def test_random_scripts_end_well(make_rig: MakeRig, tmp_path: Path, seed: int) -
         rig.policy = rng.choice([SomeGoToSsd(rng), named])
     if rng.random() < 0.5:
         rig.half.gaps._tools = SomeTools(rng)
+        rig.half._tools_read = (None,)  # asked in every step
     rig.half.restores.policy = rng.choice(
         [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
     )
