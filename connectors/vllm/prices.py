@@ -47,7 +47,7 @@ class Prices:
         self._pool = pool
         self._with_ssd = with_ssd
         self._clock = clock
-        self._taken_at = clock()
+        self._taken_at = -math.inf
         self._taken = 0
         self._taken_per_s = 0.0
 
@@ -86,7 +86,7 @@ class Prices:
         infinite while slots are free."""
         index, now = self._planner.index, self._clock()
         if now - self._taken_at >= STAY_EVERY_S:
-            rate = (index.taken - self._taken) / (now - self._taken_at)
+            rate = (index.taken - self._taken) / (now - self._taken_at)  # 0 the first time
             self._taken_per_s += 0.5 * (rate - self._taken_per_s)
             self._taken, self._taken_at = index.taken, now
         if index.free_slots or not self._taken_per_s:

@@ -1,0 +1,143 @@
+"""What each tier costs: measured at start, and from what requests go through."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.connector.conftest import MakeRig
+from tiered_kv.connectors.vllm.prices import STAY_EVERY_S
+from tiered_kv.connectors.vllm.profile import measure_copies, measure_flops, prefill_work
+from tiered_kv.layout import Placement, page_layout
+from tiered_kv.policies.costs import TOP_PRICE
+from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.testing.vllm_rig import Rig, text
+from tiered_kv.transfer.cpu import CpuTransfer
+
+JOB = {"job_id": "j"}
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    return make_rig(blocks=128, max_model_len=512)
+
+
+def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
+    rig.ask("t1", text(320, seed=1), params=JOB)
+    assert rig.half.prices.costs(320).vram_price == 0.0
+
+
+def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
+    for i in range(8):
+        rig.add(f"r{i}", text(400, seed=i), max_tokens=60)
+    for _ in range(10):
+        rig.step()
+    rig.half._look_at_demand()
+    assert rig.half.prices.costs(320).vram_price == TOP_PRICE
+    rig.run()
+    rig.now += 120.0
+    rig.half._look_at_demand()
+    assert rig.half.prices.costs(320).vram_price == 0.0
+
+
+def test_the_cheapest_restore_is_the_one_that_counts(rig: Rig) -> None:
+    prices = rig.half.prices
+    costs = prices.costs(320)
+    assert costs.cpu_s == rig.half.planner.copy_seconds(20) > 0
+    assert costs.ssd_s is None
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    assert prices.costs(320).recompute_s == pytest.approx(10.0)
+    assert prices.costs(320).restore_s == costs.cpu_s
+
+
+def test_without_cpu_memory_prefilling_is_all_there_is(make_rig: MakeRig) -> None:
+    rig = make_rig(extra={"cpu_gib": 0})
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    costs = rig.half.prices.costs(320)
+    assert (costs.cpu_s, costs.ssd_s) == (None, None)
+    assert costs.restore_s == pytest.approx(10.0)
+
+
+def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
+    prompt = text(320, seed=1)
+    rig.ask("t1", prompt, params=JOB)
+    rig.now += 1.0
+    rig.add("t2", prompt, params=JOB)
+    rig.now += 5.0
+    rig.run()
+    assert rig.half.prices.queue.mean_s == 0.0, "it was in VRAM"
+    rig.now += 10.0
+    rig.fill(tag="first")
+    rig.add("t3", prompt, params=JOB)
+    rig.now += 7.0
+    rig.run()
+    assert rig.half.prices.queue.mean_s == pytest.approx(7.0)
+
+
+def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
+    prices = rig.half.prices
+    assert prices.cpu_stay_s() == math.inf
+    for i in range(10):
+        rig.ask(f"r{i}", text(320, seed=i), max_tokens=1)
+        rig.now += STAY_EVERY_S
+        prices.cpu_stay_s()
+    taken_per_s = 20 / STAY_EVERY_S
+    assert prices.cpu_stay_s() == pytest.approx(40 / taken_per_s, rel=0.1)
+
+
+# -- at start -----------------------------------------------------------------------------
+
+
+def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
+    layout = page_layout([Placement(1, 0, 1 << 16, 0)], 9)
+    pool = CpuPool(6, layout.page_bytes)
+    backend = CpuTransfer(layout, np.zeros(9 << 16, np.uint8), pool)
+    try:
+        assert 1e7 < measure_copies(backend, pool, num_blocks=9) < 1e12
+        assert measure_copies(backend, pool, num_blocks=1) == 0.0, "vLLM's null block alone"
+        assert backend.poll() == []
+    finally:
+        backend.close()
+        pool.close()
+
+
+def test_matrix_products_are_timed() -> None:
+    import torch
+
+    assert 1e8 < measure_flops(torch.device("cpu"), torch.float32) < 1e16
+
+
+SMOL: dict[str, Any] = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+}
+
+
+def test_the_work_of_a_prefill_is_two_operations_for_each_weight_and_token() -> None:
+    """SmolLM2-135M has 106.2 million weights beside its embeddings."""
+    work = prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
+    assert work is not None
+    assert work.per_token == pytest.approx(2 * 106.2e6, rel=0.001)
+    assert work.per_token2 == 2 * 30 * 576
+    linear, quadratic = work.estimate(1e12)
+    assert linear == pytest.approx(1e3 * work.per_token / 0.5e12)
+    assert quadratic == pytest.approx(1e6 * work.per_token2 / 0.5e12)
+
+
+def test_of_experts_only_the_active_ones_work() -> None:
+    experts = {**SMOL, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
+    work = prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**experts)))
+    assert work == prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
+
+
+def test_a_model_of_unusual_shape_is_not_guessed_at() -> None:
+    for shape in ({}, {**SMOL, "hidden_size": None}, {**SMOL, "num_attention_heads": 0}):
+        assert prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**shape))) is None
