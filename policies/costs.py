@@ -147,9 +147,13 @@ class ShadowPrice:
         self._peak = max(float(demand), self._peak * fade)
         self._seen_at = now
 
-    def price(self, blocks: int, pinned: int) -> float:
-        """λ if so many of the pool's ``blocks`` were pinned."""
-        room = blocks - self._peak
+    def price(self, blocks: int, pinned: int, own: int = 0) -> float:
+        """λ if so many of the pool's ``blocks`` were pinned.
+
+        Args:
+            own: blocks of the one who asks: pinned now, and part of the demand before.
+        """
+        room = blocks - max(0.0, self._peak - own)
         if pinned <= room:
             return 0.0
         return TOP_PRICE if room <= 0 else min(TOP_PRICE, PRICE_SLOPE * (pinned / room - 1))

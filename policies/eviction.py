@@ -10,13 +10,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
+from operator import itemgetter
 
 from tiered_kv.index import EvictionOrder
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.forecast import Forecast
 
-RANK_EVERY_S = 1.0
-"""Contexts are ranked anew when pages are wanted, but not more often."""
+RANK_EVERY_S, PAGES_PER_S = 1.0, 20_000
+"""Pages are ranked anew when some are to be evicted, but not more often than once a second, and
+a second later for so many pages, which takes some hundredths of one."""
+SETTLED_S = 10.0
+"""After this, all pages of a context that will be saved are."""
+HALF_S = 30.0
+"""A page that nobody waits for is worth half as much after this."""
 
 
 class LeastRecentlyUsed(EvictionOrder):
@@ -37,33 +44,30 @@ class LeastRecentlyUsed(EvictionOrder):
     def touched(self, key: PageKey) -> None:
         self._order.move_to_end(key)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._order
-
     def __iter__(self) -> Iterator[PageKey]:
         return iter(self._order)
 
 
 @dataclass(slots=True, eq=False)
 class _Context:
-    """The pages of a waiting job, first to last.
+    """The pages of a job, first to last.
 
     Attributes:
-        forecast: of its gap, which began at ``since``; None once the job is over.
+        forecast: of its gap, which began at ``since``; None while its next turn is here.
         page_s: seconds that having one of its pages saves.
-        resident: how many of the pages are in CPU memory.
+        end: none of its pages behind this is in CPU memory.
     """
 
     keys: list[PageKey] = field(default_factory=list)
     forecast: Forecast | None = None
     since: float = 0.0
     page_s: float = 0.0
-    resident: int = 0
+    end: int = 0
 
     def chance(self, now: float, within_s: float) -> float:
-        """That the job comes back in the next ``within_s`` seconds."""
+        """That the job wants its pages in the next ``within_s`` seconds."""
         if self.forecast is None:
-            return 0.0
+            return 1.0
         waited = now - self.since
         gone = self.forecast.within(waited)
         return 0.0 if gone >= 1 else (self.forecast.within(waited + within_s) - gone) / (1 - gone)
@@ -72,24 +76,35 @@ class _Context:
 class ByWorth(EvictionOrder):
     """Evicts pages of the job that is least worth waiting for, the end of its context first.
 
-    A page that several waiting jobs have goes with the one most worth waiting for, and is
-    counted once. Pages of no waiting job (of running turns, and prefixes that several jobs had
-    before) go last, the least recently used first; if nothing is ever claimed this is LRU.
+    A page that several jobs have goes with the one most worth waiting for, and is counted once.
+    What only jobs that are over had goes first. Other pages that nobody waits for (of running
+    turns, prefixes that several jobs had) are worth twice a usual page when they are used, and half
+    as much every half minute. If nobody ever waits this is LRU.
+
+    Pages are ranked all together, now and then; in between, a page that is used goes to the end.
+    So an eviction is O(1), like that of LRU.
 
     Args:
         clock: seconds.
         stay_s: how long a page stays in CPU memory at present before it is evicted.
+        most_pages: of all contexts together; those of the job longest silent are forgotten.
     """
 
-    def __init__(self, clock: Callable[[], float], stay_s: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], stay_s: Callable[[], float], most_pages: int
+    ) -> None:
         self._clock = clock
         self._stay_s = stay_s
-        self._recent = LeastRecentlyUsed()
-        self._contexts: dict[Hashable, _Context] = {}
-        self._claims: dict[PageKey, list[_Context]] = {}
+        self._most_pages = most_pages
+        self._used: OrderedDict[PageKey, float] = OrderedDict()  # when, about; the last one last
+        self._ranking: OrderedDict[PageKey, None] = OrderedDict()  # but for those used since
+        self._ranked_at = -math.inf
+        self._stamp = clock()  # of uses: the time, but not asked for each page
+        self._contexts: OrderedDict[Hashable, _Context] = OrderedDict()
+        self._pages = 0
+        self._last: dict[PageKey, _Context] = {}  # whose a page was last
         self._shared: set[PageKey] = set()
-        self._ranking: list[_Context] = []
-        self._ranked_at = -RANK_EVERY_S
+        self._done: set[PageKey] = set()
 
     # -- what waits ---------------------------------------------------------------
 
@@ -106,105 +121,141 @@ class ByWorth(EvictionOrder):
         context = self._contexts.get(job)
         if context is None:
             context = self._contexts[job] = _Context()
-            self._ranking.append(context)
-        old = len(context.keys)
-        if context.keys != keys[:old]:
-            self._give_up(context)
-            old = 0
-        for key in keys[old:]:
-            claims = self._claims.setdefault(key, [])
-            if claims:
+        self._contexts.move_to_end(job)
+        old = context.keys
+        same = len(old)
+        if old != keys[:same]:
+            pairs = enumerate(zip(old, keys, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(old), len(keys)))
+            self._let_go(context, old[same:])
+        for key in keys[same:]:
+            owner = self._last.get(key)
+            if owner is not None and owner is not context:
                 self._shared.add(key)
-            claims.append(context)
-            context.resident += key in self._recent
-        context.keys += keys[old:]
+            self._last[key] = context
+            self._done.discard(key)
+        self._pages += len(keys) - len(old)
+        context.keys = list(keys)
+        context.end = len(keys)
         context.forecast, context.since, context.page_s = forecast, since, page_s
+        while self._pages > self._most_pages and len(self._contexts) > 1:
+            self._forget(self._contexts.popitem(last=False)[1])
+
+    def back(self, job: Hashable) -> None:
+        """The job's next turn arrived: it wants its pages now."""
+        context = self._contexts.get(job)
+        if context is not None:
+            context.forecast = None
+            context.end = len(context.keys)
+
+    def present(self, job: Hashable) -> None:
+        """Pages of the job come up from SSD."""
+        context = self._contexts.get(job)
+        if context is not None:
+            context.end = len(context.keys)
 
     def over(self, job: Hashable) -> None:
-        """Nobody waits for the job any more: what only it had goes first from now on."""
+        """Nobody waits for the job any more."""
         context = self._contexts.pop(job, None)
-        if context is None:
-            return
-        context.forecast = None
-        shared = [key for key in context.keys if key in self._shared]  # a third may have them
-        context.keys = [key for key in context.keys if key not in self._shared]
-        for key in shared:
-            self._unclaim(key, context)
-        self._forget_if_empty(context)
-        self._ranked_at = -RANK_EVERY_S
+        if context is not None:
+            last = self._last
+            self._done.update(
+                key
+                for key in context.keys
+                if last.get(key) is context and key not in self._shared and key in self._used
+            )
+            self._forget(context)
+
+    def lose(self, job: Hashable) -> None:
+        """There is no telling whether anybody waits for the job."""
+        context = self._contexts.pop(job, None)
+        if context is not None:
+            self._forget(context)
 
     def chance(self, key: PageKey, within_s: float) -> float:
-        """That a job comes back for the page in the next ``within_s`` seconds; 0 if unknown."""
-        now = self._clock()
-        return max((c.chance(now, within_s) for c in self._claims.get(key, ())), default=0.0)
+        """That the job whose page it was last wants it in the next ``within_s`` seconds; 0 if
+        nobody waits."""
+        context = self._last.get(key)
+        return 0.0 if context is None else context.chance(self._clock(), within_s)
 
-    def _give_up(self, context: _Context) -> None:
-        for key in context.keys:
-            self._unclaim(key, context)
-        context.keys = []
+    def _forget(self, context: _Context) -> None:
+        self._pages -= len(context.keys)
+        self._let_go(context, context.keys)
 
-    def _unclaim(self, key: PageKey, context: _Context) -> None:
-        claims = self._claims[key]
-        claims.remove(context)
-        context.resident -= key in self._recent
-        if not claims:
-            del self._claims[key]
-            if key not in self._recent:
-                self._shared.discard(key)
-
-    def _forget_if_empty(self, context: _Context) -> None:
-        if context.forecast is None and not context.resident:
-            self._give_up(context)
+    def _let_go(self, context: _Context, keys: Sequence[PageKey]) -> None:
+        last = self._last
+        for key in keys:
+            if last.get(key) is context:
+                del last[key]
+                if key not in self._used:
+                    self._shared.discard(key)
 
     # -- EvictionOrder ------------------------------------------------------------
 
     def added(self, key: PageKey) -> None:
-        self.added_all((key,))
+        self._used[key] = self._stamp
+        self._done.discard(key)
 
     def added_all(self, keys: Sequence[PageKey]) -> None:
-        self._recent.added_all(keys)
-        if not self._claims.keys().isdisjoint(keys):
-            for key in keys:
-                for context in self._claims.get(key, ()):
-                    context.resident += 1
+        self._used.update(dict.fromkeys(keys, self._stamp))
+        if self._done:
+            self._done.difference_update(keys)
 
     def removed(self, key: PageKey) -> None:
-        self._recent.removed(key)
-        claims = self._claims.get(key)
-        if claims is None:
+        del self._used[key]
+        self._ranking.pop(key, None)
+        self._done.discard(key)
+        if key not in self._last:
             self._shared.discard(key)
-            return
-        for context in list(claims):
-            context.resident -= 1
-            self._forget_if_empty(context)
 
     def touched(self, key: PageKey) -> None:
-        self._recent.touched(key)
+        self._used.move_to_end(key)
+        self._used[key] = self._stamp
+        self._ranking.pop(key, None)
+        self._done.discard(key)
 
     def __iter__(self) -> Iterator[PageKey]:
-        self._rank()
-        recent, claimed = self._recent, self._claims
-        seen: dict[PageKey, int] = {}
-        for context in self._ranking:
-            for key in reversed(context.keys):
-                claims = len(claimed[key])
-                if claims > 1:
-                    seen[key] = seen.get(key, 0) + 1
-                if key in recent and (claims == 1 or seen[key] == claims):
-                    yield key
-        yield from (key for key in recent if key not in claimed)
-
-    def _rank(self) -> None:
         now = self._clock()
-        if now - self._ranked_at < RANK_EVERY_S:
+        if now - self._ranked_at >= RANK_EVERY_S + len(self._used) / PAGES_PER_S:
+            self._rank(now)
+        ranking = self._ranking
+        yield from ranking
+        yield from (key for key in self._used if key not in ranking)
+
+    def _rank(self, now: float) -> None:
+        self._ranked_at = self._stamp = now
+        self._ranking = OrderedDict()
+        if not self._contexts and not self._done:
             return
-        self._ranked_at = now
-        stay_s = self._stay_s()
+        stay_s, used = self._stay_s(), self._used
+        contexts = [context for context in self._contexts.values() if context.end]
 
         def worth(context: _Context) -> tuple[float, float]:
-            """What is not wanted soon may be wanted later, and what nobody waits for never."""
+            """What is not wanted soon may be wanted later."""
             soon = context.chance(now, stay_s) * context.page_s
             return soon, soon or context.chance(now, math.inf) * context.page_s
 
-        over = [context for context in self._ranking if context.keys and context.forecast is None]
-        self._ranking = sorted([*over, *self._contexts.values()], key=worth)
+        worths = {id(context): worth(context) for context in contexts}
+        contexts.sort(key=lambda context: worths[id(context)], reverse=True)
+        seen: set[PageKey] = set()
+        runs: list[tuple[tuple[float, float], list[PageKey]]] = []
+        for context in contexts:  # the worthiest takes what several have
+            here = [i for i in range(context.end) if context.keys[i] in used]
+            if now - context.since > SETTLED_S:
+                context.end = here[-1] + 1 if here else 0
+            pages = [context.keys[i] for i in reversed(here) if context.keys[i] not in seen]
+            seen.update(pages)
+            runs.append((worths[id(context)], pages))
+        runs.reverse()
+        usual = sum(context.page_s for context in contexts) / max(1, len(contexts))
+        nobodys = [
+            ((2 * usual * 0.5 ** min(max(now - when, 0.0) / HALF_S, 1000.0), 0.0), [key])
+            for key, when in used.items()
+            if key not in seen and key not in self._done
+        ]
+        ranked = merge(nobodys, runs, key=itemgetter(0)) if runs else nobodys
+        self._ranking = OrderedDict.fromkeys(
+            [key for key in used if key in self._done and key not in seen]
+        )
+        for _, pages in ranked:
+            self._ranking.update(dict.fromkeys(pages))

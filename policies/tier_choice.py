@@ -43,6 +43,8 @@ def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
 
 def without_pin(costs: Costs, median_s: float) -> Tier:
     """The best tier but VRAM for a gap of about ``median_s`` seconds."""
+    if costs.cpu_s is not None and costs.recompute_s < costs.cpu_s:
+        return Tier.DROP
     ssd_pays = costs.ssd_s is not None and costs.ssd_s < costs.recompute_s
     if costs.cpu_s is not None:
         return Tier.SSD if ssd_pays and median_s > costs.cpu_stay_s else Tier.CPU

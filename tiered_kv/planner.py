@@ -127,8 +127,14 @@ class Planner:
         return pages * self._page_bytes / self.bandwidth
 
     def promote_seconds(self, pages: int) -> float:
-        """Time until that many pages more are up from SSD, behind those already ordered."""
-        return (pages + len(self._promoting)) * self._page_bytes / self.ssd_bandwidth
+        """Time until that many pages more are up from SSD, behind those already ordered and due."""
+        due = len(self._promoting) - self.ahead
+        return (pages + max(0, due)) * self._page_bytes / self.ssd_bandwidth
+
+    @property
+    def ahead(self) -> int:
+        """Pages on their way up that were not due when last looked at (``expected``, ``hurry``)."""
+        return sum(len(self._flights[order].keys) for order in self._not_yet_due)
 
     # -- planning -----------------------------------------------------------------
 
@@ -210,7 +216,8 @@ class Planner:
 
     def _send(self, order: DemoteOrder | PromoteOrder) -> None:
         self._flights[order.order_id] = _Flight(order, order.keys)
-        self._not_yet_due[order.order_id] = order.due
+        if order.due > 0:
+            self._not_yet_due[order.order_id] = order.due
 
     def cancel(self, order: SaveOrder | DemoteOrder | PromoteOrder) -> None:
         """Take back an order that was never sent: as if every page of it had failed, but

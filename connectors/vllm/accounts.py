@@ -8,7 +8,7 @@ from typing import Any
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.connectors.vllm.waits import Wait
 from tiered_kv.metrics import Counters
-from tiered_kv.policies.signals import Decision, Tier
+from tiered_kv.policies.signals import Decision
 from tiered_kv.trace import TraceWriter
 
 
@@ -89,6 +89,7 @@ class Accounts:
                 "recompute_s": costs.recompute_s,
                 "cpu_s": costs.cpu_s,
                 "ssd_s": costs.ssd_s,
+                "cpu_stay_s": _finite(costs.cpu_stay_s),
                 "queue_s": costs.queue_s,
                 "memoryfulness": costs.memoryfulness,
                 "vram_price": costs.vram_price,
@@ -106,7 +107,7 @@ class Accounts:
         """
         if self._trace is None:
             return
-        pinned_s = min(gap_s, wait.decision.ttl_s) if wait.decision.tier is Tier.PIN else 0.0
+        pinned_s = min(gap_s, wait.decision.ttl_s) if wait.pinned else 0.0
         in_time = ended and held
         self._write(
             "gap",
@@ -116,6 +117,7 @@ class Accounts:
                 "ended": ended,
                 "tier": wait.decision.tier.value,
                 "ttl_s": wait.decision.ttl_s,
+                "pinned_blocks": wait.pinned,
                 "in_vram": in_time,
                 "saved_s": wait.costs.benefit_s if in_time else 0.0,
                 "cost_s": wait.costs.vram_price * pinned_s,

@@ -6,6 +6,7 @@ and what was decided is revised once the call was read, off this thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,6 @@ IDLE_AHEAD_S = 3600.0
 
 
 class Gaps:
-    """Jobs by name or lineage, the waits between their turns, and the pins."""
-
     """Jobs, and what happens to the KV of each between its turns.
 
     Args:
@@ -82,6 +81,7 @@ class Gaps:
 
     def arrived(self, request: Any, hints: TurnHints) -> tuple[Job | None, int]:
         """The request's job, and how many tokens of context that waited with."""
+        self.hear_tools()  # the gap that ends here may be of one that was read meanwhile
         key = self._job_of(request, hints)
         if key is None:
             return None, 0
@@ -93,6 +93,7 @@ class Gaps:
             return job, 0
         wait, gap_s = back
         self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
+        self._pins.until(key, math.inf)  # until it has its blocks, however long it queues
         return job, wait.end.context_tokens
 
     def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
@@ -121,32 +122,34 @@ class Gaps:
             save: the order that saves the last of them, if there is one.
             has_kv: whether its blocks hold what they should.
         """
+        job = turn.job
+        if job is not None:
+            self.jobs.turn_ended(job, turn.request_id, over=turn.hints.is_last_step)
         end = _turn_end(turn, self._clock())
-        unread = end.tool is None and self._read_tool(turn, end)
-        wait = self.waits.begin(turn.request_id, end, pages, save, unread=unread)
-        pinned = self._act(turn, wait) if has_kv else 0
-        if turn.job is not None:
-            self._turn_ended(turn.job, turn, end)
+        away = has_kv and job is not None and not job.running and not end.is_last_step
+        unread = away and end.tool is None and self._read_tool(turn, end)
+        wait = self.waits.begin(turn.request_id, end, pages, save, unread=unread, away=away)
+        if job is not None:
+            if away:
+                wait.pinned = self._act(job, turn, wait)
+            self._turn_ended(job, turn, end)
         self._accounts.decision(wait)
-        return wait, pinned
+        return wait, wait.pinned
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
         """Have the tool call read, off this thread; False if nobody would use it."""
-        if self._tools is None or not self.waits.policy.reads_tools:
-            return False
-        if end.job is None or end.is_last_step or end.aborted:
+        if self._tools is None or not self.waits.policy.reads_tools or end.aborted:
             return False
         return self._tools.read(turn.request_id, turn.request.output_token_ids)
 
-    def _act(self, turn: Turn, wait: Wait) -> int:
+    def _act(self, job: Job, turn: Turn, wait: Wait) -> int:
+        """Carry out what was decided; returns how many blocks are pinned."""
         decision = wait.decision
-        if turn.job is None or decision.tier is Tier.DROP:
-            return 0
         if wait.unread:  # the blocks are gone right after this hook
-            return self._pin(turn.job, turn, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
+            return self._pin(job, turn, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
         if decision.tier is Tier.PIN:
-            return self._pin(turn.job, turn, decision.ttl_s)
-        self._release(turn.job.key)
+            return self._pin(job, turn, decision.ttl_s)
+        self._release(job.key)
         self._send_down(wait)
         return 0
 
@@ -175,12 +178,14 @@ class Gaps:
             self.returns.expect(wait.end.job, wait.since + wait.decision.back_s, wait.pages)
 
     def _turn_ended(self, job: Job, turn: Turn, end: TurnEnd) -> None:
-        self.jobs.turn_ended(job, turn.request_id, over=end.is_last_step)
         if turn.hints.job_id is None:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
-        if end.is_last_step:
-            self._prices.memoryfulness.observe(turn.number)
+        if not job.running and end.is_last_step:
+            self._prices.memoryfulness.observe(job.turns)
             self._over(job.key)
+        elif not job.running and not turn.admitted:
+            self._release(job.key)  # what the job's last turn left for it
+            self.waits.lose(job.key)
 
     def _over(self, job: JobKey) -> None:
         """The job is not waited for any longer."""
@@ -227,6 +232,8 @@ class Gaps:
             return
         for job, due, pages in self.returns.take(until):
             ordered = self._ssd.promote_ahead(pages, due)
+            if ordered:
+                self.waits.come_up(job)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
                 self.returns.expect(job, due, pages)
 
@@ -256,7 +263,7 @@ def _turn_end(turn: Turn, now: float) -> TurnEnd:
     return TurnEnd(
         job=turn.job.key if turn.job else None,
         turn=turn.number,
-        is_last_step=turn.hints.is_last_step,
+        is_last_step=turn.hints.is_last_step or (turn.job is not None and turn.job.over),
         aborted=request.status not in by_itself,
         context_tokens=request.num_tokens,
         new_tokens=max(0, request.num_prompt_tokens - turn.context_before),

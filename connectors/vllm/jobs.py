@@ -19,12 +19,14 @@ class Job:
         born: when its first turn arrived, on the scheduler half's clock.
         turns: turns arrived so far.
         running: ids of its requests that have not finished.
+        over: the client said that no turn follows those that are running.
     """
 
     key: JobKey
     born: float
     turns: int = 0
     running: set[str] = field(default_factory=set)
+    over: bool = False
 
 
 class JobTable:
@@ -44,13 +46,15 @@ class JobTable:
             self._forget_old()
         self._jobs.move_to_end(key)
         job.turns += 1
+        job.over = False
         job.running.add(request_id)
         return job
 
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
         """A turn finished; ``over`` if the client said that none follows."""
         job.running.discard(request_id)
-        if over and not job.running and self._jobs.get(job.key) is job:
+        job.over = job.over or over
+        if job.over and not job.running and self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
     def _forget_old(self) -> None:

@@ -41,7 +41,7 @@ class PinTable:
     def __init__(self, pool: BlockPool, budget: int, job_share: int) -> None:
         self._pool = pool
         self._budget = max(0, budget)
-        self._job_share = max(0, job_share)
+        self.job_share = max(0, job_share)
         self._pins: dict[JobKey, _Pin] = {}
         self._held: dict[int, int] = {}  # block id -> pins that hold it
         self._next_deadline = float("inf")
@@ -74,7 +74,7 @@ class PinTable:
         room = self._budget - len(self._held)
         kept: list[Any] = []
         for block in blocks:
-            if len(kept) >= self._job_share:
+            if len(kept) >= self.job_share:
                 break
             if block.block_id not in self._held:
                 if room <= 0:

@@ -66,18 +66,20 @@ class Prices:
         self.price.observe(max(0, in_use - self._pins.held_blocks) + waiting, self._clock())
 
     def costs(self, context_tokens: int) -> Costs:
-        """For a context of so many tokens, whose blocks are in use or pinned at present."""
+        """For a context of so many tokens, of a turn that is ending."""
         facts, planner = self._facts, self._planner
         blocks = -(-context_tokens // facts.block_size)
+        pinned = self._pins.held_blocks + min(blocks, self._pins.job_share)
         offloaded = planner.index.num_slots > 0
         copy_s = planner.copy_seconds(blocks)
         return Costs(
-            recompute_s=self._fit.seconds(0, context_tokens),
+            # Unknown, it is no reason to do without a copy.
+            recompute_s=self._fit.seconds(0, context_tokens) or copy_s,
             cpu_s=copy_s if offloaded else None,
             ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self.price.price(facts.num_blocks - 1, self._pins.held_blocks + blocks),
+            vram_price=self.price.price(facts.num_blocks - 1, pinned, own=blocks),
             cpu_stay_s=self.cpu_stay_s(),
         )
 

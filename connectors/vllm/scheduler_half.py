@@ -93,9 +93,14 @@ class SchedulerHalf:
         wall: Clock,
     ) -> None:
         self.facts = facts
+        self._clock = clock
         self.counters = Counters()
         slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
-        self.order = ByWorth(lambda: self._clock(), lambda: self.prices.cpu_stay_s())
+        on_ssd = config.ssd_bytes if slots and config.ssd_path is not None else 0
+        stored = on_ssd // max(1, facts.ranks * facts.page_bytes)
+        self.order = ByWorth(
+            lambda: self._clock(), lambda: self.prices.cpu_stay_s(), 2 * (slots + stored)
+        )
         self.index = PageIndex(slots, self.order)
         self.planner = Planner(self.index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
         self.tails = TailIndex()
@@ -110,7 +115,6 @@ class SchedulerHalf:
         self._tools_read: Collection[Any] = tools.answers if tools is not None else ()
         self._look_at = 0.0
         self._keeper = keeper
-        self._clock = clock
         trace = TraceWriter(config.trace) if config.trace else None
         self.accounts = Accounts(self.counters, trace, wall)
         self._turns: dict[str, Turn] = {}
@@ -390,7 +394,6 @@ class SchedulerHalf:
         if has_kv and turn.fingerprint is not None:
             last, pages = self.saves.finish(turn, block_ids[self.facts.group])
             save = last.order_id if last else None
-        self._look_at_demand()
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
         return self.accounts.turn(turn, wait.decision, pinned)
 

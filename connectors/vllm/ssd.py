@@ -8,6 +8,7 @@ workers' I/O threads, which carry them out by themselves.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,6 @@ MOST_AHEAD = 4096
 the slots if that is less. What is evicted before it is on SSD is lost, and a demotion is
 reported a step after it was ordered: so this must be several steps' saves. It does not cost
 writes: under pressure every page is evicted, and written, once."""
-ORDER_PAGES = 256
-"""Pages of one demotion."""
 MOST_DEMOTING = 256
 """Pages under way to SSD at a time, half of those ahead if that is less: they cannot be
 evicted, and younger ones would be in their place."""
@@ -39,6 +38,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """How long nothing is demoted after a demotion failed: doubled each time."""
 NOW = 0.0
 """Due at once, on any machine's clock."""
+AHEAD_SHARE = 4
+"""One slot in so many may be reserved for promotions that are not due yet."""
 REPEAT_S = 5.0
 """A proposal that stays is answered again after this: the store has not done it."""
 TRIES = 2
@@ -86,6 +87,7 @@ class SsdTier:
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._after_save: dict[OrderId, Sequence[PageKey]] = {}
+        self._backlog: deque[PageKey] = deque()
         self._demotes: list[DemoteOrder] = []
         self._promotes: list[PromoteOrder] = []
         self._hurried: list[OrderId] = []
@@ -176,8 +178,13 @@ class SsdTier:
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> bool:
         """Order a waiting job's pages up, for when it is expected back; False if there are none
         to order, or no slots."""
-        room = max(1, self._index.num_slots // 2) - self._unclaimed
-        order = self._planner.plan_promote(keys[:room], due) if room > 0 else None
+        index, planner = self._index, self._planner
+        if due > self._clock():
+            # Their slots are of no use to anybody until then: nothing is evicted for them.
+            room = min(index.free_slots, index.num_slots // AHEAD_SHARE - planner.ahead)
+        else:
+            room = max(1, index.num_slots // 2) - self._unclaimed
+        order = planner.plan_promote(keys[:room], due) if room > 0 else None
         if order is None:
             return False
         self._counters.add("pages_promoted_ahead", len(order.keys))
@@ -256,6 +263,7 @@ class SsdTier:
 
         Only once half the slots are taken, and after so many were since the last look.
         """
+        self._feed()
         index = self._index
         taken = index.taken
         roomy = index.free_slots > index.num_slots // 2
@@ -271,10 +279,16 @@ class SsdTier:
         self._demote(victims[:room])
 
     def _demote(self, keys: Sequence[PageKey]) -> None:
-        if self._clock() < self._pause_until:
-            return
-        for start in range(0, len(keys), ORDER_PAGES):
-            order = self._planner.plan_demote(keys[start : start + ORDER_PAGES], NOW)
+        if self._clock() >= self._pause_until:
+            self._backlog += keys
+            self._feed()
+
+    def _feed(self) -> None:
+        """Order what is to go down, but not so much at a time that nothing can be evicted."""
+        most = min(MOST_DEMOTING, -(-self._window // 2))
+        while self._backlog and (room := most - self._planner.demoting) > 0:
+            keys = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
+            order = self._planner.plan_demote(keys, NOW)
             if order is not None:
                 self._demotes.append(order)
 
@@ -292,6 +306,7 @@ class SsdTier:
             if failed and not done.abandoned:
                 self._counters.add("demotion_failures", failed)
                 self._pause_until = self._clock() + self._pause_s
+                self._backlog.clear()
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
                 self._lose(done)
             elif good:
@@ -346,8 +361,7 @@ class SsdTier:
     def distrust(self, saves: Sequence[OrderId]) -> None:
         """Saves whose blocks were given up under way: their slots may hold anything."""
         self._distrusted += saves
-        for save in saves:
-            self._after_save.pop(save, None)
+        self._after_save.clear()  # of saves that were never sent, as well
 
     def recovered(self, ranks: Mapping[int, StoredPages]) -> None:
         """What the stores held when the engine started: every rank must have a page."""
@@ -373,6 +387,7 @@ class SsdTier:
         self._demotes.clear()
         self._promotes.clear()
         self._hurried.clear()
+        self._backlog.clear()
         self._after_save.clear()
         self._lost.clear()
         self._reclaims.clear()

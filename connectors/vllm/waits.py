@@ -14,6 +14,8 @@ from tiered_kv.policies.signals import Costs, Decision, JobKey, ToolUse, TurnEnd
 
 LONGEST_S = 4 * 3600.0
 """A job silent for so long is not waited for any longer: its gap is censored."""
+MOST = 8192
+"""Jobs waited for; of more, the one that waits the longest is not waited for any longer."""
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class Wait:
         save: the order that saves the last of them, if there is one.
         since: when the turn ended, on the scheduler half's clock.
         unread: whether the tool call is still being read.
+        pinned: blocks that were pinned for it.
     """
 
     request_id: str
@@ -35,6 +38,7 @@ class Wait:
     save: OrderId | None
     since: float
     unread: bool
+    pinned: int = 0
 
 
 class Waits:
@@ -65,18 +69,24 @@ class Waits:
         save: OrderId | None,
         *,
         unread: bool,
+        away: bool,
     ) -> Wait:
-        """A turn ended: decide where its KV waits."""
+        """A turn ended: decide where its KV waits.
+
+        Args:
+            away: whether the job is waited for now: no other turn of it is running, and this
+                one got as far as having KV.
+        """
         costs = self._prices.costs(end.context_tokens)
         decision = self.policy.decide(end, costs)
         now = self._clock()
         wait = Wait(request_id, end, costs, decision, pages, save, now, unread)
-        if end.job is not None and not end.is_last_step:
+        if end.job is not None and away:
             self._waits[end.job] = wait
             self._waits.move_to_end(end.job)
             if unread:
                 self._by_request[request_id] = end.job
-        self._rank(wait)
+            self._rank(wait)
         return wait
 
     def read(self, request_id: str, tool: ToolUse) -> Wait | None:
@@ -92,36 +102,48 @@ class Waits:
 
     def _rank(self, wait: Wait) -> None:
         job, forecast = wait.end.job, wait.decision.forecast
-        if job is not None and forecast is not None and wait.pages:
+        if job is not None and forecast is None:
+            self._order.lose(job)
+        elif job is not None and forecast is not None and wait.pages:
             page_s = wait.costs.recompute_s / len(wait.pages)
             self._order.waits(job, wait.pages, forecast, wait.since, page_s)
 
     def returned(self, job: JobKey) -> tuple[Wait, float] | None:
         """The job's next turn arrived: what it was waiting with, and for how long. None if it
         was not waited for."""
-        wait = self._pop(job)
-        if wait is None:
-            return None
-        gap_s = self._clock() - wait.since
-        self.policy.observe(wait.end, gap_s, ended=True)
-        return wait, gap_s
+        self._order.back(job)
+        return self._end(job, ended=True)
 
     def over(self, job: JobKey) -> tuple[Wait, float] | None:
         """The job is not waited for any longer; if it was, what with and for how long."""
         self._order.over(job)
-        wait = self._pop(job)
+        return self._end(job, ended=False)
+
+    def _end(self, job: JobKey, *, ended: bool) -> tuple[Wait, float] | None:
+        wait = self._waits.pop(job, None)
         if wait is None:
             return None
+        self._by_request.pop(wait.request_id, None)
         gap_s = self._clock() - wait.since
-        self.policy.observe(wait.end, gap_s, ended=False)
+        if not wait.end.aborted:  # what follows then is a client that tries again
+            self.policy.observe(wait.end, gap_s, ended=ended)
         return wait, gap_s
 
     def oldest_late(self) -> JobKey | None:
-        """A job that has been silent for too long."""
+        """A job that has been silent for too long, or for longest while too many are."""
         oldest = next(iter(self._waits.values()), None)
-        if oldest is None or self._clock() - oldest.since < LONGEST_S:
+        if oldest is None:
             return None
-        return oldest.end.job
+        late = len(self._waits) > MOST or self._clock() - oldest.since >= LONGEST_S
+        return oldest.end.job if late else None
+
+    def lose(self, job: JobKey) -> None:
+        """A turn of the job ended before it had any KV."""
+        self._order.lose(job)
+
+    def come_up(self, job: JobKey) -> None:
+        """Pages of the job are on their way up from SSD."""
+        self._order.present(job)
 
     def forget_pages(self) -> None:
         """A cache reset: what jobs wait with is gone, the waiting goes on."""
@@ -132,9 +154,3 @@ class Waits:
     def jobs(self) -> list[JobKey]:
         """Those that are waited for."""
         return list(self._waits)
-
-    def _pop(self, job: JobKey) -> Wait | None:
-        wait = self._waits.pop(job, None)
-        if wait is not None:
-            self._by_request.pop(wait.request_id, None)
-        return wait

@@ -82,7 +82,7 @@ def test_pins_leave_room_for_the_longest_request(make_rig: MakeRig) -> None:
 def test_pins_over_the_whole_pool_give_way_to_a_new_request(make_rig: MakeRig) -> None:
     """The budget is taken away here: release before refusal must hold by itself."""
     rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0, "pin_fraction": 1.0})
-    rig.half.pins._budget = rig.half.pins._job_share = 10_000
+    rig.half.pins._budget = rig.half.pins.job_share = 10_000
     for i in range(6):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
     assert rig.half.pins.held_blocks > 50
@@ -98,7 +98,7 @@ def test_pins_over_the_whole_pool_give_way_to_a_new_request(make_rig: MakeRig) -
 
 def test_a_running_request_takes_from_pins_before_it_preempts(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=41, max_model_len=512, extra=VRAM_ONLY)
-    rig.half.pins._budget = rig.half.pins._job_share = 10_000
+    rig.half.pins._budget = rig.half.pins.job_share = 10_000
     for i in range(3):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))  # 9 full blocks each
     assert rig.pool.get_num_free_blocks() < 23, "it cannot grow in what is free"
@@ -113,7 +113,7 @@ def test_a_running_request_takes_from_pins_before_it_preempts(make_rig: MakeRig)
 
 def test_blocks_freed_for_a_running_request_are_not_taken_by_a_new_one(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=41, max_model_len=512, extra=VRAM_ONLY)
-    rig.half.pins._budget = rig.half.pins._job_share = 10_000
+    rig.half.pins._budget = rig.half.pins.job_share = 10_000
     for i in range(3):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
     first = rig.add("grows", text(60, seed=50), max_tokens=300)

@@ -31,6 +31,17 @@ def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
     assert rig.half.prices.costs(320).vram_price == 0.0
 
 
+def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
+    """Although its context takes most of the pool."""
+    rig = make_rig(blocks=41, max_model_len=512)
+    prompt = text(400, seed=1)
+    rig.add("t1", prompt, max_tokens=20, params=JOB)
+    while not rig.finished:
+        rig.step()
+        rig.half._look_at_demand()
+    assert rig.half.prices.costs(420).vram_price == 0.0
+
+
 def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
     for i in range(8):
         rig.add(f"r{i}", text(400, seed=i), max_tokens=60)

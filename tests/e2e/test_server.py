@@ -256,7 +256,7 @@ def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
             tick(client)
 
     def read(event: dict[str, Any]) -> bool:
-        return event["event"] == "decision" and (event["tool"] or [""])[0] == "bash"
+        return event["event"] == "decision" and (event["tool"] or ())[:1] == ["bash"]
 
     events = trace(server, lambda found: sum(map(read, found)) == 2, every=True)
     first, second = filter(read, events)

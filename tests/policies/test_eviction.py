@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.eviction import RANK_EVERY_S, ByWorth, LeastRecentlyUsed
+from tiered_kv.policies.eviction import HALF_S, RANK_EVERY_S, SETTLED_S, ByWorth, LeastRecentlyUsed
 from tiered_kv.policies.forecast import GRID, Forecast
 
 KEYS = [PageKey(bytes([n])) for n in range(8)]
@@ -68,9 +69,9 @@ LATER = Forecast((GRID >= 600).astype(float))
 class Pool:
     """An order with a clock, and pages that were added."""
 
-    def __init__(self, *pages: PageKey, stay_s: float = 60.0) -> None:
+    def __init__(self, *pages: PageKey, stay_s: float = 60.0, most_pages: int = 1000) -> None:
         self.now = 0.0
-        self.order = ByWorth(lambda: self.now, lambda: stay_s)
+        self.order = ByWorth(lambda: self.now, lambda: stay_s, most_pages)
         self.order.added_all(pages)
 
     def waits(
@@ -79,7 +80,7 @@ class Pool:
         self.order.waits(job, pages, forecast, self.now, page_s)
 
     def ranked(self) -> list[PageKey]:
-        self.now += RANK_EVERY_S
+        self.now += RANK_EVERY_S + 0.1
         return list(self.order)
 
 
@@ -130,7 +131,9 @@ def test_a_next_turn_takes_the_place_of_the_last() -> None:
     pool.waits("job", [A, B, C], SOON)
     assert pool.ranked() == [C, B, A]
     pool.waits("job", [A, C], SOON)
-    assert pool.ranked() == [C, A, B], "the history was rewritten: B is nobody's"
+    pool.now += 300.0
+    pool.waits("job", [A, C], SOON)
+    assert pool.ranked() == [B, C, A], "the history was rewritten: B is nobody's"
 
 
 def test_what_only_a_job_that_is_over_had_goes_first() -> None:
@@ -146,9 +149,71 @@ def test_pages_may_come_and_go_while_a_job_waits() -> None:
     pool = Pool(A, B)
     pool.waits("job", [A, B, C], SOON)
     assert pool.ranked() == [B, A]
+    pool.now += SETTLED_S
+    assert pool.ranked() == [B, A]
     pool.order.removed(B)
     pool.order.added(C)
+    pool.order.present("job")
     assert pool.ranked() == [C, A]
+
+
+def test_a_job_whose_next_turn_waits_for_its_turn_keeps_its_pages() -> None:
+    pool = Pool(A, B)
+    pool.waits("back", [A], SOON)
+    pool.now += 5.0
+    pool.order.back("back")
+    pool.waits("waiting", [B], SOON)
+    pool.now += 4.0
+    pool.now += 60.0
+    assert pool.ranked() == [B, A], "its forecast is of no more use"
+
+
+def test_a_page_nobody_waits_for_loses_half_its_worth_every_half_minute() -> None:
+    pool = Pool(A, B)
+    pool.waits("job", [B], Forecast(np.minimum(GRID / 600, 1.0)), page_s=1.0)
+    assert pool.ranked() == [B, A], "it was just used"
+    pool.now += 10 * HALF_S
+    pool.waits("job", [B], Forecast(np.minimum(GRID / 600, 1.0)), page_s=1.0)
+    assert pool.ranked() == [A, B]
+
+
+def test_what_several_jobs_had_does_not_stay_for_ever() -> None:
+    """Two samples of one prompt, over; and a job that is waited for."""
+    pool = Pool(A, B, C)
+    pool.waits("one", [A, B], SOON)
+    pool.waits("two", [A, B], SOON)
+    pool.order.over("one")
+    pool.order.over("two")
+    pool.now += 20 * HALF_S
+    pool.waits("here", [C], SOON)
+    assert pool.ranked() == [A, B, C]
+
+
+def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> None:
+    pool = Pool(A, B, C, most_pages=2)
+    pool.waits("first", [A], SOON)
+    pool.waits("second", [B], SOON)
+    pool.waits("first", [A], SOON)
+    pool.waits("third", [C], SOON)
+    assert [pool.order.chance(key, 60.0) for key in (A, B, C)] == [1.0, 0.0, 1.0]
+
+
+def test_evicting_one_page_of_many_is_quick() -> None:
+    """A thousand jobs wait with 300 pages each, of which the pool holds 2,000 in all."""
+    keys = [[PageKey(f"{job}-{n}".encode()) for n in range(300)] for job in range(1000)]
+    pool = Pool(stay_s=60.0, most_pages=10**6)
+    pool.order.added_all([key for pages in keys for key in pages[:2]])
+    for job, pages in enumerate(keys):
+        pool.waits(f"{job}", pages, SOON)
+    next(iter(pool.order))
+
+    def once() -> float:
+        pool.now += 0.001
+        began = time.perf_counter()
+        pool.order.removed(next(iter(pool.order)))
+        return time.perf_counter() - began
+
+    assert min(once() for _ in range(50)) < 100e-6
 
 
 def test_chances_are_those_of_the_likeliest_job() -> None:
@@ -158,6 +223,8 @@ def test_chances_are_those_of_the_likeliest_job() -> None:
     assert pool.order.chance(B, math.inf) == 1.0
     pool.waits("soon", [A], SOON)
     assert pool.order.chance(A, 60.0) == 1.0
+    pool.order.over("later")
+    assert pool.order.chance(B, math.inf) == 0.0
     assert pool.order.chance(C, math.inf) == 0.0, "nobody waits for it"
 
 
@@ -165,7 +232,9 @@ def test_chances_are_those_of_the_likeliest_job() -> None:
 def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
     rng = random.Random(seed)
     keys = [PageKey(bytes([n])) for n in range(40)]
-    pool, there = Pool(stay_s=rng.choice([1.0, 60.0, math.inf])), set[PageKey]()
+    most = rng.choice([10, 1000])
+    pool = Pool(stay_s=rng.choice([1.0, 60.0, math.inf]), most_pages=most)
+    there = set[PageKey]()
     for _ in range(400):
         what, key = rng.random(), rng.choice(keys)
         if what < 0.3 and key not in there:
@@ -181,7 +250,8 @@ def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
             cdf = np.sort([rng.random() for _ in GRID])
             pool.waits(f"job{rng.randrange(6)}", pages, Forecast(cdf), rng.random())
         elif what < 0.9:
-            pool.order.over(f"job{rng.randrange(6)}")
+            end = rng.choice([pool.order.over, pool.order.lose, pool.order.back])
+            end(f"job{rng.randrange(6)}")
         pool.now += rng.choice([0.0, 0.1, 2.0])
         order = list(pool.order)
         assert len(order) == len(there)
@@ -190,5 +260,8 @@ def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
         pool.order.over(f"job{n}")
     for key in there:
         pool.order.removed(key)
-    assert not pool.order._claims, "a page is claimed by a job that is over"
+    assert not pool.order._last, "a page is claimed by a job that is over"
     assert not pool.order._shared
+    assert not pool.order._done
+    assert not pool.order._ranking
+    assert pool.order._pages == 0
