@@ -1,0 +1,1 @@
+"""Agent jobs replayed against real servers: ``python -m bench.replay``."""

@@ -1,0 +1,210 @@
+"""The same jobs on every kind of server in turn; each run is kept as it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.replay.figures import completions
+from bench.replay.jobs import Job
+from bench.replay.kinds import Kind
+from bench.replay.ledger import Kept, Ledger
+from bench.replay.names import BEYOND, CALIBRATION, IDLE, PRESSURE, STOCK, TIERED
+from bench.replay.results import Run
+
+BEYOND_TIMES = 2.0
+"""The highest load's arrival rate over that of pressure."""
+NEAR = 0.2
+"""How far from the wanted slowdown a calibration may end, as a share of it."""
+TRIES = 3
+"""Calibration runs at most; the nearest is taken."""
+FIRST_RATE = 2.0
+"""Jobs that the first try lets arrive in the time that one alone takes."""
+BUSY_CORES = 0.15
+"""From here on it is said that other programs were running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What is measured.
+
+    Attributes:
+        jobs: of every load but idle. turns: of each.
+        idle_jobs: the first so many of them, one after the other.
+        idle_rounds, rounds: alternations at idle and of the other loads.
+        pool_tokens: KV pool of every server but the bound.
+        slowdown: stock's mean completion time under pressure over that at idle.
+    """
+
+    jobs: int
+    turns: int
+    idle_jobs: int
+    idle_rounds: int
+    rounds: int
+    pool_tokens: int
+    slowdown: float = 3.0
+
+
+PRESETS: Mapping[str, Preset] = {
+    "cpu": Preset(jobs=30, turns=6, idle_jobs=2, idle_rounds=5, rounds=1, pool_tokens=12_800),
+    "tiny": Preset(jobs=4, turns=3, idle_jobs=1, idle_rounds=1, rounds=1, pool_tokens=8_192),
+}
+"""``cpu``: two cores, under an hour. ``tiny``: whether everything works, in minutes."""
+
+
+class NotStarted(Exception):
+    """A server that is optional does not serve on this machine; the message is its own."""
+
+
+class HarnessError(Exception):
+    """The measurement cannot go on; the message says why."""
+
+
+class Measure(Protocol):
+    """Starts a server of a kind, replays, stops it."""
+
+    def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+        """One run. ``jobs_per_s`` None: one job after the other, no two at once.
+
+        Raises:
+            NotStarted: an optional kind that does not serve here.
+        """
+
+
+class Harness:
+    """Loads, rounds and servers, in an order that no server gains by.
+
+    Args:
+        tell: told of every run before it starts.
+
+    Attributes:
+        kept: the runs so far, resumed ones included.
+        not_started: optional servers that do not serve here, with their messages.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        preset: Preset,
+        measure: Measure,
+        ledger: Ledger,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.kept: list[Kept] = []
+        self.not_started: dict[str, str] = {}
+        self._kinds = list(kinds)
+        self._preset = preset
+        self._measure = measure
+        self._ledger = ledger
+        self._tell = tell
+
+    @property
+    def runs(self) -> list[Run]:
+        return [kept.run for kept in self.kept]
+
+    def run_all(self) -> None:
+        """Everything that the preset says. What was measured stays when this is interrupted.
+
+        Raises:
+            HarnessError: stock finished no job.
+        """
+        main = [kind for kind in self._kinds if kind.name in (STOCK, TIERED)]
+        for number in range(self._preset.idle_rounds):
+            for kind in alternate(self._kinds if number == 0 else main, number):
+                self._one(kind, IDLE, number, None)
+        rate = self._calibrate()
+        for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
+            for number in range(self._preset.rounds):
+                for kind in alternate(self._kinds, number):
+                    self._one(kind, load, number, jobs_per_s)
+
+    def _calibrate(self) -> float:
+        """The arrival rate at which stock is as much slower as wanted, jobs a second."""
+        stock = next(kind for kind in self._kinds if kind.name == STOCK)
+        idle = _mean(run for run in self.runs if (run.server, run.load) == (STOCK, IDLE))
+        tried: list[tuple[float, float]] = []
+        rate = FIRST_RATE / idle
+        for number in range(TRIES):
+            kept = self._one(stock, CALIBRATION, number, rate)
+            tried.append((rate, _mean([kept.run]) / idle if kept else math.nan))
+            if abs(tried[-1][1] / self._preset.slowdown - 1) <= NEAR:
+                break
+            rate = next_rate(tried, self._preset.slowdown)
+        return nearest_rate(tried, self._preset.slowdown)
+
+    def _one(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept | None:
+        if kind.name in self.not_started:
+            return None
+        found = self._ledger.get(load, number, kind.name)
+        if found is None:
+            self._tell(f"{load}, round {number + 1}, {kind.name}")
+            try:
+                found = self._measure(kind, load, number, jobs_per_s)
+            except NotStarted as error:
+                found = str(error)
+            self._ledger.put(load, number, kind.name, found)
+        if isinstance(found, str):
+            self.not_started[kind.name] = found
+            return None
+        self.kept.append(found)
+        return found
+
+
+def alternate(kinds: Sequence[Kind], number: int) -> list[Kind]:
+    """The order of round ``number``: every other round the other way."""
+    return list(kinds) if number % 2 == 0 else list(reversed(kinds))
+
+
+def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
+    """The arrival rate to try next, from pairs of rate and slowdown: between those around what
+    is wanted, on a line in logarithms; half or twice the last end if all lie on one side."""
+    below = [(rate, slow) for rate, slow in tried if slow < wanted]
+    above = [(rate, slow) for rate, slow in tried if slow >= wanted]
+    if not above:
+        return 2 * max(rate for rate, _ in below)
+    if not below:
+        return min(rate for rate, _ in above) / 2
+    low, high = max(below), min(above)
+    if low[0] >= high[0]:  # not monotone: noise decides, go on in the middle
+        return math.sqrt(low[0] * high[0])
+    share = math.log(wanted / low[1]) / math.log(high[1] / low[1])
+    # Kept off the ends, or a steep curve would have the same rate tried again.
+    return float(low[0] * (high[0] / low[0]) ** min(max(share, 0.1), 0.9))
+
+
+def nearest_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
+    """The rate whose slowdown came nearest."""
+    return min(tried, key=lambda pair: abs(math.log(pair[1] / wanted)))[0]
+
+
+def digest(jobs: Sequence[Job]) -> str:
+    """A name for a workload: equal for equal jobs."""
+    return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
+
+
+def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
+    """How many runs there are at most, for a progress bar."""
+    idle = len(kinds) + 2 * (preset.idle_rounds - 1)
+    return idle + TRIES + 2 * preset.rounds * len(kinds)
+
+
+def unequal(kept: Sequence[Kept]) -> list[str]:
+    """What keeps runs from being compared, a sentence each."""
+    found = []
+    cores = {one.reserved_cpus for one in kept}
+    if len(cores) > 1:
+        found.append(f"servers kept different cores for the framework: {sorted(map(str, cores))}")
+    busy = max((one.other_cores or 0.0 for one in kept), default=0.0)
+    if busy > BUSY_CORES:
+        found.append(f"other programs used up to {busy:.1f} cores during a run")
+    return found
+
+
+def _mean(runs: Iterator[Run] | Sequence[Run]) -> float:
+    times = [s for run in runs for s in completions(run)]
+    if not times:
+        raise HarnessError("stock finished no job: there is nothing to calibrate by")
+    return math.fsum(times) / len(times)

@@ -1,0 +1,125 @@
+"""Whether outputs agree: raw logprobs of the same tokens, compared with stock's.
+
+What one wrong page of 32 tokens does was measured on SmolLM2-135M, an answer of 151 tokens behind
+1,790: with the first page replaced by a later one, a page in the middle by zeros or the last page
+by another job's, the mean difference was 0.44, 0.23 and 0.37 nats, where equal pages of another
+batch gave 0.02. Another job's pages in the middle gave 0.02 as well: what no later token looks at
+moves nothing above rounding, and nothing that compares outputs can see it. Checksums and tests of
+the pages themselves are for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.replay.names import STOCK
+from bench.replay.results import Run, TurnDone
+
+WIDER = 1.5
+"""Outputs agree if their differences are at most this many times those of stock's own runs …"""
+MEDIAN_NATS, TAIL_NATS, TURN_NATS = 0.02, 0.25, 0.1
+"""… plus this. Two stock runs that cut their prompts alike are equal to the bit, while a restored
+prefix cuts them otherwise; that alone gave up to 0.004, 0.2 and 0.03 nats (bf16, SmolLM2-135M)."""
+LONG_TURN = 8
+"""Tokens from which on the mean of one turn's differences says something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """By how much raw logprobs of the same tokens differ between two runs, in nats.
+
+    Attributes:
+        tokens: how many were compared.
+        other_answers: turns whose tokens differ, or that only one run has.
+        median, p99: of the absolute differences.
+        worst_turn: the largest mean of a single turn. A wrong page spoils a turn or two, which is
+            too few tokens for the other two to see; and most tokens of these go on as they were,
+            so that their median hides it as well.
+    """
+
+    tokens: int
+    other_answers: int
+    median: float
+    p99: float
+    worst_turn: float
+
+
+def difference(one: Run, other: Run) -> Difference | None:
+    """Between two runs of the same jobs, over the jobs that both were given; None if no token
+    of theirs can be compared."""
+    first, second = _turns(one), _turns(other)
+    given = {job.name for job in one.jobs} & {job.name for job in other.jobs}
+    pairs = {key for key in first.keys() | second.keys() if key[0] in given}
+    gaps: list[np.ndarray] = []
+    strangers = 0
+    for key in sorted(pairs):
+        a, b = first.get(key), second.get(key)
+        if a is None or b is None or a.tokens != b.tokens or len(a.logprobs) != len(b.logprobs):
+            strangers += 1
+        elif a.logprobs:
+            gaps.append(np.abs(np.subtract(a.logprobs, b.logprobs)))
+    if not gaps:
+        return None
+    together = np.concatenate(gaps)
+    long = [float(np.mean(gap)) for gap in gaps if len(gap) >= LONG_TURN]
+    return Difference(
+        tokens=len(together),
+        other_answers=strangers,
+        median=float(np.median(together)),
+        p99=float(np.quantile(together, 0.99)),
+        worst_turn=max(long, default=0.0),
+    )
+
+
+def within(found: Difference, yardstick: Difference) -> bool:
+    """Whether ``found`` is no more than what two stock runs differ by, with the tolerance of
+    ``WIDER`` and the constants below it."""
+    return (
+        found.other_answers <= yardstick.other_answers
+        and found.median <= WIDER * yardstick.median + MEDIAN_NATS
+        and found.p99 <= WIDER * yardstick.p99 + TAIL_NATS
+        and found.worst_turn <= WIDER * yardstick.worst_turn + TURN_NATS
+    )
+
+
+def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
+    """Whether a run's outputs agree with stock's as closely as stock's runs with each other.
+
+    Compared with a stock run of the same load. The yardstick is what the other stock runs differ
+    by from that one, at most: runs of other loads too, since what moves a logprob is how a prompt
+    was cut into batches, and a restored prefix cuts it otherwise even where stock repeats itself
+    to the bit.
+
+    Returns:
+        None if there are no two stock runs or nothing can be compared.
+    """
+    stock = [other for other in runs if other.server == STOCK and other is not run]
+    same = [other for other in stock if other.load == run.load]
+    if not same:
+        return None
+    # Of an alternated order, the same round ran beside this one.
+    reference = min(same, key=lambda other: abs(other.round - run.round))
+    found = difference(run, reference)
+    usual = [difference(other, reference) for other in stock if other is not reference]
+    known = [one for one in usual if one is not None]
+    if found is None or not known:
+        return None
+    return within(found, widest(known))
+
+
+def widest(differences: Sequence[Difference]) -> Difference:
+    """The largest of each figure."""
+    return Difference(
+        tokens=max(one.tokens for one in differences),
+        other_answers=max(one.other_answers for one in differences),
+        median=max(one.median for one in differences),
+        p99=max(one.p99 for one in differences),
+        worst_turn=max(one.worst_turn for one in differences),
+    )
+
+
+def _turns(run: Run) -> dict[tuple[str, int], TurnDone]:
+    return {(job.name, turn.turn): turn for job in run.jobs for turn in job.turns}

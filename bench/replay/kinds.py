@@ -1,0 +1,141 @@
+"""The kinds of servers that are compared: what each is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.replay.forcing import SERVER_ARGS, server_env
+from bench.replay.names import BOUND, STOCK, TIERED
+from bench.server import ServerOptions
+
+CONNECTOR = {
+    "kv_connector": "TieredContinuumConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+TRACE = "trace.jsonl"
+
+OTHERS: Mapping[str, Mapping[str, object]] = {
+    "vllm-offloading": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+    "vllm-simple": {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"},
+    "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+}
+"""What others offer for the same purpose, with the CPU memory that ours gets (see ``others``)."""
+
+CPU_GIB = 4.0
+SSD_CPU_GIB = 0.5
+"""CPU memory of the kind with an SSD: too little for all jobs, or the SSD would have no part."""
+
+RAW_LOGPROBS = ("--logprobs-mode", "raw_logprobs")
+BLOCK = 32
+"""Tokens a block, the smallest that the CPU build takes; the same on every machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of server.
+
+    Attributes:
+        optional: it may not start on this machine; the result then says so.
+        ssd: it is given a fresh folder as its SSD tier at every start.
+    """
+
+    name: str
+    options: ServerOptions
+    optional: bool = False
+    ssd: bool = False
+
+    def started_in(self, folder: Path) -> ServerOptions:
+        """Its options for one start, whose files lie in ``folder``: ours writes ``trace.jsonl``
+        there, and has its SSD tier under ``ssd``."""
+        if self.options.kv_transfer_config != CONNECTOR:
+            return self.options
+        env = {**self.options.env, "TIERED_KV_TRACE": str(folder / TRACE)}
+        if self.ssd:
+            env["TIERED_KV_SSD_PATH"] = str(folder / "ssd")
+        return replace(self.options, env=env)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """KV pools and longest request, in tokens.
+
+    Attributes:
+        pool_tokens: of every server but the bound.
+        bound_tokens: holds all jobs' contexts at once.
+    """
+
+    max_model_len: int
+    pool_tokens: int
+    bound_tokens: int
+
+
+def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
+    """For jobs whose contexts end at ``contexts`` tokens.
+
+    Raises:
+        ValueError: the pool is too small for the longest job alone, or there is no job.
+    """
+    if not contexts:
+        raise ValueError("there are no jobs")
+    longest = -(-(max(contexts) + 1) // 256) * 256
+    if pool_tokens < longest + 2 * BLOCK:  # vLLM keeps a block for itself
+        raise ValueError(f"a pool of {pool_tokens} tokens does not hold a request of {longest}")
+    # A block more a job for its partial tail, and room for the warm-up.
+    bound = sum(contexts) + (len(contexts) + 2) * BLOCK + longest
+    return Sizing(longest, pool_tokens, max(bound, pool_tokens))
+
+
+def make_kinds(
+    model: str | Path,
+    sizing: Sizing,
+    *,
+    policies: Iterable[str] = (),
+    ssd: bool = False,
+    forced: bool = True,
+) -> list[Kind]:
+    """Stock, the bound, ours by policy and tiers, and what others offer.
+
+    Args:
+        policies: further ones of ours than the default, by name.
+        ssd: ours with little CPU memory and an SSD tier as well.
+        forced: load the processor that makes the model emit recorded answers.
+    """
+    stock = ServerOptions(
+        model=model,
+        kv_blocks=-(-sizing.pool_tokens // BLOCK),
+        block_size=BLOCK,
+        max_model_len=sizing.max_model_len,
+        env=server_env(),
+        extra_args=("--enable-prefix-caching", *RAW_LOGPROBS, *(SERVER_ARGS if forced else ())),
+    )
+    bound = replace(stock, kv_blocks=-(-sizing.bound_tokens // BLOCK))
+    kinds = [Kind(STOCK, stock), Kind(TIERED, _tiered(stock)), Kind(BOUND, bound)]
+    kinds += [
+        Kind(f"{TIERED}-{name}", _tiered(stock, TIERED_KV_POLICY=name))
+        for name in dict.fromkeys(policies)
+    ]
+    if ssd:
+        little = _tiered(stock, TIERED_KV_CPU_GIB=f"{SSD_CPU_GIB:g}")
+        kinds.append(Kind(f"{TIERED}-ssd", little, ssd=True))
+    return kinds + others(stock)
+
+
+def others(stock: ServerOptions) -> list[Kind]:
+    """vLLM's own offloaders and LMCache over the same pool, with as much CPU memory as ours."""
+    room = {"cpu_bytes_to_use": int(CPU_GIB * 2**30)}
+    made = []
+    for name, config in OTHERS.items():
+        extra = {} if name == "lmcache" else {"kv_connector_extra_config": room}
+        env = {"LMCACHE_MAX_LOCAL_CPU_SIZE": f"{CPU_GIB:g}"} if name == "lmcache" else {}
+        options = replace(stock, kv_transfer_config={**config, **extra}, env={**stock.env, **env})
+        made.append(Kind(name, options, optional=True))
+    return made
+
+
+def _tiered(stock: ServerOptions, **settings: str) -> ServerOptions:
+    env = {**stock.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}", **settings}
+    return replace(stock, kv_transfer_config=CONNECTOR, env=env)

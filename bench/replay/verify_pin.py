@@ -1,0 +1,150 @@
+"""Does the pin hold? A job of five turns, and the VRAM blocks held in each of its gaps.
+
+The original's second test as a command. The job's blocks must rise turn by turn, stay constant
+through every gap, and be free after the last turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from bench.replay.kinds import BLOCK, CONNECTOR
+from bench.restore import texts
+from bench.server import MODEL_NAME, ServerOptions, VllmServer
+
+TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
+BLOCKS = 160
+READINGS = 3
+USAGE = "vllm:kv_cache_usage_perc"
+HANDED_OVER = "vllm:tiered_kv_pins_handed_over_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Blocks held after a turn, read twice."""
+
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a server did with a job's blocks.
+
+    Attributes:
+        gaps: one a turn.
+        handed_over: pins that went over to the job's next turn.
+    """
+
+    gaps: tuple[Gap, ...]
+    handed_over: int
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Why the pin does not hold, a sentence each; none if it does."""
+        return tuple(_faults(self.gaps, self.handed_over))
+
+
+def verify(model: str | Path, policy: str | None = None) -> Verdict:
+    """Start a server with the connector and play the job.
+
+    Args:
+        policy: name of another than the default.
+
+    Raises:
+        ServerError: it did not start.
+        httpx.HTTPError, RuntimeError: it does not answer, or not what is asked.
+    """
+    env = {"TIERED_KV_CPU_GIB": "1"} | ({"TIERED_KV_POLICY": policy} if policy else {})
+    options = ServerOptions(
+        model=model,
+        kv_blocks=BLOCKS,
+        block_size=BLOCK,
+        max_model_len=2048,
+        kv_transfer_config=CONNECTOR,
+        env=env,
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="verify-pin-") as folder,
+        VllmServer(options, Path(folder) / "server.log") as server,
+        httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client,
+    ):
+        return Prober(client).play()
+
+
+class Prober:
+    """The job and the looks at the pool, over HTTP, of a server that serves nobody else."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._ticks = itertools.count()
+
+    def play(self) -> Verdict:
+        handed_over = self._metric(HANDED_OVER)
+        context = texts(self._client, 1, FIRST_TOKENS)[0]
+        gaps = []
+        for turn in range(1, TURNS + 1):
+            hints = {"job_id": "five-turns", "is_last_step": turn == TURNS}
+            answer = self._ask(context, 4, hints)
+            context = context + answer + [700 + turn * 100 + i for i in range(ADDED_TOKENS)]
+            gaps.append(Gap(self._held(), self._held()))
+        return Verdict(tuple(gaps), int(self._metric(HANDED_OVER) - handed_over))
+
+    def _ask(
+        self, prompt: Sequence[int], max_tokens: int, hints: dict[str, object] | None = None
+    ) -> list[int]:
+        body = {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if hints is not None:
+            body["kv_transfer_params"] = hints
+        answer = self._client.post("/v1/completions", json=body).raise_for_status().json()
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    def _held(self) -> int:
+        """Blocks in use between requests. The gauge moves on steps only, so an unrelated request
+        of one token makes one; the smallest of a few readings is the one without its block."""
+        readings = []
+        for _ in range(READINGS):
+            self._ask([500 + next(self._ticks)], 1)
+            time.sleep(0.02)  # /metrics follows the answer
+            readings.append(self._metric(USAGE))
+        return round(min(readings) * (BLOCKS - 1))  # one block is vLLM's own
+
+    def _metric(self, name: str) -> float:
+        text = self._client.get("/metrics").raise_for_status().text
+        found = re.search(rf"^{re.escape(name)}(?:\{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+def _faults(gaps: Sequence[Gap], handed_over: int) -> list[str]:
+    found = [
+        f"turn {number}: {gap.first} blocks held, then {gap.second} in the same gap"
+        for number, gap in enumerate(gaps, start=1)
+        if gap.first != gap.second
+    ]
+    held = [gap.first for gap in gaps[:-1]]
+    if not held or held[0] == 0:
+        found.append("nothing is held after the first turn")
+    for number, (before, after) in enumerate(itertools.pairwise(held), start=2):
+        if after <= before:
+            found.append(f"turn {number}: {after} blocks held, {before} the turn before")
+    if gaps and gaps[-1].second:
+        found.append(f"{gaps[-1].second} blocks are still held after the last turn")
+    if handed_over < len(gaps) - 1:
+        found.append(f"{handed_over} of {len(gaps) - 1} pins were handed over")
+    return found

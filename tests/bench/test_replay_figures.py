@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.replay.agreement import agreement, difference, within
+from bench.replay.figures import closed, idle_ratio, row, rows, sources_of
+from bench.replay.results import JobDone, Run, TurnDone
+
+TOKENS = 40
+
+
+def turn(number: int = 1, *, cached: int = 0, **given: object) -> TurnDone:
+    base = TurnDone(number, 0.0, 0.5, 1.0, prompt_tokens=100, cached_tokens=cached, output_tokens=4)
+    return replace(base, **given)  # type: ignore[arg-type]
+
+
+def run(
+    server: str,
+    seconds: Sequence[float],
+    *,
+    load: str = "pressure",
+    number: int = 0,
+    failed: Sequence[int] = (),
+    turns: tuple[TurnDone, ...] | None = None,
+) -> Run:
+    """Jobs job-0, job-1, … that took so many seconds each."""
+    jobs = tuple(
+        JobDone(
+            name=f"job-{at}",
+            began_s=float(at),
+            ended_s=at + s,
+            turns=turns if turns is not None else (turn(),),
+            error="no answer" if at in failed else None,
+        )
+        for at, s in enumerate(seconds)
+    )
+    return Run(server, load, number, 0, 0.5, jobs, (), {}, cpu_s=10.0, rss_bytes=1 << 30)
+
+
+def spoken(server: str, noise: float, *, seed: int, load: str = "pressure", turns: int = 60) -> Run:
+    """A job whose logprobs differ from the model's true ones by about ``noise`` nats."""
+    truth = np.random.default_rng(0).exponential(2.0, (turns, TOKENS))
+    heard = truth + np.random.default_rng(seed).normal(0, noise, truth.shape)
+    done = tuple(
+        turn(at + 1, tokens=tuple(range(TOKENS)), logprobs=tuple((-line).tolist()))
+        for at, line in enumerate(heard)
+    )
+    return run(server, [5.0], load=load, turns=done)
+
+
+def with_wrong_page(right: Run, at: int) -> Run:
+    """One turn read a page of somebody else's context: its logprobs are another text's."""
+    (job,) = right.jobs
+    wrong = np.random.default_rng(9).exponential(2.0, TOKENS)
+    turns = list(job.turns)
+    turns[at] = replace(turns[at], logprobs=tuple((-wrong).tolist()))
+    return replace(right, jobs=(replace(job, turns=tuple(turns)),))
+
+
+def with_a_page_that_matters_little(right: Run, at: int) -> Run:
+    """What a page of zeros in the middle of a context did to SmolLM2: the mean of a turn's
+    differences rose from 0.02 to 0.23 nats, their median only to 0.06."""
+    (job,) = right.jobs
+    moved = np.random.default_rng(9).weibull(0.5, TOKENS) * 0.11
+    turns = list(job.turns)
+    heard = tuple((np.array(turns[at].logprobs) - moved).tolist())
+    turns[at] = replace(turns[at], logprobs=heard)
+    return replace(right, jobs=(replace(job, turns=tuple(turns)),))
+
+
+def test_a_row_has_the_times_of_jobs_that_finished_and_names_the_others() -> None:
+    found = row("stock", "pressure", [run("stock", [2, 4, 6, 100], failed=[3])], forced=True)
+    assert (found.mean_s, found.p50_s) == (4.0, 4.0)
+    assert found.p95_s == pytest.approx(5.8)
+    assert found.jobs == 3
+    assert found.unfinished == ("job-3 (round 1)",)
+    assert found.done_per_s == pytest.approx(3 / 103)
+
+
+def test_rounds_are_pooled() -> None:
+    both = [run("stock", [2, 4]), run("stock", [6, 8], number=1), run("bound", [1, 1])]
+    assert row("stock", "pressure", both, forced=True).mean_s == 5.0
+
+
+def test_what_was_recomputed_is_what_no_tier_had() -> None:
+    told = {"vram": 30, "cpu": 50, "recomputed": 20}
+    runs = [run("tiered", [1.0], turns=(turn(1), turn(2, sources=told)))]
+    found = row("tiered", "pressure", runs, forced=True)
+    assert found.recomputed_fraction == 0.6
+    assert [dict(one.sources) for one in found.by_turn] == [{"cached": 0, "recomputed": 100}, told]
+
+
+def test_without_a_word_of_tiers_the_usage_tells() -> None:
+    assert sources_of(turn(cached=64)) == {"cached": 64, "recomputed": 36}
+
+
+def test_rows_come_by_load_and_calibration_has_none() -> None:
+    runs = [
+        run("stock", [1.0], load="idle"),
+        run("stock", [3.0], load="calibration"),
+        run("tiered", [1.0]),
+        run("tiered", [1.0], load="idle", number=1),
+    ]
+    assert [(one.load, one.server) for one in rows(runs, forced=True)] == [
+        ("idle", "stock"),
+        ("idle", "tiered"),
+        ("pressure", "tiered"),
+    ]
+
+
+def test_closed_is_the_share_of_the_gap_between_stock_and_the_bound() -> None:
+    runs = [run("stock", [10, 10]), run("tiered", [7, 5]), run("bound", [5, 5])]
+    assert closed(runs) == pytest.approx(0.8)
+    assert closed(runs, 100) == pytest.approx(0.6)
+
+
+def test_closed_counts_only_jobs_that_finished_everywhere() -> None:
+    runs = [
+        run("stock", [10, 90], failed=[1]),
+        run("tiered", [6, 80]),
+        run("bound", [5, 5]),
+    ]
+    assert closed(runs) == pytest.approx(0.8)
+
+
+def test_there_is_no_share_of_no_gap() -> None:
+    assert closed([run("stock", [5]), run("tiered", [5])]) is None
+    assert closed([run("stock", [5]), run("tiered", [5]), run("bound", [6])]) is None
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6))
+def test_the_idle_interval_holds_the_ratio_and_lies_within_the_rounds(
+    ratios: list[float],
+) -> None:
+    runs = []
+    for number, ratio in enumerate(ratios):
+        runs.append(run("stock", [2.0, 4.0], load="idle", number=number))
+        runs.append(run("tiered", [2.0 * ratio, 4.0 * ratio], load="idle", number=number))
+    found = idle_ratio(runs)
+    assert found is not None
+    assert found.ratio == pytest.approx(np.mean(ratios))
+    slack = 1e-9
+    assert min(ratios) - slack <= found.low <= found.ratio + slack
+    assert found.ratio - slack <= found.high <= max(ratios) + slack
+
+
+def test_a_round_that_lacks_a_server_does_not_count() -> None:
+    runs = [
+        run("stock", [2.0], load="idle"),
+        run("tiered", [2.2], load="idle"),
+        run("stock", [50.0], load="idle", number=1),
+    ]
+    found = idle_ratio(runs)
+    assert found is not None
+    assert found.ratio == found.low == found.high == pytest.approx(1.1)
+    assert idle_ratio(runs[:1]) is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
+def test_another_run_with_as_much_noise_agrees(noise: float) -> None:
+    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="calibration")]
+    ours = spoken("tiered", noise, seed=3)
+    assert agreement(ours, [*runs, ours]) is True
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("at", [0, 31, 59])
+def test_one_wrong_page_in_sixty_turns_does_not(noise: float, at: int) -> None:
+    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="calibration")]
+    ours = with_wrong_page(spoken("tiered", noise, seed=3), at)
+    assert agreement(ours, [*runs, ours]) is False
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+def test_nor_does_a_wrong_page_that_most_tokens_do_not_look_at(noise: float) -> None:
+    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="calibration")]
+    ours = with_a_page_that_matters_little(spoken("tiered", noise, seed=3), 17)
+    assert agreement(ours, [*runs, ours]) is False
+
+
+def test_the_yardstick_is_stocks_own_widest_difference() -> None:
+    """At idle stock repeats itself to the bit; ours restores, so its batches are other ones."""
+    idle = [replace(spoken("stock", 0.0, seed=1, load="idle"), round=at) for at in range(2)]
+    busy = spoken("stock", 0.1, seed=2)
+    ours = spoken("tiered", 0.1, seed=3, load="idle")
+    assert agreement(ours, [*idle, ours]) is False
+    assert agreement(ours, [*idle, busy, ours]) is True
+
+
+def test_a_little_more_noise_everywhere_does_not_agree_either() -> None:
+    one, two = spoken("stock", 0.05, seed=1), spoken("stock", 0.05, seed=2)
+    worse = difference(spoken("tiered", 0.2, seed=3), one)
+    usual = difference(two, one)
+    assert worse is not None
+    assert usual is not None
+    assert not within(worse, usual)
+
+
+def test_another_answer_is_no_agreement() -> None:
+    one = spoken("stock", 0.0, seed=1)
+    (job,) = one.jobs
+    said = replace(job.turns[0], tokens=(7,) * TOKENS)
+    other = replace(one, server="tiered", jobs=(replace(job, turns=(said, *job.turns[1:])),))
+    found = difference(other, one)
+    assert found is not None
+    assert found.other_answers == 1
+    assert agreement(other, [one, replace(one, load="idle"), other]) is False
+
+
+def test_logprobs_that_are_no_numbers_do_not_agree() -> None:
+    one, two = spoken("stock", 0.01, seed=1), spoken("stock", 0.01, seed=2, load="idle")
+    (job,) = one.jobs
+    broken = replace(job.turns[0], logprobs=(float("nan"),) * TOKENS)
+    ours = replace(one, server="tiered", jobs=(replace(job, turns=(broken, *job.turns[1:])),))
+    assert agreement(ours, [one, two, ours]) is False
+
+
+def test_without_a_second_run_of_stock_nothing_is_said() -> None:
+    one, ours = spoken("stock", 0.0, seed=1), spoken("tiered", 0.0, seed=2)
+    assert agreement(ours, [one, ours]) is None
+    assert row("tiered", "pressure", [one, ours], forced=True).agrees is None
+
+
+def test_idle_plays_fewer_jobs_and_is_still_compared() -> None:
+    many = run("stock", [5.0, 5.0], turns=spoken("stock", 0.0, seed=1).jobs[0].turns)
+    few = replace(many, load="idle", jobs=many.jobs[:1])
+    found = difference(few, many)
+    assert found is not None
+    assert (found.other_answers, found.tokens) == (0, 60 * TOKENS)
