@@ -75,7 +75,7 @@ def decided_texts(plain: Engine, model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ours(small_model: Path, stock: Stock) -> Iterator[Engine]:
-    with engine(small_model, connector=True, extra={"cpu_gib": 1}) as made:
+    with engine(small_model, connector=True, extra={"cpu_gib": 1, "policy": "lru"}) as made:
         yield made
 
 
