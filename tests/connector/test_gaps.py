@@ -1,123 +1,37 @@
-"""From a turn's end to the job's next turn: provisional pins, verdicts, predicted returns."""
+"""From a turn's end to the job's next turn: provisional pins, verdicts, gaps, what is learned."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tests.connector.waiting import (
+    CONTEXT,
+    FAST,
+    JOB,
+    LONG,
+    ByTool,
+    pinned,
+    policy,
+    reader,
+    waiting_rig,
+)
 from tiered_kv.connectors.vllm.waits import LONGEST_S
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.policies.signals import (
     NO_TOOL,
-    Costs,
-    Decision,
-    GapClass,
-    JobKey,
-    Tier,
-    ToolUse,
     TurnEnd,
 )
 from tiered_kv.policies.tool_calls import ToolCall
 from tiered_kv.policies.tool_use import tool_use
 from tiered_kv.policies.turns import INFERRED_PREFIX
-from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
-
-CONTEXT = text(320, seed=1)
-JOB = {"job_id": "j"}
-FAST, LONG = ToolUse(("fast",)), ToolUse(("long",))
-FORECAST = Forecast(np.minimum(GRID / 100, 1.0))
-
-
-class ByTool(LearnsNothing):
-    """FAST tools pin for 30 s, LONG ones go to SSD and are back after a minute, others stay in
-    CPU memory; what is not read yet counts as FAST."""
-
-    reads_tools = True
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[TurnEnd, Costs]] = []
-        self.seen: list[tuple[int, float, bool]] = []
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        self.asked.append((turn, costs))
-        if turn.is_last_step:
-            return Decision(Tier.DROP)
-        if turn.tool is None or turn.tool == FAST:
-            return Decision(Tier.PIN, 30.0, GapClass.FAST, FORECAST)
-        if turn.tool == LONG:
-            return Decision(Tier.SSD, 0.0, GapClass.SLOW, FORECAST, back_s=60.0)
-        return Decision(Tier.CPU, 0.0, GapClass.SLOW, FORECAST)
-
-    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        self.seen.append((turn.turn, round(gap_s, 3), ended))
-
-
-class Reader:
-    """Reads what a test says, when it says so."""
-
-    def __init__(self) -> None:
-        self.asked: dict[str, list[int]] = {}
-        self.full = False
-        self._read: list[tuple[str, ToolUse]] = []
-
-    def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
-        if not self.full:
-            self.asked[ticket] = list(token_ids)
-        return not self.full
-
-    def says(self, ticket: str, tool: ToolUse) -> None:
-        self._read.append((ticket, tool))
-
-    def take(self) -> list[tuple[str, ToolUse]]:
-        read, self._read = self._read, []
-        return read
-
-    def close(self) -> None:
-        pass
+from tiered_kv.testing.vllm_rig import Rig, expected, text
 
 
 @pytest.fixture
 def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
-    extra: dict[str, Any] = {
-        "cpu_gib": 200 * 16 * CELL / 2**30,
-        "ssd_path": str(tmp_path / "ssd"),
-        "ssd_gib": 1,
-        "codec": "raw",
-        "trace": str(tmp_path / "trace.jsonl"),
-    }
-    rig = make_rig(blocks=128, max_model_len=512, extra=extra)
-    rig.policy = ByTool()
-    rig.half.gaps._tools = Reader()
-    rig.half._tools_read = (None,)  # asked in every step
-    return rig
-
-
-def policy(rig: Rig) -> ByTool:
-    assert isinstance(rig.policy, ByTool)
-    return rig.policy
-
-
-def reader(rig: Rig) -> Reader:
-    found: Reader = rig.half.gaps._tools
-    return found
-
-
-def pinned(rig: Rig) -> int:
-    return int(rig.half.pins.held_blocks)
-
-
-def events(rig: Rig, name: str) -> list[dict[str, Any]]:
-    rig.close()
-    path = Path(rig.half._config.trace)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
+    return waiting_rig(make_rig, tmp_path)
 
 
 # -- provisional pins -------------------------------------------------------------------
@@ -345,73 +259,6 @@ def test_a_turn_that_is_aborted_while_it_queues_gives_the_pin_up(make_rig: MakeR
     rig.check_clean()
 
 
-# -- predicted returns --------------------------------------------------------------------
-
-
-def long_gone(rig: Rig) -> None:
-    """A job whose context is on SSD only, expected back a minute after its turn."""
-    rig.ask("t1", CONTEXT, params=JOB)
-    reader(rig).says("t1", LONG)
-    rig.run()
-    rig.step()
-    rig.run()
-    assert len(rig.half.planner.ssd) == 21
-    assert pinned(rig) == 0
-    rig.half.index.clear()
-    rig.fill()
-    for name in rig.half.gaps.waits.jobs():
-        if name != JobKey("", "j"):
-            rig.half.gaps._over(name)
-
-
-def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig) -> None:
-    long_gone(rig)
-    rig.now += 59.0
-    rig.wait_for_worker()
-    assert rig.count("pages_promoted") == 0, "it is not expected yet"
-    rig.now += 1.5
-    rig.wait_for_worker()  # no hook runs: the I/O thread does it by itself
-    rig.ask("else", text(17, seed=3))
-    assert rig.count("pages_promoted_ahead") == 21
-    assert rig.count("pages_promoted") == 21
-    rig.now += 5.0
-    rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
-    assert rig.count("prompt_tokens_cpu") == 320
-    assert rig.outputs["t2"] == expected(CONTEXT + text(9, seed=2), 4)
-
-
-def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -> None:
-    long_gone(rig)
-    rig.now += 10.0
-    rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
-    assert rig.count("prompt_tokens_cpu") == 320
-    assert rig.count("pages_promoted") == 21, "its tail, too: that was ordered ahead"
-    assert rig.count("promotions_overdue") == 0
-    assert not rig.half.gaps.returns
-
-
-def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
-    slots = rig.half.index.num_slots
-    for i in range(12):
-        rig.ask(f"t{i}", text(320, seed=i), params={"job_id": f"j{i}"})
-        reader(rig).says(f"t{i}", LONG)
-        rig.run()
-        rig.step()
-    rig.run()
-    rig.half.index.clear()
-    rig.ask("now", text(320, seed=99), params=JOB)
-    assert 0 < rig.half.planner.ahead <= slots // 4
-    assert rig.half.index.free_slots > slots // 2
-    assert rig.half.planner.promote_seconds(1) * 1e9 < 10 * rig.half.facts.page_bytes
-
-
-def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
-    rig.ask("t1", CONTEXT, params=JOB)
-    rig.half.gaps.returns.expect(JobKey("", "j"), rig.now + 1, ())
-    rig.half.gaps._over(JobKey("", "j"))
-    assert not rig.half.gaps.returns
-
-
 # -- learned ------------------------------------------------------------------------------
 
 
@@ -440,37 +287,3 @@ def test_what_was_learned_of_gaps_outlives_the_engine(make_rig: MakeRig, tmp_pat
     rig.close()
     again = make_rig(extra=extra)
     assert median_s(again) > 3 * before
-
-
-# -- explained ------------------------------------------------------------------------------
-
-
-def test_decisions_are_explained_in_the_trace(rig: Rig) -> None:
-    rig.half.prices.queue.observe(3.0)
-    rig.ask("t1", CONTEXT, params=JOB)
-    reader(rig).says("t1", FAST)
-    rig.step()
-    rig.now += 4.0
-    rig.ask("t2", CONTEXT, params={**JOB, "is_last_step": True})
-    before, after, last = events(rig, "decision")
-    assert (before["tool"], after["tool"]) == (None, ["fast"])
-    assert (after["class"], after["tier"], after["ttl_s"]) == ("fast", "pin", 30.0)
-    assert (after["q50_s"], after["q90_s"]) == (50.0, 90.0)
-    assert after["benefit_s"] == pytest.approx(3.0 + after["restore_s"])
-    assert 0 < after["restore_s"] == after["cpu_s"] <= after["recompute_s"]
-    assert after["vram_price"] == 0.0
-    assert last["tier"] == "drop"
-    (gap,) = events(rig, "gap")
-    assert (gap["job_id"], gap["turn"], gap["gap_s"], gap["ended"]) == ("j", 1, 4.0, True)
-    assert gap["in_vram"]
-    assert gap["saved_s"] == after["benefit_s"]
-
-
-def test_what_was_not_worth_it_is_in_the_trace_as_well(rig: Rig) -> None:
-    rig.ask("t1", CONTEXT, params=JOB)
-    reader(rig).says("t1", FAST)
-    rig.step()
-    rig.now += 100.0
-    rig.step()
-    (gap,) = events(rig, "gap")
-    assert (gap["ended"], gap["in_vram"], gap["saved_s"]) == (False, False, 0.0)
