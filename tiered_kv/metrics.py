@@ -43,6 +43,8 @@ COUNTERS: Mapping[str, str] = {
     "pins_refused": "Pins not made, or made smaller, for want of budget.",
     "hints_ignored": "Values from clients that could not be used.",
     "jobs_inferred": "Jobs begun by requests whose client named none.",
+    "answers_unread": "Answers whose tool calls were not read, as too many were waiting.",
+    "tool_read_errors": "Failures while tool calls were read: of a parser, or of the tokenizer.",
     "concurrent_turns": "Turns that arrived while another of their job was running.",
     "hook_errors": "Exceptions kept from the engine; each is logged once.",
     "trace_dropped": "Trace lines dropped because the writer was behind or failing.",

@@ -440,6 +440,11 @@ class SchedulerHalf:
             "pages_not_saved": self.planner.unsaved,
             "trace_dropped": self.accounts.dropped,
         }
+        if self._tools is not None:
+            totals |= {
+                "answers_unread": self._tools.dropped,
+                "tool_read_errors": self._tools.errors,
+            }
         for name, total in totals.items():
             self.counters.add(name, total - self.counters.totals[name])
         fresh = self.counters.take()

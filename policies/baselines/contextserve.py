@@ -1,7 +1,8 @@
-"""ContextServe: rules on the command, then Normal-Inverse-Gamma posteriors, then Continuum."""
+"""ContextServe: rules on the command, posteriors, trees on the command, then Continuum."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -10,8 +11,10 @@ import numpy as np
 from tiered_kv.policies.baselines.continuum import ALL, ToolGaps, pinned, time_to_live
 from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.policies.nig import Nig
+from tiered_kv.policies.saved import entry
 from tiered_kv.policies.signals import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.tier_choice import unpriced, without_pin
+from tiered_kv.policies.trees import Samples, Trees, grown
 
 _FAST = (
     "cat ls cd pwd echo head tail grep find wc sort uniq cut tr sed awk diff file stat which "
@@ -48,6 +51,8 @@ WINDOW = 200
 FAST_S, SLOW_S = 1.0, 5.0
 SURE = 0.85
 TTL_QUANTILE = 0.9
+SLOW_ODDS, FAST_ODDS = 0.8, 0.2
+"""P(slow) of the trees above which a command is SLOW, and below which it is FAST."""
 _FROM = (10, 5, 2)  # observations of the command, of the tool, of all
 _LOG_GRID = np.log(GRID)
 _LOG_BOUNDS = np.log([FAST_S, SLOW_S])
@@ -59,25 +64,29 @@ class ContextServe:
     Layers: the first word is known to be fast: pinned for 3 s; the command begins like a known
     slow one: freed at once. Else the posterior of the narrowest context with enough gaps (10 of
     the command, 5 of the tool, 2 of all) says FAST if P(X < 1 s) > 0.85 and SLOW if
-    P(X > 5 s) > 0.85; FAST is pinned for the 0.9 quantile. All else waits as Continuum has it.
-    The gradient-boosted trees between the last two come with their authors' training set and
-    are left out, as is Thompson sampling, which is optional.
+    P(X > 5 s) > 0.85; FAST is pinned for the 0.9 quantile. If it says neither, trees on the
+    command may: SLOW above 0.8, FAST below 0.2. All else waits as Continuum has it.
+
+    What the description leaves open: its authors' trees and their training set are not
+    published, so ours learn what was slow (over 5 s) here, from our own features of the command,
+    which include those it names; what the trees call FAST is pinned as long as by the rules.
+    Thompson sampling, which is optional, is left out.
     """
 
     reads_tools: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.gaps = ToolGaps()
+        self._samples = Samples()
+        self._trees: Trees | None = None
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         decided = unpriced(turn)
         if decided is not None:
             return decided
         by_rule = _rule(turn.tool)
-        if by_rule is GapClass.FAST:
-            return Decision(Tier.PIN, FAST_RULE_S, by_rule)
-        if by_rule is GapClass.SLOW:
-            return Decision(without_pin(costs, 0.0), 0.0, by_rule)
+        if by_rule is not None:
+            return _classed(by_rule, costs)
         belief = self._posterior(turn.tool)
         if belief is not None:
             below_fast, below_slow = belief.cdf(_LOG_BOUNDS).tolist()
@@ -87,6 +96,9 @@ class ContextServe:
                 return Decision(Tier.PIN, ttl_s, GapClass.FAST, forecast)
             if 1 - below_slow > SURE:
                 return Decision(without_pin(costs, 0.0), 0.0, GapClass.SLOW, forecast)
+        by_trees = self._by_trees(turn.tool)
+        if by_trees is not None:
+            return _classed(by_trees, costs)
         ttl_s = time_to_live(self.gaps, turn.tool.path[:1] if turn.tool else ALL, costs)
         made = pinned(ttl_s, costs)
         return Decision(made.tier, made.ttl_s, GapClass.UNCERTAIN)
@@ -101,19 +113,41 @@ class ContextServe:
                 return PRIOR.updated(len(logs), mean, float(((logs - mean) ** 2).sum()))
         return None
 
+    def _by_trees(self, tool: ToolUse | None) -> GapClass | None:
+        trees = self._trees
+        if trees is None or tool is None or not tool.command:
+            return None
+        log_odds = trees.score(tool)
+        if log_odds > math.log(SLOW_ODDS / (1 - SLOW_ODDS)):
+            return GapClass.SLOW
+        return GapClass.FAST if log_odds < math.log(FAST_ODDS / (1 - FAST_ODDS)) else None
+
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         if ended:
+            if turn.tool:
+                self._samples.add(turn.tool, float(gap_s > SLOW_S))
             path = turn.tool.path if turn.tool else ALL
             self.gaps.observe({ALL, path[:1], path}, gap_s)
 
     def refit(self) -> None:
-        pass
+        latest = self._samples.latest()
+        if latest is not None:
+            self._trees = grown(*latest, "binary") or self._trees
 
     def dump(self) -> dict[str, object]:
-        return self.gaps.dump()
+        return {**self.gaps.dump(), "trees": self._trees.dump() if self._trees else None}
 
     def load(self, learned: Mapping[str, object]) -> None:
+        saved = entry(learned, "trees")
+        trees = None if saved is None else Trees.loaded(saved)
         self.gaps.load(learned)
+        self._trees = trees
+
+
+def _classed(gap_class: GapClass, costs: Costs) -> Decision:
+    if gap_class is GapClass.FAST:
+        return Decision(Tier.PIN, FAST_RULE_S, gap_class)
+    return Decision(without_pin(costs, 0.0), 0.0, gap_class)
 
 
 def _rule(tool: ToolUse | None) -> GapClass | None:

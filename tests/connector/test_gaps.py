@@ -95,6 +95,9 @@ def test_what_cannot_be_read_is_decided_at_once(rig: Rig) -> None:
     rig.now += 20.0
     rig.step()
     assert pinned(rig) == 20
+    reader(rig).errors = 2
+    rig.half.take_stats()
+    assert (rig.count("answers_unread"), rig.count("tool_read_errors")) == (1, 2)
 
 
 def test_a_client_that_names_its_tool_is_taken_at_its_word(rig: Rig) -> None:

@@ -58,11 +58,13 @@ class Reader:
     def __init__(self) -> None:
         self.asked: dict[str, list[int]] = {}
         self.full = False
+        self.dropped = self.errors = 0
         self._read: list[tuple[str, ToolUse]] = []
 
     def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
         if not self.full:
             self.asked[ticket] = list(token_ids)
+        self.dropped += self.full
         return not self.full
 
     def says(self, ticket: str, tool: ToolUse) -> None:
@@ -87,7 +89,7 @@ def waiting_rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
     }
     rig = make_rig(blocks=128, max_model_len=512, extra=extra)
     rig.policy = ByTool()
-    rig.half.gaps._tools = Reader()
+    rig.half._tools = rig.half.gaps._tools = Reader()
     rig.half._tools_read = (None,)  # asked in every step
     return rig
 

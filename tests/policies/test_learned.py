@@ -7,18 +7,19 @@ import math
 import random
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import turn_end
-from tiered_kv.policies import learned
 from tiered_kv.policies.command_features import FEATURES, features_of
 from tiered_kv.policies.latency import LatencyModel
-from tiered_kv.policies.learned import ENOUGH, LearnedRules, Trees
+from tiered_kv.policies.learned import LearnedRules
 from tiered_kv.policies.signals import ToolUse, TurnEnd
+from tiered_kv.policies.trees import ENOUGH, TREES, Trees, grown
 
 KINDS = {"check": 20.0, "show": 0.2, "install": 60.0}
 
@@ -78,20 +79,28 @@ def test_trees_that_were_saved_need_no_extra(monkeypatch: pytest.MonkeyPatch) ->
     assert medians(other, random.Random(1)) == medians(model, random.Random(1))
 
 
-def test_the_walk_through_the_trees_is_lightgbm_s() -> None:
+@pytest.mark.parametrize("objective", ["regression", "binary"])
+def test_the_walk_through_the_trees_is_lightgbm_s(
+    objective: Literal["regression", "binary"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lightgbm: Any = pytest.importorskip("lightgbm")
-    import numpy as np
-
     rng = np.random.default_rng(0)
     rows = rng.random((500, FEATURES)) * 5
-    grown = lightgbm.train(
-        {"verbose": -1, "num_threads": 1}, lightgbm.Dataset(rows, rows[:, 0] * rows[:, 7]), 10
-    )
-    flat = [learned._flat(tree["tree_structure"]) for tree in grown.dump_model()["tree_info"]]
-    trees = Trees([nodes for nodes, _ in flat], [leaves for _, leaves in flat], 1.0)
+    values = rows[:, 0] * rows[:, 7]
+    if objective == "binary":
+        values = (values > 5.0).astype(np.float64)
+    train, models = lightgbm.train, []
+
+    def spied(*args: Any) -> Any:
+        models.append(train(*args))
+        return models[-1]
+
+    monkeypatch.setattr(lightgbm, "train", spied)
+    trees = grown(rows, values, objective)
+    assert trees is not None
     tool = ToolUse(("bash",), command="git clone http://x && make -j4 2>&1 | tail -3")
-    expected = grown.predict(np.array([features_of("bash", tool.command)]))[0]
-    assert math.log(trees.rule(tool).median_s) == pytest.approx(expected)
+    features = np.array([features_of("bash", tool.command)])
+    assert trees.score(tool) == pytest.approx(models[0].predict(features, raw_score=True)[0])
 
 
 # -- without it ----------------------------------------------------------------------------
@@ -187,11 +196,11 @@ def test_a_prediction_is_no_slower_than_a_decision_may_be() -> None:
     nodes = [[rng.randrange(FEATURES), 0.5, at * 2 + 1, at * 2 + 2] for at in range(3)]
     nodes += [[rng.randrange(FEATURES), 0.5, -at * 2 - 1, -at * 2 - 2] for at in range(4)]
     leaves = [rng.random() for _ in range(8)]
-    trees = Trees([nodes] * learned.TREES, [leaves] * learned.TREES, 1.0)
+    trees = Trees([nodes] * TREES, [leaves] * TREES)
     tools = [ToolUse(("bash",), command=f"cd x{n} && pytest -k {n} | tail") for n in range(300)]
     begin = time.thread_time_ns()
     for tool in tools:
-        trees.rule(tool)
+        trees.score(tool)
     assert (time.thread_time_ns() - begin) / len(tools) / 1e3 < 100
 
 
