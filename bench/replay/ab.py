@@ -17,11 +17,11 @@ from bench.replay.results import Run
 
 BEYOND_TIMES = 2.0
 """The highest load's arrival rate over that of pressure."""
-NEAR = 0.2
+NEAR = 0.25
 """How far from the wanted slowdown a calibration may end, as a share of it."""
-TRIES = 3
+TRIES = 2
 """Calibration runs at most; the nearest is taken."""
-FIRST_RATE = 2.0
+FIRST_RATE = 1.3
 """Jobs that the first try lets arrive in the time that one alone takes."""
 BUSY_CORES = 0.15
 """From here on it is said that other programs were running."""
@@ -49,7 +49,7 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "cpu": Preset(jobs=30, turns=6, idle_jobs=2, idle_rounds=5, rounds=1, pool_tokens=12_800),
+    "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=1, pool_tokens=10_240),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=1, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
 """``cpu``: two cores, under an hour. ``tiny``: whether everything works, in minutes."""

@@ -11,12 +11,10 @@ vLLM and torch are imported when a rig is made.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.policies.signals import TurnPolicy
 from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
 
 CELL = 8
 """Bytes of KV per token."""
@@ -66,71 +65,23 @@ class Rig:
 
     def __init__(self, folder: Path, options: RigOptions | None = None) -> None:
         import torch
-        from vllm.config import (
-            CacheConfig,
-            DeviceConfig,
-            KVTransferConfig,
-            ModelConfig,
-            SchedulerConfig,
-            VllmConfig,
-        )
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            KVCacheTensor,
-        )
 
         opts = self.options = options or RigOptions()
-        _write_config(folder, opts.max_model_len)
-        transfer = None
-        if opts.extra is not None:
-            transfer = KVTransferConfig(
-                kv_connector="TieredContinuumConnector",
-                kv_connector_module_path="tiered_kv.connectors.vllm.connector",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=opts.extra,
-            )
-        cache = CacheConfig(block_size=opts.block_size, enable_prefix_caching=True)
-        cache.num_gpu_blocks = opts.blocks
-        self.config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True
-            ),
-            cache_config=cache,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=opts.max_num_seqs,
-                max_num_batched_tokens=opts.max_batched_tokens,
-                max_model_len=opts.max_model_len,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-                policy=opts.policy,
-            ),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=transfer,
+        size = EngineSize(
+            blocks=opts.blocks,
+            block_size=opts.block_size,
+            kv_bytes=CELL,
+            max_model_len=opts.max_model_len,
+            max_num_seqs=opts.max_num_seqs,
+            max_batched_tokens=opts.max_batched_tokens,
+            policy=opts.policy,
+            vocabulary=VOCABULARY,
         )
-        self.config.cache_config.num_gpu_blocks = opts.blocks
+        self.config = engine_config(folder, size, opts.extra)
+        layout = kv_config(size)
         page = opts.block_size * CELL
-        spec = FullAttentionSpec(
-            block_size=opts.block_size, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
-        )
-        assert spec.page_size_bytes == page
-        tensor = KVCacheTensor(
-            size=page * opts.blocks,
-            layers=["layer.0"],
-            layer_stride=page * opts.blocks,
-            block_stride=page,
-            offset=0,
-        )
-        kv_config = KVCacheConfig(
-            num_blocks=opts.blocks,
-            kv_cache_tensors=[tensor],
-            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
-        )
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(opts.block_size, hash_fn)
@@ -139,26 +90,16 @@ class Rig:
             opts.blocks, opts.block_size, CELL
         )
         self.worker: Any = None
-        if transfer is not None:
+        if opts.extra is not None:
             from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
             from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
 
-            self.worker = TieredContinuumConnector(self.config, KVConnectorRole.WORKER, kv_config)
+            self.worker = TieredContinuumConnector(self.config, KVConnectorRole.WORKER, layout)
             self.worker.register_kv_caches({"layer.0": self.memory})
-        structured = SimpleNamespace(
-            accept_tokens=lambda *a, **k: True, should_advance=lambda *a, **k: False
-        )
-        self.scheduler = Scheduler(
-            self.config,
-            kv_config,
-            structured,
-            block_size=opts.block_size,
-            hash_block_size=opts.block_size,
-            log_stats=True,
-        )
+        self.scheduler = make_scheduler(self.config, layout, log_stats=True)
         self.now = 1000.0
-        if transfer is not None:
+        if opts.extra is not None:
             self.half._clock = lambda: self.now  # TTLs pass when a test says so
             if "policy" not in (opts.extra or {}):
                 self.policy = FixedPin()
@@ -434,24 +375,3 @@ def _kv(tokens: Sequence[int]) -> NDArray[np.uint8]:
 
 def _sample(cells: NDArray[np.uint8], stop: int) -> int:
     return int.from_bytes(cells[stop - 1].tobytes(), "little") % VOCABULARY
-
-
-def _write_config(folder: Path, max_model_len: int) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": max_model_len,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16",
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = folder / "model.safetensors"
-    if not weights.exists():  # a test may have put others there
-        weights.write_bytes(b"never loaded: they make the model one that can be recognised")

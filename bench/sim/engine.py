@@ -1,0 +1,375 @@
+"""An engine on a virtual clock: vLLM's scheduler, our scheduler half, and a stand-in worker.
+
+Time passes in steps, as long as ``StepCost`` says. While nothing but decoding can happen, several
+steps are taken at once (a leap): every running request says as many tokens as it would have said
+until the next event, which the scheduler then finds computed. Nothing could have happened in
+between, so that only the simulator's own time is saved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.sim.machines import Machine
+from bench.sim.servers import Order, Server
+from bench.sim.worker import SimWorker
+from tiered_kv.connectors.vllm.metadata import StoredPages, TieredHandshake
+from tiered_kv.connectors.vllm.profile import Speeds
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.restore import AlwaysRestore
+from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
+
+LONGEST_LEAP = 32
+"""Decode steps taken at once."""
+LEAP_WAITING_S = 0.1
+"""While requests wait that could not be admitted: the connector may let one in by the clock."""
+BEGIN_S = 1000.0
+"""The clock's begin: connectors may take 0 for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request.
+
+    Attributes:
+        chain: hashes of the blocks of its context, prompt and answer.
+        tokens: of the prompt.
+        output: tokens of the answer.
+        params: its kv_transfer_params; None if its client says nothing.
+        priority: the lower goes first.
+    """
+
+    request_id: str
+    chain: Sequence[bytes]
+    tokens: list[int]
+    output: int
+    params: Mapping[str, object] | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request that ended.
+
+    Attributes:
+        first_s: when its first token was said. admitted_s: when it got its blocks.
+        vram, cpu, ssd: prompt tokens found in those tiers; the rest was computed.
+        preempted: how often.
+    """
+
+    request_id: str
+    first_s: float
+    admitted_s: float
+    ended_s: float
+    vram: int
+    cpu: int
+    ssd: int
+    preempted: int
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Any
+    admitted_s: float = -1.0
+    first_s: float = -1.0
+    cached: int = 0
+    ahead: int = 0  # tokens said in a leap, whose computing is paid
+
+
+class InlineKeeper:
+    """In place of ``PolicyKeeper``: the same every time, so without a thread."""
+
+    def __init__(self, policy: TurnPolicy) -> None:
+        self._policy = policy
+        self._tended_at = BEGIN_S
+
+    def tend_if_due(self, now: float) -> None:
+        if now - self._tended_at >= 300.0:
+            self._tended_at = now
+            self._policy.refit()
+
+    def close(self) -> None:
+        pass
+
+
+class Engine:
+    """One server.
+
+    Args:
+        pool_blocks: of the pool in VRAM, the null block left out.
+        cpu_bytes, ssd_bytes: of those tiers, if the server has them.
+        policy: in place of the one that the server's name says.
+        folder: an empty one, for vLLM's model and the like.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        server: Server,
+        folder: Path,
+        *,
+        pool_blocks: int,
+        block: int,
+        max_len: int,
+        cpu_bytes: float,
+        ssd_bytes: float,
+        policy: TurnPolicy | None = None,
+    ) -> None:
+        self.machine = machine
+        self.now = BEGIN_S
+        self.block = block
+        self.steps = 0
+        self.decoded_steps = 0
+        size = EngineSize(
+            blocks=pool_blocks + 1,
+            block_size=block,
+            kv_bytes=machine.kv_bytes,
+            max_model_len=max_len,
+            max_num_seqs=machine.max_seqs,
+            max_batched_tokens=machine.batched_tokens,
+            policy="fcfs" if server.order is Order.ARRIVAL else "priority",
+        )
+        extra: dict[str, object] | None = None
+        if server.policy is not None:
+            extra = {"policy": "lru" if policy is not None else server.policy}
+            extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
+            if server.ssd:
+                (folder / "ssd").mkdir(parents=True)
+                extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
+        config = engine_config(folder / "model", size, extra)
+        self.scheduler = make_scheduler(config, kv_config(size), log_stats=False)
+        self.worker: SimWorker | None = None
+        self._live: dict[str, _Live] = {}
+        self._free_at_start = self.pool.get_num_free_blocks()
+        if extra is not None:
+            page_bytes = block * machine.kv_bytes
+            ssd_pages = int(ssd_bytes // page_bytes) if server.ssd else 0
+            self.worker = SimWorker(machine, page_bytes, ssd_pages)
+            self._take_over(server, policy)
+
+    def _take_over(self, server: Server, policy: TurnPolicy | None) -> None:
+        half, machine = self.half, self.machine
+        half._clock = lambda: self.now
+        half._last_report = self.now
+        half.gaps._keeper.close()
+        if policy is not None:
+            half.gaps.waits.policy = policy
+        half.gaps._keeper = InlineKeeper(half.gaps.waits.policy)
+        stored = StoredPages((), machine.ssd_read) if server.ssd else None
+        speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
+        self.scheduler.connector.set_xfer_handshake_metadata({0: TieredHandshake(speeds, stored)})
+        half.prefills.fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)
+        # A leap is many steps of a real engine, and is to be taken for so many.
+        time_steps, seen = half.restores.time_steps, [0]
+
+        def time_real_steps(now: float, steps: int) -> None:
+            since, seen[0] = self.decoded_steps - seen[0], self.decoded_steps
+            time_steps(now, steps and since)
+
+        half.restores.time_steps = time_real_steps
+        if server.chunk:
+            half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+            _in_chunks(half.restores, server.chunk, self.block)
+
+    @property
+    def half(self) -> Any:
+        """The connector's scheduler half."""
+        return self.scheduler.connector.scheduler_half
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step could do something, now or after ``next_event``."""
+        scheduler = self.scheduler
+        if scheduler.has_requests():
+            return True
+        return scheduler.connector is not None and scheduler.connector.has_pending_push_work()
+
+    @property
+    def next_event(self) -> float:
+        """When the worker has something to say; infinite if it never will."""
+        return self.worker.next_event if self.worker is not None else math.inf
+
+    # -- driving --------------------------------------------------------------------
+
+    def add(self, ask: Ask) -> None:
+        """A request arrives."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        block, chain = self.block, ask.chain
+
+        def hashes(request: Any) -> list[bytes]:
+            return list(chain[len(request.block_hashes) : request.num_tokens // block])
+
+        extra = None if ask.params is None else {"kv_transfer_params": dict(ask.params)}
+        request = Request(
+            request_id=ask.request_id,
+            prompt_token_ids=ask.tokens,
+            sampling_params=SamplingParams(
+                max_tokens=ask.output, ignore_eos=True, temperature=0.0, extra_args=extra
+            ),
+            pooling_params=None,
+            arrival_time=self.now,
+            priority=ask.priority,
+            block_hasher=hashes,
+        )
+        self._live[ask.request_id] = _Live(request)
+        self.scheduler.add_request(request)
+
+    def step(self, next_arrival: float) -> list[Answer]:
+        """One step, or a leap of several that ends before ``next_arrival``."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        began = self.now
+        output = self.scheduler.schedule()
+        self.steps += 1
+        counts = output.num_scheduled_tokens
+        for request_id in output.preempted_req_ids or ():
+            self._live[request_id].ahead = 0
+        admitted = bool(output.scheduled_new_reqs)
+        for fresh in output.scheduled_new_reqs:
+            live = self._live[fresh.req_id]
+            if live.admitted_s < 0:
+                live.admitted_s, live.cached = began, fresh.num_computed_tokens
+        meta = output.kv_connector_metadata
+        if self.worker is not None:
+            ready = self.worker.restore(meta, began)
+            self.now = ready if output.has_sync_kv_loads else began
+        said = {}
+        if counts:
+            step_s, decoding = self._cost(counts)
+            leap = 1
+            if decoding and not admitted:
+                leap = self._leap(len(counts), step_s, next_arrival)
+            self.decoded_steps += leap
+            # Every step of a leap reads one token more of each context than the one before.
+            grows = self.machine.cost.kv * len(counts) * leap * (leap - 1) / 2
+            self.now += step_s * leap + grows
+            for request_id in counts:
+                live = self._live[request_id]
+                request = live.request
+                done = request.num_computed_tokens >= request.num_tokens
+                said[request_id] = [0] * leap if done else []
+                live.ahead = leap - 1
+                if done and live.first_s < 0:
+                    live.first_s = self.now
+        connector_output = None
+        if self.worker is not None:
+            self.worker.save(meta, self.now)
+            heard = self.worker.hear(self.now)
+            connector_output = KVConnectorOutput(
+                finished_recving=heard.arrived, kv_connector_worker_meta=heard.meta
+            )
+        ids = list(counts)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[said[request_id] for request_id in ids],
+            kv_connector_output=connector_output,
+        )
+        answers = []
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                if one.finish_reason is not None:
+                    answers.append(self._answer(one))
+        return answers
+
+    def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
+        """Seconds of one step of this batch, and whether all of it is decoding."""
+        tokens, pairs, read, decoding = 0, 0.0, 0, True
+        for request_id, count in counts.items():
+            live = self._live[request_id]
+            end = live.request.num_computed_tokens  # vLLM has counted this step already
+            new = max(1, count - live.ahead)
+            tokens += new
+            if new > 1:
+                pairs += new * (end - new / 2)
+            else:
+                read += end
+            decoding = decoding and new == 1 and live.first_s >= 0
+        return self.machine.cost.seconds(tokens, pairs, read), decoding
+
+    def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
+        """Decode steps until something else can happen: an arrival, an end, a transfer, or
+        blocks run short."""
+        scheduler = self.scheduler
+        if running != len(scheduler.running):
+            return 1
+        until = min(next_arrival, self.next_event)
+        if scheduler.get_request_counts()[1]:
+            until = min(until, self.now + LEAP_WAITING_S)
+        by_time = (until - self.now) / step_s
+        left = min(r.max_tokens - r.num_output_tokens for r in scheduler.running) - 1
+        free = self.pool.get_num_free_blocks() // running - 1
+        by_budget = self.machine.batched_tokens // running
+        return int(max(1, min(LONGEST_LEAP, by_time, left, free * self.block, by_budget)))
+
+    def _answer(self, one: Any) -> Answer:
+        live = self._live.pop(one.request_id)
+        cpu = ssd = 0
+        said = (one.kv_transfer_params or {}).get("tiered_kv")
+        if said is not None:
+            cpu, ssd = said["cpu_tokens"], said["ssd_tokens"]
+        cached = min(live.cached, live.request.num_prompt_tokens)
+        return Answer(
+            one.request_id,
+            live.first_s,
+            live.admitted_s,
+            self.now,
+            max(0, cached - cpu),
+            cpu - ssd,
+            ssd,
+            live.request.num_preemptions,
+        )
+
+    def check_clean(self) -> None:
+        """Everything that was taken was given back.
+
+        Raises:
+            AssertionError: blocks, orders or turns are left.
+        """
+        if self.worker is not None:
+            half = self.half
+            half.pins.release_all()
+            half.index.check_integrity()
+            assert half.planner.in_flight == 0, "orders never settled"
+            assert not half._turns, "turns never ended"
+            assert half.counters.totals["hook_errors"] == 0, "a hook raised"
+        lost = self._free_at_start - self.pool.get_num_free_blocks()
+        assert lost == 0, f"{lost} blocks leaked"
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+
+def _in_chunks(restores: Any, chunk: int, block: int) -> None:
+    """Restores end where a chunk does, and have no partial tail."""
+    from dataclasses import replace
+
+    find = restores.find
+
+    def whole_chunks(turn: Any, num_computed: int, others: int) -> Any:
+        hit = find(turn, num_computed, others)
+        if hit is None:
+            return None
+        tokens = (num_computed + hit.tokens) // chunk * chunk - num_computed
+        if tokens <= 0:
+            return None
+        return replace(hit, keys=hit.keys[: -(-tokens // block)], tokens=tokens)
+
+    restores.find = whole_chunks
+
+
+def quiet() -> None:
+    """Have vLLM log errors only. Before it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,0 +1,117 @@
+"""Workloads that are made up, each from a seed.
+
+The shapes are chosen here, after published ones where there are some:
+
+- ``original``: Continuum's benchmark (arXiv 2511.02230): eight turns that grow to 2,900 tokens, six
+  gaps of 50 to 300 ms and one of 2 to 5 s. As in ``bench.replay``.
+- ``swe-agent``: 25 turns on average behind a prompt of 4,000 tokens that all share. Nine commands
+  of ten are fast: recorded calls of SWE-agent (SWE-agent/SWE-agent @3ea751c, 40 calls) took 0.12 to
+  1.2 s, 0.24 s at the median. The tenth runs tests or builds, for 8 to 60 s.
+- ``chat``: people who read and type, half a minute at the median.
+- ``mixed``: half of them each.
+- ``burst``: ``original``, twenty jobs at a time.
+- ``wrong-hints``, ``no-hints``: ``original`` whose clients err or say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from bench.replay.jobs import (
+    ADDED_TOKENS,
+    ANSWER_TOKENS,
+    FIRST_TOKENS,
+    LONG_S,
+    SHORT_GAPS,
+    SHORT_S,
+)
+from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+
+Rng = np.random.Generator
+
+SHORT_TOOL, LONG_TOOL = "cat notes.txt", "pytest -q"
+SWE_SHARED, SWE_TURNS, SWE_MOST_TURNS = 4_000, 25, 60
+SWE_SLOW = 0.1
+BURST = 20
+
+
+def _original(rng: Rng, name: str) -> SimJob:
+    gaps = [(float(s), SHORT_TOOL) for s in rng.uniform(*SHORT_S, size=SHORT_GAPS)]
+    gaps.insert(int(rng.integers(SHORT_GAPS + 1)), (float(rng.uniform(*LONG_S)), LONG_TOOL))
+    turns, context = [], 0
+    for at, (gap_s, tool) in enumerate([*gaps, (0.0, "")]):
+        added = ADDED_TOKENS if at else FIRST_TOKENS
+        turns.append(SimTurn(context, added, ANSWER_TOKENS, gap_s, tool))
+        context += added + ANSWER_TOKENS
+    return SimJob(name, 0.0, tuple(turns))
+
+
+def _swe_agent(rng: Rng, name: str) -> SimJob:
+    count = int(min(max(3, rng.poisson(SWE_TURNS)), SWE_MOST_TURNS))
+    turns, context = [], 0
+    for at in range(count):
+        added = SWE_SHARED + int(rng.uniform(500, 2_500)) if at == 0 else _tokens(rng, 500, 1.0)
+        output = _tokens(rng, 120, 0.7)
+        slow = rng.random() < SWE_SLOW
+        gap_s = float(rng.uniform(8, 60) if slow else min(rng.lognormal(np.log(0.24), 0.7), 5.0))
+        last = at + 1 == count
+        tool = "" if last else (LONG_TOOL if slow else SHORT_TOOL)
+        turns.append(SimTurn(context, added, output, 0.0 if last else gap_s, tool))
+        context += added + output
+    return SimJob(name, 0.0, tuple(turns), "swe-agent", SWE_SHARED)
+
+
+def _chat(rng: Rng, name: str) -> SimJob:
+    count, turns, context = int(rng.integers(2, 9)), [], 0
+    for at in range(count):
+        added, output = _tokens(rng, 150, 0.8) + (300 if at == 0 else 0), _tokens(rng, 250, 0.6)
+        gap_s = 0.0 if at + 1 == count else float(min(rng.lognormal(np.log(30), 0.8), 300))
+        turns.append(SimTurn(context, added, output, gap_s))
+        context += added + output
+    return SimJob(name, 0.0, tuple(turns), "chat", 300)
+
+
+def _mixed(rng: Rng, name: str) -> SimJob:
+    return (_chat if rng.random() < 0.5 else _swe_agent)(rng, name)
+
+
+def _tokens(rng: Rng, median: float, sigma: float) -> int:
+    return int(min(max(rng.lognormal(np.log(median), sigma), 10), 8 * median))
+
+
+_MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int]] = {
+    "original": (_original, Hints.RIGHT, 1),
+    "swe-agent": (_swe_agent, Hints.RIGHT, 1),
+    "chat": (_chat, Hints.RIGHT, 1),
+    "mixed": (_mixed, Hints.RIGHT, 1),
+    "burst": (_original, Hints.RIGHT, BURST),
+    "wrong-hints": (_original, Hints.WRONG, 1),
+    "no-hints": (_original, Hints.NONE, 1),
+}
+GENERATED = tuple(_MAKERS)
+
+
+def generate(name: str, count: int, seed: int) -> Workload:
+    """``count`` jobs of the workload of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _MAKERS:
+        raise ValueError(f"no workload {name!r}: write one of {', '.join(_MAKERS)}")
+    make, hints, burst = _MAKERS[name]
+    rng = np.random.default_rng([seed, 0])
+    jobs = tuple(make(rng, f"{name}-{number}") for number in range(count))
+    if hints is Hints.WRONG:
+        jobs = tuple(_misled(job) for job in jobs)
+    return Workload(name, jobs, hints, burst=burst)
+
+
+def _misled(job: SimJob) -> SimJob:
+    """Its client says of each tool that it is the other."""
+    other = {SHORT_TOOL: LONG_TOOL, LONG_TOOL: SHORT_TOOL}
+    turns = tuple(replace(turn, tool=other.get(turn.tool, "")) for turn in job.turns)
+    return replace(job, turns=turns)

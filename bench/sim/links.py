@@ -1,0 +1,33 @@
+"""Links: what moves bytes one after the other, at a bandwidth."""
+
+from __future__ import annotations
+
+
+class Link:
+    """First in, first out; one direction.
+
+    Args:
+        bandwidth: bytes a second.
+        latency_s: of each transfer, beside its bytes.
+
+    Attributes:
+        carried: bytes so far. busy_s: seconds in use so far.
+    """
+
+    def __init__(self, bandwidth: float, latency_s: float = 20e-6) -> None:
+        if bandwidth <= 0:
+            raise ValueError("a link needs a bandwidth above 0")
+        self.bandwidth = bandwidth
+        self.latency_s = latency_s
+        self.carried = 0
+        self.busy_s = 0.0
+        self._free_at = 0.0
+
+    def send(self, nbytes: int, now: float) -> float:
+        """Queue a transfer; returns when it is over."""
+        begin = max(now, self._free_at)
+        took = self.latency_s + nbytes / self.bandwidth
+        self._free_at = begin + took
+        self.carried += nbytes
+        self.busy_s += took
+        return self._free_at

@@ -1,0 +1,91 @@
+"""What a run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+TIERS = ("vram", "cpu", "ssd", "recomputed")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A turn that ended. Times are of the run's clock.
+
+    Attributes:
+        vram, cpu, ssd: prompt tokens found there; the rest was computed.
+    """
+
+    asked_s: float
+    first_s: float
+    ended_s: float
+    prompt: int
+    output: int
+    vram: int
+    cpu: int
+    ssd: int
+    preempted: int
+
+    @property
+    def recomputed(self) -> int:
+        return self.prompt - self.vram - self.cpu - self.ssd
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """A job that ended.
+
+    Attributes:
+        is_agent: it was started by another job.
+    """
+
+    name: str
+    began_s: float
+    is_agent: bool
+    turns: list[TurnRecord] = field(default_factory=list)
+    ended_s: float = 0.0
+
+    @property
+    def took_s(self) -> float:
+        """From its first request to its last answer, tools included."""
+        return self.ended_s - self.began_s
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run.
+
+    Attributes:
+        steps: of the scheduler, leaps counted once.
+        seconds: of virtual time. moved: bytes over each link.
+    """
+
+    server: str
+    jobs: tuple[JobRecord, ...]
+    steps: int
+    seconds: float
+    moved: Mapping[str, int]
+
+    def summary(self) -> dict[str, float]:
+        """Figures of the jobs that nobody started: completion times, first tokens, and where
+        prompts came from."""
+        took = [job.took_s for job in self.jobs if not job.is_agent]
+        turns = [turn for job in self.jobs for turn in job.turns]
+        prompt = sum(turn.prompt for turn in turns)
+        first = [turn.first_s - turn.asked_s for turn in turns]
+        shares = {tier: sum(getattr(turn, tier) for turn in turns) / prompt for tier in TIERS}
+        return {
+            "mean_s": float(np.mean(took)),
+            **{f"p{q}_s": float(np.percentile(took, q)) for q in (50, 90, 95, 99)},
+            "ttft_s": float(np.mean(first)),
+            "jobs_per_s": len(took) / self.seconds,
+            "preempted": float(sum(turn.preempted for turn in turns)),
+            **shares,
+        }
+
+
+def mean_of(summaries: Iterable[Mapping[str, float]], figure: str) -> float:
+    """Of one figure over runs."""
+    return float(np.mean([one[figure] for one in summaries]))

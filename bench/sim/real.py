@@ -1,0 +1,161 @@
+"""The simulator against a real server: calibrated on one trace, compared on another.
+
+Both get the same jobs at the same times, and a pool of the same size. What a step costs is fitted
+to the turns of two runs of Continuum's synthetic jobs on stock vLLM, one without and one with
+others beside; then recorded jobs of mini-swe-agent are run on every kind of server, really and
+simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.model import small_model
+from bench.replay.drive import Hints as ReplayHints
+from bench.replay.jobs import Job, arrivals, mini_swe_jobs, synthetic_jobs
+from bench.replay.kinds import Kind, make_kinds, size_for
+from bench.replay.measure import Replay
+from bench.replay.measure import Workload as ReplayWorkload
+from bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
+from bench.replay.results import Run
+from bench.sim.calibrate import Sample, fit
+from bench.sim.driver import Tiers, simulate
+from bench.sim.machines import Machine, StepCost
+from bench.sim.servers import Server, server
+from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+
+BLOCK = 32
+POOL_TOKENS = 12_800
+BATCHED_TOKENS, MAX_SEQS = 2_048, 64
+"""Told to the real server as well."""
+VOCABULARY = 40_000
+KV_BYTES = 30 * 2 * 3 * 64 * 2
+"""Of a token of SmolLM2-135M: layers, K and V, heads, their size, bf16."""
+LINK = 4e9
+"""Bytes a second of copies between two places of the same memory."""
+CALIBRATION_JOBS, JOBS, TURNS = 10, 12, 6
+CALIBRATION_RATE, RATE = 0.25, 0.2
+"""Jobs a second. Of the second, stock vLLM with this pool is about three times as slow as alone."""
+CPU_BYTES = 4 * 2**30
+GUESS = StepCost(step=2e-3, weights=1.5e-2, token=4e-4, pair=2e-8, kv=1e-7)
+
+SIMULATED = {
+    STOCK: server("fcfs"),
+    BOUND: server("fcfs"),
+    TIERED: server("occupancy+cpu"),
+    f"{TIERED}-lru": server("lru+cpu"),
+    f"{TIERED}-continuum-fixed": Server("continuum-fixed+cpu", "continuum-fixed", cpu=True),
+}
+"""The kinds of servers, and what stands for them: all take requests in the order they come."""
+POLICIES = ("lru", "continuum-fixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One kind of server: mean completion times, seconds."""
+
+    server: str
+    real_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated_s / self.real_s - 1
+
+
+def compare(
+    traces: Path, folder: Path, tell: Callable[[str], None]
+) -> tuple[Machine, list[Compared]]:
+    """Run everything for real, then simulate it.
+
+    Raises:
+        what ``bench.replay`` raises when a server cannot be run or the traces not read.
+    """
+    from transformers import AutoTokenizer
+
+    model = small_model()
+    known = synthetic_jobs(count=CALIBRATION_JOBS, seed=0, vocabulary=VOCABULARY)
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    jobs = mini_swe_jobs(traces, tokenizer, count=JOBS, turns=TURNS, seed=0)
+
+    samples = []
+    for load, rate, some in (("alone", None, known[:2]), ("beside", CALIBRATION_RATE, known)):
+        tell(f"calibration, {load}")
+        (stock,) = _kinds(some, [STOCK], model)
+        run = _real(stock, some, rate, load, folder)
+        starts = [job.began_s for job in sorted(run.jobs, key=lambda one: one.name)]
+        samples.append(Sample(_simulated(some, starts), run))
+    tell("fitting")
+    fitted = fit(samples, _machine(known, GUESS))
+
+    kinds = _kinds(jobs, list(SIMULATED), model)
+    compared = []
+    for kind in kinds:
+        tell(kind.name)
+        run = _real(kind, jobs, RATE, PRESSURE, folder)
+        pool = (kind.options.kv_blocks or 0) * BLOCK
+        place = replace(fitted, pool_tokens=pool, max_len=kind.options.max_model_len or 0)
+        work = _simulated(jobs, arrivals(len(jobs), RATE, 0), named=True)
+        outcome = simulate(place, SIMULATED[kind.name], work, Tiers(cpu=CPU_BYTES))
+        real_s = [job.completion_s for job in run.jobs if job.error is None]
+        if len(real_s) < len(jobs):
+            raise ValueError(f"{kind.name} finished {len(real_s)} of {len(jobs)} jobs")
+        mean_s = sum(real_s) / len(real_s)
+        compared.append(Compared(kind.name, mean_s, outcome.summary()["mean_s"]))
+    return fitted, compared
+
+
+def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]:
+    contexts = [sum(len(turn.added) + len(turn.answer) for turn in job.turns) for job in jobs]
+    made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES)
+    limits = (
+        f"--max-num-batched-tokens={BATCHED_TOKENS}",
+        f"--max-num-seqs={MAX_SEQS}",
+    )
+    return [
+        replace(
+            kind,
+            options=replace(kind.options, extra_args=(*kind.options.extra_args, *limits)),
+        )
+        for kind in made
+        if kind.name in names
+    ]
+
+
+def _real(kind: Kind, jobs: Sequence[Job], rate: float | None, load: str, folder: Path) -> Run:
+    workload = ReplayWorkload(tuple(jobs), len(jobs), 0, ReplayHints.KV_PARAMS, forced=True)
+    return Replay(workload, folder)(kind, load, 0, rate).run
+
+
+def _simulated(jobs: Sequence[Job], starts_s: Sequence[float], *, named: bool = False) -> Workload:
+    """The same jobs for the simulator.
+
+    Args:
+        starts_s: of the jobs, in the order of ``jobs``; of their names unless ``named``.
+    """
+    ordered = list(jobs) if named else sorted(jobs, key=lambda job: job.name)
+    made = []
+    for job, start_s in zip(ordered, starts_s, strict=True):
+        turns, context = [], 0
+        for turn in job.turns:
+            turns.append(SimTurn(context, len(turn.added), len(turn.answer), turn.gap_s))
+            context += len(turn.added) + len(turn.answer)
+        made.append(SimJob(job.name, start_s, tuple(turns)))
+    return Workload("replayed", tuple(made), Hints.RIGHT, BLOCK)
+
+
+def _machine(jobs: Sequence[Job], cost: StepCost) -> Machine:
+    longest = max(sum(len(t.added) + len(t.answer) for t in job.turns) for job in jobs)
+    return Machine(
+        "this machine",
+        POOL_TOKENS,
+        KV_BYTES,
+        longest + 2 * BLOCK,
+        cost,
+        LINK,
+        batched_tokens=BATCHED_TOKENS,
+        max_seqs=MAX_SEQS,
+        overhead_s=0.01,
+    )

@@ -1,0 +1,104 @@
+"""What is compared: policies by their names, and servers that others describe.
+
+A name is a base, and the tiers beside VRAM that it has: ``occupancy``, ``occupancy+cpu``,
+``occupancy+cpu+ssd``. Bases that are policies of ``TIERED_KV_POLICY`` run the connector; the others
+are:
+
+- ``fcfs``: stock vLLM, requests in the order of their arrival.
+- ``job-fcfs``: stock vLLM, requests in the order in which their jobs arrived.
+- ``autellix``: PLAS, see ``ordering``. ``thunderagent``: see ``gate``.
+- ``lmcache``: CPU memory, filled as KV is made and evicted in LRU order; restores in chunks of 256
+  tokens, before the step that needs them.
+- ``clairvoyant``: pins for exactly the gap, which it knows.
+- ``infinite``: stock vLLM with a pool that holds everything.
+
+``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
+it; ``lru+cpu`` is offloading alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
+from tiered_kv.policies.registry import POLICIES
+from tiered_kv.policies.signals import Costs, Decision, TurnEnd
+
+CHUNK = 256
+"""Tokens of a chunk of LMCache."""
+
+
+class Order(Enum):
+    """Which request goes first."""
+
+    ARRIVAL = "arrival"
+    JOB = "job"
+    ATTAINED = "attained"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One of those compared.
+
+    Attributes:
+        policy: the connector's; None for stock vLLM.
+        cpu, ssd: whether it has these tiers.
+        gated: whole programs are paused, as ThunderAgent does.
+        chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
+    """
+
+    name: str
+    policy: str | None = None
+    cpu: bool = False
+    ssd: bool = False
+    order: Order = Order.ARRIVAL
+    infinite: bool = False
+    gated: bool = False
+    chunk: int = 0
+
+
+CLAIRVOYANT = "clairvoyant"
+_STOCK = {
+    "fcfs": Server("fcfs"),
+    "job-fcfs": Server("job-fcfs", order=Order.JOB),
+    "autellix": Server("autellix", order=Order.ATTAINED),
+    "thunderagent": Server("thunderagent", gated=True),
+    "infinite": Server("infinite", infinite=True),
+}
+_JOB_ORDERED = ("continuum", "continuum-fixed")
+BASES = (*_STOCK, "lmcache", CLAIRVOYANT, *POLICIES)
+
+
+def server(name: str) -> Server:
+    """The server of that name.
+
+    Raises:
+        ValueError: there is none; the message says what can be written.
+    """
+    base, *tiers = name.split("+")
+    if base not in BASES or tiers not in ([], ["cpu"], ["cpu", "ssd"]):
+        known = ", ".join(BASES)
+        raise ValueError(f"no server {name!r}: write one of {known}, and +cpu or +cpu+ssd behind")
+    cpu, ssd = "cpu" in tiers, "ssd" in tiers
+    if base in _STOCK:
+        if tiers:
+            raise ValueError(f"{base} is stock vLLM, which has no {tiers[-1]} tier")
+        return _STOCK[base]
+    if base == "lmcache":
+        return Server(name, "lru", cpu=True, ssd=ssd, chunk=CHUNK)
+    order = Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL
+    return Server(name, base, cpu=cpu, ssd=ssd, order=order)
+
+
+class Knowing(Clairvoyant):
+    """Knows every gap of a workload, by the job's name and the number of the turn."""
+
+    def __init__(self, gaps_s: dict[tuple[str, int], float]) -> None:
+        super().__init__()
+        self._gaps_s = gaps_s
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        job = turn.job.name if turn.job is not None else ""
+        self.gap_s = self._gaps_s.get((job, turn.turn), float("inf"))
+        return super().decide(turn, costs)

@@ -1,0 +1,171 @@
+"""A study: servers under loads told as shares of the one at which FCFS collapses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.sim.cells import Bench, Cell, Place, Source, Summary, means
+from bench.sim.loads import SEARCH_SEEDS, STABLE_TIMES, alone_s, closed, highest_stable
+
+FCFS, INFINITE = "fcfs", "infinite"
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is measured.
+
+    Attributes:
+        scenes: places with the jobs that they get.
+        servers: for each place, by its index in ``scenes``.
+        loads: arrival rates over that of FCFS's collapse.
+        stable_for: servers whose own collapse is looked for as well.
+    """
+
+    scenes: tuple[tuple[Place, Source], ...]
+    servers: tuple[tuple[str, ...], ...]
+    loads: tuple[float, ...]
+    seeds: int
+    stable_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A place's jobs, and the loads found for them.
+
+    Attributes:
+        alone_s: mean completion time of a job alone.
+        collapse: jobs a second that FCFS just bears.
+        stable: the same of other servers, over FCFS's.
+    """
+
+    place: Place
+    source: Source
+    alone_s: float
+    collapse: float
+    stable: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A server under a load, means over seeds.
+
+    Attributes:
+        closed: share of the way from FCFS to infinite VRAM by the mean; None where FCFS has not
+            collapsed, or infinite VRAM has.
+        over_fcfs: mean completion time over FCFS's.
+    """
+
+    workload: str
+    gpu: str
+    model: str
+    cpu_gib: float
+    policy: str
+    load: float
+    jobs_per_s: float
+    mean_s: float
+    p95_s: float
+    closed: float | None
+    over_fcfs: float
+    p50_s: float
+    p99_s: float
+    ttft_s: float
+    vram: float
+    cpu: float
+    ssd: float
+    recomputed: float
+    preempted: float
+    dropped: float
+
+
+def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Find the loads, run everything, and put it into rows."""
+    scenes = [_scene(study, place, source, bench, tell) for place, source in study.scenes]
+    tell("runs")
+    cells = [
+        cell
+        for scene, servers in zip(scenes, study.servers, strict=True)
+        for cell in _cells(scene, servers, study)
+    ]
+    found = bench.run(cells)
+    made = [
+        row
+        for scene, servers in zip(scenes, study.servers, strict=True)
+        for row in _rows(scene, servers, study, found)
+    ]
+    ratios = [ratio for scene in scenes for ratio in scene.stable.values()]
+    return {
+        "rows": [asdict(row) for row in made],
+        "stable_load_ratio": min(ratios) if ratios else None,
+        "scenes": [asdict(scene) for scene in scenes],
+        "seeds": study.seeds,
+    }
+
+
+def _scene(
+    study: Study, place: Place, source: Source, bench: Bench, tell: Callable[[str], None]
+) -> Scene:
+    tell(f"load of {source.workload} on {place.name}")
+    seeds = range(min(SEARCH_SEEDS, study.seeds))
+    alone = alone_s(bench, place, source, seeds)
+    collapse = highest_stable(bench, place, source, FCFS, alone, seeds)
+    stable = {
+        server: highest_stable(bench, place, source, server, alone, seeds) / collapse
+        for server in study.stable_for
+    }
+    return Scene(place, source, alone, collapse, stable)
+
+
+def _cells(scene: Scene, servers: Sequence[str], study: Study) -> Iterator[Cell]:
+    for load in study.loads:
+        for server in dict.fromkeys((FCFS, INFINITE, *servers)):
+            for seed in range(study.seeds):
+                yield Cell.of(scene.place, scene.source, server, load * scene.collapse, seed)
+
+
+def _rows(
+    scene: Scene, servers: Sequence[str], study: Study, found: Mapping[Cell, Summary]
+) -> Iterator[Row]:
+    for load in study.loads:
+        rate = load * scene.collapse
+
+        def figures(server: str, rate: float = rate) -> dict[str, float]:
+            cells = (
+                Cell.of(scene.place, scene.source, server, rate, n) for n in range(study.seeds)
+            )
+            return means([found[cell] for cell in cells])
+
+        fcfs, infinite = figures(FCFS)["mean_s"], figures(INFINITE)["mean_s"]
+        tells = load > 1 and infinite <= STABLE_TIMES * scene.alone_s and infinite < fcfs
+        for server in dict.fromkeys((FCFS, *servers, INFINITE)):
+            mean = figures(server)
+            yield Row(
+                workload=scene.source.workload,
+                gpu=scene.place.name,
+                model=scene.place.model,
+                cpu_gib=scene.place.cpu_gib,
+                policy=server,
+                load=load,
+                jobs_per_s=rate,
+                closed=closed(mean["mean_s"], fcfs, infinite) if tells else None,
+                over_fcfs=mean["mean_s"] / fcfs,
+                **{
+                    name: mean[name]
+                    for name in Row.__dataclass_fields__
+                    if name in mean and name not in ("load", "jobs_per_s")
+                },
+            )
+
+
+def total_cells(study: Study) -> int:
+    """Runs of the loads; those that look for them come on top."""
+    return sum(
+        len(study.loads) * study.seeds * len({FCFS, INFINITE, *servers})
+        for servers in study.servers
+    )
+
+
+def mean_closed(rows: Iterable[Mapping[str, Any]], policy: str) -> list[float]:
+    """``closed`` of one server wherever it says something."""
+    return [row["closed"] for row in rows if row["policy"] == policy and row["closed"] is not None]

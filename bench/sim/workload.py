@@ -1,0 +1,156 @@
+"""Jobs of a simulation: fixed before the first run, and the same for every policy."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Hints(Enum):
+    """What clients tell the server of their jobs."""
+
+    RIGHT = "right"
+    """The job's name, and which turn is its last."""
+    WRONG = "wrong"
+    """The name, but every turn is said to be the last, and tools are said to be others."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SimTurn:
+    """A request, and the pause behind it.
+
+    Attributes:
+        shared: leading tokens of the job's context that the prompt keeps.
+        added: tokens of the prompt behind them.
+        output: tokens of the answer.
+        gap_s: from the end of the answer, and of the sub-agents that it started, to the job's
+            next turn; 0 after the last.
+        tool: of the tool that runs then; may be empty.
+        agents: sub-agents that it starts, at ``arrives_s`` after its end.
+    """
+
+    shared: int
+    added: int
+    output: int
+    gap_s: float
+    tool: str = ""
+    agents: tuple[SimJob, ...] = ()
+
+    @property
+    def prompt(self) -> int:
+        return self.shared + self.added
+
+
+@dataclass(frozen=True, slots=True)
+class SimJob:
+    """An agent's work.
+
+    Attributes:
+        name: unique in its workload.
+        arrives_s: when it begins.
+        prefix: jobs under the same share their first ``prefix_tokens``; empty is none.
+    """
+
+    name: str
+    arrives_s: float
+    turns: tuple[SimTurn, ...]
+    prefix: str = ""
+    prefix_tokens: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest context, sub-agents included."""
+        own = max(turn.prompt + turn.output for turn in self.turns)
+        return max([own, *(agent.longest for turn in self.turns for agent in turn.agents)])
+
+    def everyone(self) -> Iterator[SimJob]:
+        """It and its sub-agents."""
+        yield self
+        for turn in self.turns:
+            for agent in turn.agents:
+                yield from agent.everyone()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent to every server alike.
+
+    Attributes:
+        block: tokens of a block that suits its contexts.
+        burst: jobs that arrive together.
+        dropped: jobs left out, as no server could have held them.
+    """
+
+    name: str
+    jobs: tuple[SimJob, ...]
+    hints: Hints
+    block: int = 16
+    burst: int = 1
+    dropped: int = 0
+
+    def at(self, jobs_per_s: float, seed: int) -> Workload:
+        """The jobs, arriving as a Poisson process. The same seed gives the same jobs in the same
+        order at every rate, only closer together."""
+        count = len(self.jobs)
+        unit = np.random.default_rng([seed, 1]).exponential(1.0, -(-count // self.burst))
+        starts = (np.cumsum(unit) - unit[:1]) * self.burst / jobs_per_s
+        times = np.repeat(starts, self.burst)[:count]
+        order = np.random.default_rng([seed, 2]).permutation(count)
+        jobs = tuple(
+            replace(self.jobs[at], arrives_s=float(s)) for at, s in zip(order, times, strict=True)
+        )
+        return replace(self, jobs=jobs)
+
+    def that_fit(self, pool_tokens: int, max_len: int) -> Workload:
+        """Without jobs of which one alone would take more than half of the pool, or more than
+        the model's limit."""
+        most = min(pool_tokens // 2, max_len - self.block)
+        jobs = tuple(job for job in self.jobs if job.longest <= most)
+        return replace(self, jobs=jobs, dropped=self.dropped + len(self.jobs) - len(jobs))
+
+    def save(self, path: Path) -> None:
+        """As gzipped JSON."""
+        said = {**asdict(self), "hints": self.hints.value}
+        path.write_bytes(gzip.compress(json.dumps(said).encode(), mtime=0))
+
+    @classmethod
+    def load(cls, path: Path) -> Workload:
+        """What ``save`` wrote.
+
+        Raises:
+            OSError, ValueError: it cannot be read, or is something else.
+        """
+        try:
+            said = json.loads(gzip.decompress(path.read_bytes()))
+            return cls(
+                said["name"],
+                tuple(_job(job) for job in said["jobs"]),
+                Hints(said["hints"]),
+                said["block"],
+                said["burst"],
+                said["dropped"],
+            )
+        except (KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is no saved workload: {error!r}") from error
+
+
+def _job(said: Mapping[str, Any]) -> SimJob:
+    turns = tuple(
+        SimTurn(**{**turn, "agents": tuple(_job(agent) for agent in turn["agents"])})
+        for turn in said["turns"]
+    )
+    return SimJob(**{**said, "turns": turns})
+
+
+def total_tokens(jobs: Sequence[SimJob]) -> tuple[int, int]:
+    """Prompt and answer tokens of all turns, sub-agents included."""
+    turns = [turn for job in jobs for one in job.everyone() for turn in one.turns]
+    return sum(turn.prompt for turn in turns), sum(turn.output for turn in turns)

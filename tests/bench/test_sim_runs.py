@@ -1,0 +1,131 @@
+"""Simulated runs: exact where there is a closed form, and the same every time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.sim import validity
+from bench.sim.cells import Bench, Cell, Place, Source
+from bench.sim.driver import Tiers, simulate
+from bench.sim.generate import generate
+from bench.sim.metrics import Outcome
+from bench.sim.plot import plot
+from bench.sim.presets import TIGHT
+from bench.sim.report import report
+from bench.sim.servers import server
+from bench.sim.study import Study, run_study
+from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+
+SMALL = replace(TIGHT.machine(), pool_tokens=16_000)
+RATE = 4.0
+"""Jobs a second that so small a pool does not bear."""
+
+
+def run(name: str, workload: Workload | None = None, tiers: Tiers | None = None) -> Outcome:
+    jobs = workload or generate("original", 20, 0).at(RATE, 0)
+    return simulate(SMALL, server(name), jobs, tiers or Tiers(cpu=2**33, ssd=2**34))
+
+
+def test_a_job_alone_takes_the_sum_of_its_parts() -> None:
+    assert abs(validity.job_alone_error()) < validity.EXACT
+
+
+def test_a_saturated_link_is_what_jobs_wait_for() -> None:
+    assert abs(validity.saturated_link_error()) < 0.02
+
+
+def test_nothing_is_lost_whatever_the_server() -> None:
+    assert validity.not_conserved() == []
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    for name in ("fcfs", "occupancy+cpu+ssd"):
+        assert run(name) == run(name)
+
+
+def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(name: str) -> list[float]:
+        return [turn.ended_s for job in run(name).jobs for turn in job.turns]
+
+    leapt = times("fcfs")
+    monkeypatch.setattr("bench.sim.engine.LONGEST_LEAP", 1)
+    assert times("fcfs") == pytest.approx(leapt, rel=0.02)
+
+
+def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
+    mean = {name: run(name).summary()["mean_s"] for name in ("fcfs", "lru+cpu", "infinite")}
+    assert mean["infinite"] < mean["fcfs"]
+    assert mean["lru+cpu"] < 0.8 * mean["fcfs"]
+
+
+def test_where_prompts_came_from_is_told() -> None:
+    shares = run("lru+cpu").summary()
+    assert sum(shares[tier] for tier in ("vram", "cpu", "ssd", "recomputed")) == pytest.approx(1.0)
+    assert shares["cpu"] > 0.1
+    assert run("fcfs").summary()["cpu"] == 0.0
+
+
+def test_pages_come_back_from_ssd_when_cpu_memory_is_short() -> None:
+    tiers = Tiers(cpu=2**30, ssd=2**36)
+    assert run("occupancy+cpu+ssd", tiers=tiers).summary()["ssd"] > 0.05
+
+
+def test_a_parent_goes_on_when_its_sub_agents_are_done() -> None:
+    agent = SimJob("parent/agent", 1.0, (SimTurn(0, 500, 400, 0.0),))
+    first = SimTurn(0, 1_000, 10, 2.0, "task", (agent,))
+    parent = SimJob("parent", 0.0, (first, SimTurn(1_010, 100, 10, 0.0)))
+    outcome = run("fcfs", Workload("nested", (parent,), Hints.RIGHT))
+    by_name = {job.name: job for job in outcome.jobs}
+    child = by_name["parent/agent"]
+    assert child.began_s == pytest.approx(by_name["parent"].turns[0].ended_s + 1.0)
+    assert by_name["parent"].turns[1].asked_s == pytest.approx(child.ended_s + 2.0)
+    assert outcome.summary()["mean_s"] == by_name["parent"].took_s, "agents are no jobs of a user"
+
+
+def test_jobs_of_one_prefix_share_it() -> None:
+    workload = generate("swe-agent", 6, 0).at(0.01, 0)
+    alone = tuple(replace(job, prefix=job.name) for job in workload.jobs)
+    place, tiers = TIGHT.machine(), Tiers()
+    shared = simulate(place, server("fcfs"), workload, tiers).summary()
+    apart = simulate(place, server("fcfs"), replace(workload, jobs=alone), tiers).summary()
+    assert shared["recomputed"] < apart["recomputed"]
+
+
+def test_a_job_that_the_pool_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="that_fit"):
+        run("fcfs", generate("swe-agent", 6, 0).at(0.01, 0))
+
+
+@pytest.mark.parametrize("name", ["wrong-hints", "no-hints", "burst", "chat"])
+def test_every_workload_ends_under_every_kind_of_hint(name: str) -> None:
+    workload = generate(name, 12, 0).at(RATE, 0)
+    for one in ("occupancy", "occupancy+cpu"):
+        outcome = run(one, workload)
+        assert validity.check(outcome, workload, SMALL) == []
+
+
+# -- studies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_study_is_measured_once_drawn_and_told(tmp_path: Path) -> None:
+    place = Place("rtx4090-24", "llama-3.1-8b", pool_tokens=20_000, cpu_gib=8.0)
+    study = Study(((place, Source("original", 16)),), (("lru+cpu",),), (0.5, 1.5), seeds=1)
+    seen: list[Cell] = []
+    with Bench(1, tmp_path / "cells", seen.append) as bench:
+        result = run_study(study, bench, lambda _: None)
+    rows = {(row["policy"], row["load"]): row for row in result["rows"]}
+    assert {policy for policy, _ in rows} == {"fcfs", "lru+cpu", "infinite"}
+    assert rows["fcfs", 0.5]["closed"] is None
+    assert rows["lru+cpu", 1.5]["over_fcfs"] < 0.9
+    with Bench(1, tmp_path / "cells") as again:
+        again._pool.shutdown()  # nothing needs to be run
+        assert run_study(study, again, lambda _: None) == result
+    assert len(plot(result["rows"], tmp_path)) == 2
+    said = report(json.loads(json.dumps(result)))
+    assert "| lru+cpu |" in said
+    assert len(seen) > 6
