@@ -147,6 +147,11 @@ class ShadowPrice:
         self._peak = max(float(demand), self._peak * fade)
         self._seen_at = now
 
+    @staticmethod
+    def of(demand: float, blocks: int) -> float:
+        """λ where the demand that jobs are heading for is known, pins included."""
+        return min(TOP_PRICE, max(0.0, PRICE_SLOPE * (demand / blocks - 1)))
+
     def price(self, blocks: int, pinned: int, own: int = 0) -> float:
         """λ if so many of the pool's ``blocks`` were pinned.
 

@@ -34,6 +34,8 @@ class TierConfig:
         policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
             every tier off.
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
+        admission: ``auto`` holds new jobs while their working set does not fit, ``off`` does not.
+        admission_max_wait_s: seconds after which a held job is let in.
         trace: path of the JSONL trace; None writes none.
     """
 
@@ -44,6 +46,8 @@ class TierConfig:
     io_threads: int = 0
     policy: str = "occupancy"
     pin_fraction: float = 0.5
+    admission: str = "auto"
+    admission_max_wait_s: float = 60.0
     trace: Path | None = None
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
@@ -84,10 +88,14 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         io_threads=int(_number(given, "io_threads", defaults.io_threads, 0, 256, "threads")),
         policy=_name(given, "policy", defaults.policy),
         pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
+        admission=_either(given, "admission", ("auto", "off")),
+        admission_max_wait_s=_number(
+            given, "admission_max_wait_s", defaults.admission_max_wait_s, 0, 86_400, "seconds"
+        ),
         trace=_path(given, "trace"),
     )
     if config.policy == "none":
-        config = replace(config, cpu_gib=0.0, ssd_path=None)
+        config = replace(config, cpu_gib=0.0, ssd_path=None, admission="off")
     if config.ssd_path is not None and config.cpu_gib == 0:
         raise ConfigError(
             f"{ENV_PREFIX}SSD_PATH needs CPU memory for pages on their way: "
@@ -134,6 +142,14 @@ def _name(given: Mapping[str, object], key: str, default: str) -> str:
         name = ENV_PREFIX + key.upper()
         raise ConfigError(f"{name}={raw!r} is not a name: write {name}={default}.")
     return raw
+
+
+def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> str:
+    raw = given.get(key, choices[0])
+    if raw not in choices:
+        name = ENV_PREFIX + key.upper()
+        raise ConfigError(f"{name}={raw!r} is none of {' and '.join(choices)}: write one of them.")
+    return str(raw)
 
 
 def _codec(given: Mapping[str, object]) -> str:

@@ -138,12 +138,15 @@ class Engine:
         extra: dict[str, object] | None = None
         if server.policy is not None:
             extra = {"policy": "lru" if policy is not None else server.policy}
+            extra["admission"] = "auto" if server.admission else "off"
             extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
             if server.ssd:
                 (folder / "ssd").mkdir(parents=True)
                 extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
         config = engine_config(folder / "model", size, extra)
-        self.scheduler = make_scheduler(config, kv_config(size), log_stats=False)
+        self.scheduler = make_scheduler(
+            config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
+        )
         self.worker: SimWorker | None = None
         self._live: dict[str, _Live] = {}
         self._free_at_start = self.pool.get_num_free_blocks()
@@ -228,10 +231,13 @@ class Engine:
 
     def step(self, next_arrival: float) -> list[Answer]:
         """One step, or a leap of several that ends before ``next_arrival``."""
+        return self.execute(self.scheduler.schedule(), next_arrival)
+
+    def execute(self, output: Any, next_arrival: float) -> list[Answer]:
+        """What a step has scheduled, and the scheduler's hearing of it."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         began = self.now
-        output = self.scheduler.schedule()
         self.steps += 1
         counts = output.num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():

@@ -12,6 +12,7 @@ are:
 - ``clairvoyant``: pins for exactly the gap, which it knows.
 - ``infinite``: stock vLLM with a pool that holds everything.
 
+``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
 it; ``lru+cpu`` is offloading alone.
 """
@@ -46,6 +47,8 @@ class Server:
         cpu, ssd: whether it has these tiers.
         gated: whole programs are paused, as ThunderAgent does.
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
+        in_job_order: it runs ``ContinuumScheduler``.
+        admission: new jobs are held while their working set does not fit.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Server:
     infinite: bool = False
     gated: bool = False
     chunk: int = 0
+    in_job_order: bool = False
+    admission: bool = False
 
 
 CLAIRVOYANT = "clairvoyant"
@@ -67,7 +72,9 @@ _STOCK = {
     "infinite": Server("infinite", infinite=True),
 }
 _JOB_ORDERED = ("continuum", "continuum-fixed")
-BASES = (*_STOCK, "lmcache", CLAIRVOYANT, *POLICIES)
+OURS = "occupancy"
+CONNECTOR_ALONE = "occupancy-alone"
+BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, *POLICIES)
 
 
 def server(name: str) -> Server:
@@ -87,8 +94,11 @@ def server(name: str) -> Server:
         return _STOCK[base]
     if base == "lmcache":
         return Server(name, "lru", cpu=True, ssd=ssd, chunk=CHUNK)
+    if base == CONNECTOR_ALONE:
+        return Server(name, OURS, cpu=cpu, ssd=ssd, admission=True)
+    ours = base == OURS
     order = Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL
-    return Server(name, base, cpu=cpu, ssd=ssd, order=order)
+    return Server(name, base, cpu, ssd, order, in_job_order=ours, admission=ours)
 
 
 class Knowing(Clairvoyant):

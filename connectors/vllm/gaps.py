@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiered_kv.connectors.vllm.accounts import Accounts
@@ -37,6 +37,21 @@ IDLE_AHEAD_S = 3600.0
 """An engine that falls idle orders what is due in this time ahead: no hook may run until then."""
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A turn that arrives.
+
+    Attributes:
+        job: None if it belongs to none.
+        context: tokens that the job waited with. kept: of them, those that were to stay in VRAM
+            until now.
+    """
+
+    job: Job | None = None
+    context: int = 0
+    kept: int = 0
+
+
 class Gaps:
     """Jobs, and what happens to the KV of each between its turns.
 
@@ -44,6 +59,7 @@ class Gaps:
         managers: vLLM's managers of the blocks of requests.
         tools: reads tool calls; None if answers cannot be decoded.
         keeper: of the policy; closed with this.
+        over: told of jobs that are not waited for any longer.
         clock: monotonic seconds.
     """
 
@@ -60,6 +76,7 @@ class Gaps:
         keeper: PolicyKeeper,
         accounts: Accounts,
         counters: Counters,
+        over: Callable[[JobKey], None],
         clock: Callable[[], float],
     ) -> None:
         self.jobs = JobTable()
@@ -75,26 +92,29 @@ class Gaps:
         self._keeper = keeper
         self._accounts = accounts
         self._counters = counters
+        self._says_over = over
         self._clock = clock
 
     # -- a turn arrives -------------------------------------------------------------
 
-    def arrived(self, request: Any, hints: TurnHints) -> tuple[Job | None, int]:
-        """The request's job, and how many tokens of context that waited with."""
+    def arrived(self, request: Any, hints: TurnHints) -> Arrival:
+        """A turn arrives: whose it is, and what that waited with."""
         self.hear_tools()  # the gap that ends here may be of one that was read meanwhile
         key = self._job_of(request, hints)
         if key is None:
-            return None, 0
+            return Arrival()
         job = self.jobs.turn_arrived(key, request.request_id, self._clock())
         self._counters.add("concurrent_turns", len(job.running) > 1)
         self.returns.forget(key)
         back = self.waits.returned(key)
         if back is None:
-            return job, 0
+            return Arrival(job)
         wait, gap_s = back
         self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
         self._pins.until(key, math.inf)  # until it has its blocks, however long it queues
-        return job, wait.end.context_tokens
+        context, made = wait.end.context_tokens, wait.decision
+        to_stay = made.tier is Tier.PIN and gap_s <= made.ttl_s
+        return Arrival(job, context, context if to_stay else 0)
 
     def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
         """As the client says, or as the prompt tells."""
@@ -190,6 +210,7 @@ class Gaps:
     def _over(self, job: JobKey) -> None:
         """The job is not waited for any longer."""
         self._release(job)
+        self._says_over(job)
         self.returns.forget(job)
         if (found := self.waits.over(job)) is not None:
             wait, gap_s = found

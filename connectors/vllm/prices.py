@@ -24,6 +24,9 @@ class Prices:
         fit: seconds of prefills.
         pool: vLLM's block pool.
         with_ssd: whether there is an SSD tier.
+        demand: blocks that jobs are heading for if so many more are pinned; None if nobody
+            counts them.
+        running: requests that have blocks, now.
         clock: monotonic seconds.
     """
 
@@ -35,6 +38,8 @@ class Prices:
         pins: PinTable,
         pool: Any,
         with_ssd: bool,
+        demand: Callable[[int], float] | None,
+        running: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         self.queue = QueueDelay()
@@ -46,6 +51,8 @@ class Prices:
         self._pins = pins
         self._pool = pool
         self._with_ssd = with_ssd
+        self._demand = demand
+        self._running = running
         self._clock = clock
         self._taken_at = -math.inf
         self._taken = 0
@@ -69,7 +76,6 @@ class Prices:
         """For a context of so many tokens, of a turn that is ending."""
         facts, planner = self._facts, self._planner
         blocks = -(-context_tokens // facts.block_size)
-        pinned = self._pins.held_blocks + min(blocks, self._pins.job_share)
         offloaded = planner.index.num_slots > 0
         copy_s = planner.copy_seconds(blocks)
         return Costs(
@@ -79,9 +85,23 @@ class Prices:
             ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self.price.price(facts.num_blocks - 1, pinned, own=blocks),
+            vram_price=self._price(blocks, computed=not offloaded),
             cpu_stay_s=self.cpu_stay_s(),
         )
+
+    def _price(self, blocks: int, *, computed: bool) -> float:
+        """λ for a turn's blocks.
+
+        Args:
+            computed: without a pin they are computed again, which holds up every other request
+                of the batch as well: a pin saves that many times B.
+        """
+        pool = self._facts.num_blocks - 1
+        mine = min(blocks, self._pins.job_share)
+        if self._demand is None:
+            return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
+        saves = max(1, self._running()) if computed else 1
+        return self.price.of(self._demand(mine), pool) / saves
 
     def cpu_stay_s(self) -> float:
         """How long a page stays in CPU memory at the present rate before it is evicted;

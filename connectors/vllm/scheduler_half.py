@@ -15,6 +15,7 @@ from typing import Any
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.vllm.accounts import Accounts
+from tiered_kv.connectors.vllm.admission import Admission
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints
 from tiered_kv.connectors.vllm.gaps import Gaps
@@ -57,6 +58,8 @@ TIME_EVERY = 8
 """Steps between two looks at how long steps take."""
 LOOK_EVERY_S = 0.25
 """Between two looks at what is due between turns."""
+MOST_HELD_IN_QUEUE = 8
+"""New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""
 STATS_EVERY = 16
 """Steps between two accounts of the counters while requests run."""
 
@@ -126,6 +129,9 @@ class SchedulerHalf:
         self._running = 0
         self.stats_due = True
         """A busy engine asks for stats in every step and is told in some of them."""
+        self.holds_in_queue = config.admission != "off"
+        """Whether ``match`` holds new jobs; a scheduler that can park them sets it to False."""
+        self._held: set[str] = set()
         self._last_report = clock()
 
     def bind(self, manager: Any) -> None:
@@ -138,8 +144,24 @@ class SchedulerHalf:
         self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
         with_ssd = self._config.ssd_path is not None and self.index.num_slots > 0
         clock = lambda: self._clock()  # noqa: E731 - of tests, perhaps
+        self.admission = Admission(
+            self.facts,
+            self._config.admission_max_wait_s,
+            self.pins,
+            pool,
+            lambda: self._running,
+            clock,
+        )
         self.prices = Prices(
-            self.facts, self.planner, self.prefills.fit, self.pins, pool, with_ssd, clock
+            self.facts,
+            self.planner,
+            self.prefills.fit,
+            self.pins,
+            pool,
+            with_ssd,
+            self.admission.demand_with_pin if self._config.admission != "off" else None,
+            lambda: self._running,
+            clock,
         )
         self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
         if with_ssd:
@@ -166,6 +188,7 @@ class SchedulerHalf:
             self._keeper,
             self.accounts,
             self.counters,
+            self.admission.over,
             clock,
         )
         self._wrap_reset(manager)
@@ -203,16 +226,19 @@ class SchedulerHalf:
         """``on_new_request``."""
         hints = _hints(request)
         self.counters.add("hints_ignored", hints.ignored)
-        job, before = self.gaps.arrived(request, hints)
+        found = self.gaps.arrived(request, hints)
         turn = self._turns[request.request_id] = Turn(
             request=request,
             hints=hints,
-            job=job,
-            number=job.turns if job else 1,
+            job=found.job,
+            number=found.job.turns if found.job else 1,
             fingerprint=self._fingerprint(request),
             arrived_at=self._clock(),
-            context_before=before,
+            context_before=found.context,
+            kept=found.kept,
         )
+        if self._config.admission != "off":
+            self.admission.arrived(turn)
         if self.ssd is not None and self._may_restore(turn):
             self.ssd.promote(turn, self.prefills.fit)
 
@@ -231,7 +257,10 @@ class SchedulerHalf:
             return 0, False
         if self.room.defer_new:
             return None, False
-        self.room.for_waiting(turn, num_computed, self._step)
+        if turn.new and self.holds_in_queue and self._held_in_queue(turn):
+            return None, False
+        if not (turn.new and self._running):  # jobs that have begun do not give way to new ones
+            self.room.for_waiting(turn, num_computed, self._step)
         turn.hit = None
         if not turn.admitted:
             turn.vram_tokens = num_computed
@@ -247,6 +276,42 @@ class SchedulerHalf:
             return 0, False
         return turn.hit.tokens, turn.hit.mode is RestoreMode.ASYNC
 
+    def _held_in_queue(self, turn: Turn) -> bool:
+        """Whether vLLM shall ask again for a new job, of which it can hold a few."""
+        known = turn.request_id in self._held
+        if not known and len(self._held) >= MOST_HELD_IN_QUEUE:
+            return False
+        if self.admission.holds(turn):
+            self._held.add(turn.request_id)
+            return True
+        self._held.discard(turn.request_id)
+        return False
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is of a new job that has to wait for room."""
+        turn = self._turns.get(request_id)
+        return turn is not None and self.admission.holds(turn)
+
+    def waiting_rank(self, request: Any) -> tuple[int, float, float]:
+        """In which order waiting requests are taken: those that were preempted, those whose KV
+        is held or on its way, the others; by when their jobs began."""
+        turn = self._turns.get(request.request_id)
+        if turn is None:
+            return 2, self._clock(), request.arrival_time
+        ready = bool(turn.awaits) or (turn.job is not None and turn.job.key in self.pins)
+        group = 0 if request.num_preemptions else 1 if ready else 2
+        return group, self._born(turn), request.arrival_time
+
+    def running_rank(self, request: Any) -> tuple[bool, float]:
+        """Who loses most by being preempted: a last turn, then the oldest job."""
+        turn = self._turns.get(request.request_id)
+        if turn is None:
+            return True, self._clock()
+        return not turn.hints.is_last_step, self._born(turn)
+
+    def _born(self, turn: Turn) -> float:
+        return turn.job.born if turn.job is not None else turn.arrived_at
+
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """``update_state_after_alloc``: the request has its blocks; order its restore."""
         turn = self._turns.get(request.request_id)
@@ -260,6 +325,9 @@ class SchedulerHalf:
             self.prefills.started(turn, self._clock())
             self.prices.admitted(turn)
             turn.ssd_tokens = min(num_external, self._came_up(turn))
+            if self._config.admission != "off":
+                self.admission.began(turn)
+                self._held.discard(turn.request_id)
         if self.ssd is not None:
             self.ssd.claimed(turn)
         if turn.job is not None and self.pins.release(turn.job.key):
@@ -313,7 +381,11 @@ class SchedulerHalf:
         return self.take_orders()
 
     def _look_at_demand(self) -> None:
-        waiting = (turn.request.num_tokens for turn in self._turns.values() if not turn.admitted)
+        waiting = (
+            turn.request.num_tokens
+            for turn in self._turns.values()
+            if not (turn.admitted or turn.new)  # room is made for new jobs by holding them
+        )
         self.prices.look(sum(waiting))
 
     def take_orders(self) -> TieredMetadata:
@@ -386,6 +458,7 @@ class SchedulerHalf:
         if turn is None:
             return None
         self._restored.pop(request.request_id, None)
+        self._held.discard(request.request_id)
         self._running -= turn.admitted
         if self.ssd is not None:
             self.ssd.claimed(turn)
@@ -394,8 +467,15 @@ class SchedulerHalf:
         if has_kv and turn.fingerprint is not None:
             last, pages = self.saves.finish(turn, block_ids[self.facts.group])
             save = last.order_id if last else None
+        if self._config.admission != "off":
+            self.admission.ended(turn, over=turn.hints.is_last_step or _aborted(request))
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
         return self.accounts.turn(turn, wait.decision, pinned)
+
+    def scheduler_failed(self) -> None:
+        """``ContinuumScheduler`` could not ask us: it goes on as vLLM's own."""
+        self.counters.add("hook_errors")
+        logger.exception("ordering requests failed; those held are let in")
 
     # -- resets, life and death -------------------------------------------------------
 
@@ -464,6 +544,12 @@ class SchedulerHalf:
         self.gaps.close()
         self._fingerprints.close()
         self.accounts.close()
+
+
+def _aborted(request: Any) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    return bool(request.status == RequestStatus.FINISHED_ABORTED)
 
 
 def _hints(request: Any) -> TurnHints:

@@ -46,6 +46,8 @@ class Turn:
         ssd_keys: pages that came up for it, or are coming, until it is admitted.
         arrived_at: when, on the scheduler half's clock.
         context_before: tokens of the context that its job waited with.
+        kept: those of them that were to stay in VRAM until now.
+        new: its job has not begun, and may be held.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
 
@@ -70,6 +72,8 @@ class Turn:
     ssd_tokens: int = 0
     arrived_at: float = 0.0
     context_before: int = 0
+    kept: int = 0
+    new: bool = False
 
     @property
     def request_id(self) -> str:

@@ -225,9 +225,10 @@ def test_a_full_store_lets_its_oldest_segment_die_but_for_the_survivors() -> Non
     store = SsdStore(pages=2 * SEGMENTS)
     for n in range(2 * SEGMENTS):
         store.put(page(n))
-    assert store.proposal is None
+    full = store.proposal
     store.put(page(1_000))
     dying = store.proposal
+    assert full is None, "there is room for every page that it is said to hold"
     assert dying is not None
     assert dying.keys == (page(0), page(1))
     gone, again = store.reclaim(type(dying)(dying.segment, (page(1),)))

@@ -13,10 +13,13 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
-    """Rigs by options, closed at the end of the test."""
+    """Rigs by options, closed at the end of the test. Nothing is held but where a test says so."""
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
+        extra = options.get("extra", {"cpu_gib": 0.001})
+        if extra is not None:
+            options["extra"] = {"admission": "off", **extra}
         rigs.append(Rig(tmp_path / "model", RigOptions(**options)))
         return rigs[-1]
 

@@ -139,9 +139,11 @@ def test_random_scripts_end_well(make_rig: MakeRig, tmp_path: Path, seed: int) -
         max_model_len=256,
         max_batched_tokens=rng.choice([64, 256]),
         max_num_seqs=rng.choice([2, 8]),
+        in_job_order=rng.random() < 0.5,
         extra={
             "cpu_gib": slots * 16 * CELL / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
+            "admission": rng.choice(["auto", "off"]),
             **(ssd if slots else {}),
         },
     )

@@ -117,15 +117,20 @@ def kv_config(size: EngineSize) -> Any:
     )
 
 
-def make_scheduler(config: Any, kv_cache_config: Any, *, log_stats: bool) -> Any:
-    """vLLM's scheduler, which makes its connector itself."""
+def make_scheduler(
+    config: Any, kv_cache_config: Any, *, log_stats: bool, in_job_order: bool = False
+) -> Any:
+    """vLLM's scheduler, or ours over it; it makes its connector itself."""
     from vllm.v1.core.sched.scheduler import Scheduler
+
+    from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 
     structured = SimpleNamespace(
         accept_tokens=lambda *a, **k: True, should_advance=lambda *a, **k: False
     )
     block_size = config.cache_config.block_size
-    return Scheduler(
+    made: Any = ContinuumScheduler if in_job_order else Scheduler
+    return made(
         config,
         kv_cache_config,
         structured,

@@ -41,6 +41,7 @@ class RigOptions:
     Attributes:
         blocks: blocks of the VRAM pool, vLLM's null block included.
         extra: the connector's settings, or None for stock vLLM.
+        in_job_order: with ``ContinuumScheduler``.
         check_kv: write and check KV; without it the model says the same to everything,
             and large engines are fast.
     """
@@ -53,6 +54,7 @@ class RigOptions:
     policy: str = "fcfs"
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
     check_kv: bool = True
+    in_job_order: bool = False
 
 
 class Rig:
@@ -97,7 +99,9 @@ class Rig:
 
             self.worker = TieredContinuumConnector(self.config, KVConnectorRole.WORKER, layout)
             self.worker.register_kv_caches({"layer.0": self.memory})
-        self.scheduler = make_scheduler(self.config, layout, log_stats=True)
+        self.scheduler = make_scheduler(
+            self.config, layout, log_stats=True, in_job_order=opts.in_job_order
+        )
         self.now = 1000.0
         if opts.extra is not None:
             self.half._clock = lambda: self.now  # TTLs pass when a test says so

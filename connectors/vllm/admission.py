@@ -1,0 +1,249 @@
+"""New jobs are held back while those already begun will need the room.
+
+Counts what every job takes and is heading for (``policies.admission``), from its first blocks to
+its end. A job is held until its working set fits, the engine is idle and has room for it now, or
+it has waited for as long as a client may be left waiting. Jobs in mid-course are never held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.policies.admission import Allowance, Growth, JobLengths, Share, peak_demand
+from tiered_kv.policies.signals import JobKey
+
+LOOK_EVERY_S = 0.1
+"""A job that was held is looked at again when something changed, or after so long."""
+SILENT_TIMES = 8.0
+"""A job that is away for so many times the mean gap is taken to have ended, until it returns."""
+LEAST_SILENCE_S = 30.0
+LEARN_EVERY_S = 1.0
+"""Between two signs that too much was given out, or too little."""
+PACE = 0.9
+"""What the mean of times keeps of itself with each new one."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A job that has begun.
+
+    Attributes:
+        turns: begun. running: of them, now.
+        blocks: of its context when its present turn ends, or when its last did; those shared
+            with others left out.
+        ended: of its context when its last turn ended.
+        grown: blocks that its turns have added, the first left out.
+        shared: blocks that it found in VRAM when it began.
+        family: the first block of what it shares; jobs of one share the same.
+        since: when its last turn ended.
+        silent: for so long that it is taken to have ended.
+    """
+
+    turns: int
+    running: int
+    blocks: float
+    shared: int
+    family: bytes
+    since: float
+    ended: float = 0.0
+    grown: float = 0.0
+    silent: bool = False
+
+
+class Admission:
+    """The jobs that have begun, and whether another may. One thread.
+
+    Args:
+        max_wait_s: after that long a job is let in, whatever it needs.
+        pool: vLLM's block pool.
+        running: requests that have blocks, now.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        max_wait_s: float,
+        pins: PinTable,
+        pool: Any,
+        running: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.lengths = JobLengths()
+        self.growth = Growth()
+        self.allowance = Allowance()
+        self._facts = facts
+        self._max_wait_s = max_wait_s
+        self._pins = pins
+        self._pool = pool
+        self._running = running
+        self._clock = clock
+        self._members: dict[JobKey, _Member] = {}
+        self._output = Growth()
+        self._shared = Growth()
+        self._turn_s = self._gap_s = 0.0
+        self._refused_at = -math.inf
+        self._changed = True
+        self._learned_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    # -- what happens to jobs -----------------------------------------------------------
+
+    def arrived(self, turn: Turn) -> None:
+        """A turn arrives: of a job that has begun, or of one that may be held."""
+        self._changed = True
+        member = self._members.get(_key(turn))
+        if member is None:
+            turn.new = True
+            return
+        if not member.running:
+            self._gap_s = _mean(self._gap_s, self._clock() - member.since)
+        member.running += 1
+        member.silent = False
+        member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
+
+    def began(self, turn: Turn) -> None:
+        """A turn has its first blocks."""
+        self._changed = True
+        turn.new = False
+        key, size = _key(turn), self._facts.block_size
+        member = self._members.get(key)
+        if member is not None:
+            member.turns += 1
+            if turn.vram_tokens + turn.cpu_tokens + size < turn.kept:
+                self._learn(self.allowance.lost)
+            return
+        shared = turn.vram_tokens // size
+        hashes = turn.request.block_hashes
+        family = bytes(hashes[0]) if shared and hashes else b""
+        blocks = self._blocks_of(turn) - shared
+        self._members[key] = _Member(1, 1, blocks, shared, family, self._clock())
+        self._shared.observe(shared)
+
+    def ended(self, turn: Turn, *, over: bool) -> None:
+        """A turn ended; ``over`` if its job did as well, or nobody will say."""
+        self._changed = True
+        turn.new = False
+        key = _key(turn)
+        member = self._members.get(key)
+        if member is None:
+            return
+        now = self._clock()
+        member.running = max(0, member.running - 1)
+        member.since = now
+        blocks = turn.request.num_tokens / self._facts.block_size - member.shared
+        if member.ended:
+            grown = max(0.0, blocks - member.ended)
+            member.grown += grown
+            self.growth.observe(grown)
+        member.ended = blocks
+        if not member.running:
+            member.blocks = blocks
+        self._output.observe(turn.request.num_output_tokens / self._facts.block_size)
+        self._turn_s = _mean(self._turn_s, now - turn.arrived_at)
+        if turn.job is None or (over and not member.running):
+            self.over(key)
+
+    def over(self, job: JobKey) -> None:
+        """The job has no further turn, or is not waited for any longer."""
+        member = self._members.pop(job, None)
+        if member is not None:
+            self._changed = True
+            if not member.silent:
+                self.lengths.ended(member.turns)
+
+    # -- whether a new one may begin ------------------------------------------------------
+
+    def holds(self, turn: Turn) -> bool:
+        """Whether a turn must wait for room. Always False in mid-course."""
+        if not turn.new:
+            return False
+        now = self._clock()
+        if not self._running() or now - turn.arrived_at >= self._max_wait_s:
+            return False
+        if not self._changed and now - self._refused_at < LOOK_EVERY_S:
+            return True
+        self._changed = False
+        need = max(1.0, self._blocks_of(turn) - self._shared.mean)
+        if self.demand(need) <= self.allowance.share * (self._facts.num_blocks - 1):
+            return False
+        self._refused_at = now
+        if self._pool.get_num_free_blocks() > 2 * need + self._loose():
+            self._learn(self.allowance.spare)
+        return True
+
+    def _learn(self, sign: Callable[[], None]) -> None:
+        """What happens at once has one cause."""
+        if self._clock() - self._learned_at >= LEARN_EVERY_S:
+            self._learned_at = self._clock()
+            sign()
+
+    def demand(self, new_blocks: float = 0.0) -> float:
+        """The most blocks that the jobs that have begun are heading for, beside a new one if that
+        takes some."""
+        grows = self.growth.mean
+        shares = [Share(new_blocks, grows, self.lengths.left(1))] if new_blocks else []
+        families: dict[bytes, int] = {}
+        now = self._clock()
+        for key, member in self._members.items():
+            if member.silent or self._fell_silent(key, member, now):
+                continue
+            families[member.family] = max(families.get(member.family, 0), member.shared)
+            own = (member.grown + grows) / max(1, member.turns)
+            left = self.lengths.left(member.turns)
+            blocks = member.blocks
+            if not member.running:
+                left, blocks = max(0.0, left - 1), blocks + own
+            shares.append(Share(blocks, own, left, self._weight(key, member, now)))
+        return sum(families.values()) + peak_demand(shares)
+
+    def demand_with_pin(self, blocks: int) -> float:
+        """The same if a job whose turn has just ended keeps so many blocks while it is away."""
+        away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
+        return self.demand() + away * blocks
+
+    def _fell_silent(self, key: JobKey, member: _Member, now: float) -> bool:
+        """Its client may have gone without a word."""
+        late_s = max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
+        if member.running or key in self._pins or now - member.since < late_s:
+            return False
+        member.silent = True
+        self.lengths.ended(member.turns)
+        return True
+
+    def _weight(self, key: JobKey, member: _Member, now: float) -> float:
+        """Of the time until its next turn has ended, the share in which the job needs VRAM."""
+        if member.running or key in self._pins:
+            return 1.0
+        away_s = max(self._gap_s, now - member.since)
+        return self._turn_s / (self._turn_s + away_s) if self._turn_s else 1.0
+
+    def _loose(self) -> float:
+        """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
+        now = self._clock()
+        return sum(
+            member.blocks * self._weight(key, member, now)
+            for key, member in self._members.items()
+            if not (member.running or member.silent or key in self._pins)
+        )
+
+    def _blocks_of(self, turn: Turn) -> float:
+        tokens: int = turn.request.num_prompt_tokens
+        return tokens / self._facts.block_size + self._output.mean
+
+
+def _key(turn: Turn) -> JobKey:
+    """The job's; a request without a job is one of its own."""
+    return turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
+
+
+def _mean(old: float, new: float) -> float:
+    return PACE * old + (1 - PACE) * new if old else new

@@ -1,0 +1,105 @@
+"""``ContinuumScheduler``: vLLM's scheduler with jobs in mind, for ``--scheduler-cls``.
+
+    vllm serve MODEL --kv-transfer-config … \\
+        --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
+
+Three things are changed. New jobs that the connector holds are parked outside the waiting queue.
+Those in the queue are taken in the order in which their jobs began, jobs whose KV is held for them
+first. And whoever must be preempted is the one that loses least. Without our connector, or with
+``--scheduling-policy priority`` (the operator's own order), nothing but parking is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
+
+
+class _InJobOrder:
+    """What both schedulers get; see the module."""
+
+    connector: Any
+    requests: dict[str, Any]
+    waiting: Any
+    running: list[Any]
+    policy: SchedulingPolicy
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parked: dict[str, Any] = {}  # requests by id, first come first
+        half = getattr(self.connector, "scheduler_half", None)
+        self._half: SchedulerHalf | None = half
+        if half is not None:
+            half.holds_in_queue = False
+
+    def add_request(self, request: Any) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)  # type: ignore[misc]
+        if self._half is not None and not known and self._half.holds(request.request_id):
+            self.waiting.remove_request(request)
+            self._parked[request.request_id] = request
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
+        ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
+        for request_id in [one for one, request in self._parked.items() if request.is_finished()]:
+            del self._parked[request_id]
+        return ended
+
+    def get_request_counts(self) -> tuple[int, int]:
+        running, waiting = super().get_request_counts()  # type: ignore[misc]
+        return running, waiting + len(self._parked)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._half is not None:
+            try:
+                self._let_in()
+                if self.policy is SchedulingPolicy.FCFS:
+                    self._put_in_order()
+            except Exception:
+                self._half.scheduler_failed()
+                self._unpark_all()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _let_in(self) -> None:
+        assert self._half is not None
+        if not self._parked:
+            return
+        request_id = next(iter(self._parked))
+        if not self._half.holds(request_id):  # one a step: what it takes is known once it runs
+            self.waiting.add_request(self._parked.pop(request_id))
+
+    def _unpark_all(self) -> None:
+        while self._parked:
+            self.waiting.add_request(self._parked.pop(next(iter(self._parked))))
+
+    def _put_in_order(self) -> None:
+        half, waiting = self._half, self.waiting
+        assert half is not None
+        if len(waiting) > 1:
+            ordered = sorted(waiting, key=half.waiting_rank)
+            waiting.clear()
+            waiting.extend(ordered)
+        if len(self.running) > 1:
+            # vLLM preempts the last.
+            self.running = sorted(self.running, key=half.running_rank)
+
+
+class ContinuumScheduler(_InJobOrder, Scheduler):
+    """See the module."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """The asynchronous one where vLLM would have taken its own."""
+        if cls is ContinuumScheduler and vllm_config.scheduler_config.async_scheduling:
+            return AsyncContinuumScheduler(vllm_config, *args, **kwargs)
+        return super().__new__(cls)
+
+
+class AsyncContinuumScheduler(_InJobOrder, AsyncScheduler):
+    """The same over vLLM's asynchronous scheduler."""

@@ -1,0 +1,123 @@
+"""Which new jobs may begin: those whose working set fits beside that of the jobs already begun.
+
+vLLM admits whatever finds free blocks. With more jobs than fit, each job's KV is evicted before
+its next turn, all of them compute their contexts again, and none ends. So a new job waits until
+the highest demand that the others are heading for leaves room for it.
+
+The forecast lets every job go on at the same pace, by so many blocks a turn, until it ends after
+as many turns as jobs of its age had left. The highest total on the way is reached just before some
+job ends, so only those moments are looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+JOBS = 256
+"""Ended jobs whose numbers of turns are remembered."""
+FORGETTING = 0.98
+"""What a turn's growth still counts after the next one."""
+MOST, LEAST = 1.2, 0.5
+"""Bounds of the share of the pool that may be given out: it is a forecast, and contexts share."""
+DOWN, UP = 0.97, 1.003
+"""Factors of that share, for a context that was lost and for a job held beside free blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a job is expected to take of the pool.
+
+    Attributes:
+        blocks: at the end of its present turn, or of its next if none runs; those that it
+            shares with other jobs left out.
+        grows: blocks more with every turn after that.
+        left: turns after that.
+        weight: how much of the time it needs them, 0 to 1: a job that waits in CPU memory needs
+            them only while a turn of it runs.
+    """
+
+    blocks: float
+    grows: float
+    left: float
+    weight: float = 1.0
+
+
+def peak_demand(shares: Iterable[Share]) -> float:
+    """The most blocks that the jobs take together at any time on their way."""
+    blocks = grows = peak = 0.0
+    for share in sorted(shares, key=lambda one: one.left, reverse=True):
+        blocks += share.weight * share.blocks
+        grows += share.weight * share.grows
+        peak = max(peak, blocks + grows * share.left)
+    return max(peak, blocks)  # the last figure is the present's
+
+
+class JobLengths:
+    """How many turns a job still has, after those that ended lately."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._sums: list[int] | None = None  # from each place on
+
+    def ended(self, turns: int) -> None:
+        """A job ended after so many turns."""
+        if turns < 1:
+            return
+        if len(self._latest) >= JOBS:
+            self._sorted.remove(self._latest.popleft())
+        self._latest.append(turns)
+        insort(self._sorted, turns)
+        self._sums = None
+
+    def left(self, turns: int) -> float:
+        """Turns that follow the ``turns`` that have begun: the mean of the jobs that had more;
+        as many again if there was none."""
+        if self._sums is None:
+            total, sums = 0, [0]
+            for one in reversed(self._sorted):
+                total += one
+                sums.append(total)
+            self._sums = sums[::-1]
+        # Jobs that end here count too, with none left.
+        at = bisect_right(self._sorted, turns - 1)
+        count = len(self._sorted) - at
+        if not count:
+            return float(turns)
+        return self._sums[at] / count - turns
+
+
+class Growth:
+    """Blocks that contexts gain with a turn, lately."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def observe(self, blocks: float) -> None:
+        self._sum = FORGETTING * self._sum + max(0.0, blocks)
+        self._weight = FORGETTING * self._weight + 1.0
+
+    @property
+    def mean(self) -> float:
+        """0 before the first."""
+        return self._sum / self._weight if self._weight else 0.0
+
+
+class Allowance:
+    """The share of the pool that jobs may be let in for. It begins at all of it, falls with every
+    context that was evicted before its job returned, and rises with jobs that are held although
+    blocks stay free."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def lost(self) -> None:
+        """A job's KV was no longer there, though it was to stay."""
+        self.share = max(LEAST, self.share * DOWN)
+
+    def spare(self) -> None:
+        """A job is held, and more is free than it needs."""
+        self.share = min(MOST, self.share * UP)

@@ -1,0 +1,98 @@
+"""How much the jobs that have begun are heading for, and how much of the pool is given out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.policies.admission import (
+    JOBS,
+    LEAST,
+    MOST,
+    Allowance,
+    Growth,
+    JobLengths,
+    Share,
+    peak_demand,
+)
+
+amounts = st.floats(0, 1000)
+shares = st.builds(Share, amounts, amounts, st.integers(0, 50).map(float))
+
+
+def test_jobs_of_one_age_peak_together_and_others_in_turn() -> None:
+    grown = Share(blocks=10, grows=5, left=4)
+    assert peak_demand([grown]) == 30
+    assert peak_demand([grown, grown]) == 60
+    ends_soon = Share(blocks=30, grows=5, left=0)
+    assert peak_demand([grown, ends_soon]) == 40, "when the one is at its end the other is gone"
+
+
+@given(st.lists(shares, max_size=12))
+def test_the_peak_is_that_of_all_moments(found: list[Share]) -> None:
+    moments = [0.0, *(share.left for share in found)]
+    wanted = max(sum(one.blocks + one.grows * t for one in found if one.left >= t) for t in moments)
+    assert peak_demand(found) == pytest.approx(wanted)
+
+
+@given(st.lists(shares, max_size=8), shares)
+def test_another_job_never_lowers_the_peak(found: list[Share], more: Share) -> None:
+    assert peak_demand([*found, more]) >= peak_demand(found) * (1 - 1e-9)
+
+
+def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
+    assert peak_demand([Share(100, 0, 3, weight=0.25)]) == 25
+
+
+def test_turns_left_are_those_of_jobs_that_came_so_far() -> None:
+    lengths = JobLengths()
+    assert lengths.left(6) == 6, "nothing is known: as many again"
+    for turns in (2, 4, 8, 8):
+        lengths.ended(turns)
+    assert lengths.left(1) == pytest.approx((2 + 4 + 8 + 8) / 4 - 1)
+    assert lengths.left(4) == pytest.approx((4 + 8 + 8) / 3 - 4)
+    assert lengths.left(8) == 0
+    assert lengths.left(9) == 9
+
+
+def test_only_the_latest_jobs_count() -> None:
+    lengths = JobLengths()
+    rng = random.Random(0)
+    for _ in range(3 * JOBS):
+        lengths.ended(rng.randint(50, 90))
+    for _ in range(JOBS):
+        lengths.ended(3)
+    assert lengths.left(1) == 2
+    lengths.ended(0)
+    assert lengths.left(1) == 2, "no job has no turn"
+
+
+def test_growth_is_that_of_late() -> None:
+    growth = Growth()
+    assert growth.mean == 0
+    for _ in range(300):
+        growth.observe(10)
+    for _ in range(300):
+        growth.observe(20)
+    assert growth.mean == pytest.approx(20, rel=0.01)
+    growth.observe(-5)
+    assert growth.mean < 20, "a context that was cut has not grown"
+
+
+def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() -> None:
+    allowance = Allowance()
+    assert allowance.share == 1
+    allowance.lost()
+    fallen = allowance.share
+    assert fallen < 1
+    allowance.spare()
+    assert fallen < allowance.share < 1
+    for _ in range(1000):
+        allowance.lost()
+    assert allowance.share == LEAST
+    for _ in range(1000):
+        allowance.spare()
+    assert allowance.share == MOST
