@@ -5,17 +5,23 @@ its next turn, all of them compute their contexts again, and none ends. So a new
 the highest demand that the others are heading for leaves room for it.
 
 The forecast lets every job go on at the same pace, by so many blocks a turn, until it ends after
-as many turns as jobs of its age had left. The highest total on the way is reached just before some
-job ends, so only those moments are looked at.
+as many turns as jobs of its age had left. As some are slower than others, each is taken to stay
+for a while after that: as much longer as turns differ in length. The highest total on the way is
+reached just before some job goes, so only such moments are looked at.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+MOMENTS = 32
+"""Looked at; of more, so many are taken evenly."""
 JOBS = 256
 """Ended jobs whose numbers of turns are remembered."""
 FORGETTING = 0.98
@@ -45,14 +51,24 @@ class Share:
     weight: float = 1.0
 
 
-def peak_demand(shares: Iterable[Share]) -> float:
-    """The most blocks that the jobs take together at any time on their way."""
-    blocks = grows = peak = 0.0
-    for share in sorted(shares, key=lambda one: one.left, reverse=True):
-        blocks += share.weight * share.blocks
-        grows += share.weight * share.grows
-        peak = max(peak, blocks + grows * share.left)
-    return max(peak, blocks)  # the last figure is the present's
+def peak_demand(shares: Sequence[Share], spread: float = 0.0) -> float:
+    """The most blocks that the jobs take together at any time on their way.
+
+    Args:
+        spread: standard deviation of the time that a turn with its gap takes, over its mean.
+    """
+    if not shares:
+        return 0.0
+    blocks = np.array([share.weight * share.blocks for share in shares])
+    grows = np.array([share.weight * share.grows for share in shares])
+    left = np.array([share.left for share in shares])
+    stays = left + spread * np.sqrt(left)
+    moments = np.append(np.unique(stays), 0.0)
+    if len(moments) > MOMENTS:
+        moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
+    there = stays >= moments[:, None]
+    totals = (blocks + grows * np.minimum(left, moments[:, None])) * there
+    return float(totals.sum(axis=1).max())
 
 
 class JobLengths:
@@ -104,6 +120,25 @@ class Growth:
     def mean(self) -> float:
         """0 before the first."""
         return self._sum / self._weight if self._weight else 0.0
+
+
+class Pace:
+    """How evenly turns follow one another: times from one turn's arrival to the job's next."""
+
+    def __init__(self) -> None:
+        self._mean = self._square = 0.0
+
+    def observe(self, seconds: float) -> None:
+        keeps = FORGETTING if self._mean else 0.0
+        self._mean += (1 - keeps) * (seconds - self._mean)
+        self._square += (1 - keeps) * (seconds * seconds - self._square)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over mean; 0 before the second."""
+        if self._mean <= 0:
+            return 0.0
+        return math.sqrt(max(0.0, self._square - self._mean**2)) / self._mean
 
 
 class Allowance:

@@ -34,7 +34,8 @@ class TierConfig:
         policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
             every tier off.
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
-        admission: ``auto`` holds new jobs while their working set does not fit, ``off`` does not.
+        admission: ``auto`` holds new jobs while their working set does not fit, ``off`` does not;
+            always ``off`` under another policy than the default.
         admission_max_wait_s: seconds after which a held job is let in.
         trace: path of the JSONL trace; None writes none.
     """
@@ -95,7 +96,9 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         trace=_path(given, "trace"),
     )
     if config.policy == "none":
-        config = replace(config, cpu_gib=0.0, ssd_path=None, admission="off")
+        config = replace(config, cpu_gib=0.0, ssd_path=None)
+    if config.policy != defaults.policy:  # what it is compared with holds nobody
+        config = replace(config, admission="off")
     if config.ssd_path is not None and config.cpu_gib == 0:
         raise ConfigError(
             f"{ENV_PREFIX}SSD_PATH needs CPU memory for pages on their way: "

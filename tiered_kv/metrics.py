@@ -46,6 +46,8 @@ COUNTERS: Mapping[str, str] = {
     "answers_unread": "Answers whose tool calls were not read, as too many were waiting.",
     "tool_read_errors": "Failures while tool calls were read: of a parser, or of the tokenizer.",
     "concurrent_turns": "Turns that arrived while another of their job was running.",
+    "jobs_held": "New jobs that had to wait for room.",
+    "watchdog_barks": "Times that nothing was computed for long and all that is held was given up.",
     "hook_errors": "Exceptions kept from the engine; each is logged once.",
     "trace_dropped": "Trace lines dropped because the writer was behind or failing.",
     "resets": "Cache resets; each starts a new generation of pages.",
@@ -59,6 +61,7 @@ GAUGES: Mapping[str, str] = {
     "pinned_blocks": "VRAM blocks under a pin.",
     "orders_in_flight": "Orders not yet reported by every rank.",
     "jobs": "Jobs remembered.",
+    "jobs_begun": "Jobs that have begun and take room, or will again.",
 }
 
 

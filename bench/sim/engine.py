@@ -138,7 +138,6 @@ class Engine:
         extra: dict[str, object] | None = None
         if server.policy is not None:
             extra = {"policy": "lru" if policy is not None else server.policy}
-            extra["admission"] = "auto" if server.admission else "off"
             extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
             if server.ssd:
                 (folder / "ssd").mkdir(parents=True)

@@ -44,7 +44,7 @@ GUESS = StepCost(step=2e-3, weights=1.5e-2, token=4e-4, pair=2e-8, kv=1e-7)
 SIMULATED = {
     STOCK: server("fcfs"),
     BOUND: server("fcfs"),
-    TIERED: server("occupancy+cpu"),
+    TIERED: server("occupancy-alone+cpu"),
     f"{TIERED}-lru": server("lru+cpu"),
     f"{TIERED}-continuum-fixed": Server("continuum-fixed+cpu", "continuum-fixed", cpu=True),
 }

@@ -48,7 +48,6 @@ class Server:
         gated: whole programs are paused, as ThunderAgent does.
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
         in_job_order: it runs ``ContinuumScheduler``.
-        admission: new jobs are held while their working set does not fit.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Server:
     gated: bool = False
     chunk: int = 0
     in_job_order: bool = False
-    admission: bool = False
 
 
 CLAIRVOYANT = "clairvoyant"
@@ -95,10 +93,9 @@ def server(name: str) -> Server:
     if base == "lmcache":
         return Server(name, "lru", cpu=True, ssd=ssd, chunk=CHUNK)
     if base == CONNECTOR_ALONE:
-        return Server(name, OURS, cpu=cpu, ssd=ssd, admission=True)
-    ours = base == OURS
+        return Server(name, OURS, cpu=cpu, ssd=ssd)
     order = Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL
-    return Server(name, base, cpu, ssd, order, in_job_order=ours, admission=ours)
+    return Server(name, base, cpu, ssd, order, in_job_order=base == OURS)
 
 
 class Knowing(Clairvoyant):

@@ -15,7 +15,14 @@ from typing import Any
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.policies.admission import Allowance, Growth, JobLengths, Share, peak_demand
+from tiered_kv.policies.admission import (
+    Allowance,
+    Growth,
+    JobLengths,
+    Pace,
+    Share,
+    peak_demand,
+)
 from tiered_kv.policies.signals import JobKey
 
 LOOK_EVERY_S = 0.1
@@ -41,7 +48,7 @@ class _Member:
         grown: blocks that its turns have added, the first left out.
         shared: blocks that it found in VRAM when it began.
         family: the first block of what it shares; jobs of one share the same.
-        since: when its last turn ended.
+        asked, since: when its last turn arrived, and when one last ended.
         silent: for so long that it is taken to have ended.
     """
 
@@ -50,6 +57,7 @@ class _Member:
     blocks: float
     shared: int
     family: bytes
+    asked: float
     since: float
     ended: float = 0.0
     grown: float = 0.0
@@ -64,6 +72,9 @@ class Admission:
         pool: vLLM's block pool.
         running: requests that have blocks, now.
         clock: monotonic seconds.
+
+    Attributes:
+        refused: jobs that had to wait so far.
     """
 
     def __init__(
@@ -77,7 +88,9 @@ class Admission:
     ) -> None:
         self.lengths = JobLengths()
         self.growth = Growth()
+        self.pace = Pace()
         self.allowance = Allowance()
+        self.refused = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._pins = pins
@@ -85,6 +98,7 @@ class Admission:
         self._running = running
         self._clock = clock
         self._members: dict[JobKey, _Member] = {}
+        self._entering: dict[str, float] = {}  # requests let in, until they have blocks
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
@@ -104,8 +118,11 @@ class Admission:
         if member is None:
             turn.new = True
             return
+        now = self._clock()
         if not member.running:
-            self._gap_s = _mean(self._gap_s, self._clock() - member.since)
+            self._gap_s = _mean(self._gap_s, now - member.since)
+        self.pace.observe(now - member.asked)
+        member.asked = now
         member.running += 1
         member.silent = False
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
@@ -114,6 +131,7 @@ class Admission:
         """A turn has its first blocks."""
         self._changed = True
         turn.new = False
+        self._entering.pop(turn.request_id, None)
         key, size = _key(turn), self._facts.block_size
         member = self._members.get(key)
         if member is not None:
@@ -125,13 +143,15 @@ class Admission:
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared
-        self._members[key] = _Member(1, 1, blocks, shared, family, self._clock())
+        now = self._clock()
+        self._members[key] = _Member(1, 1, blocks, shared, family, now, now)
         self._shared.observe(shared)
 
     def ended(self, turn: Turn, *, over: bool) -> None:
         """A turn ended; ``over`` if its job did as well, or nobody will say."""
         self._changed = True
         turn.new = False
+        self._entering.pop(turn.request_id, None)
         key = _key(turn)
         member = self._members.get(key)
         if member is None:
@@ -163,19 +183,24 @@ class Admission:
     # -- whether a new one may begin ------------------------------------------------------
 
     def holds(self, turn: Turn) -> bool:
-        """Whether a turn must wait for room. Always False in mid-course."""
-        if not turn.new:
+        """Whether a turn must wait for room. Always False in mid-course, and once let in."""
+        if not turn.new or turn.request_id in self._entering:
             return False
         now = self._clock()
-        if not self._running() or now - turn.arrived_at >= self._max_wait_s:
-            return False
-        if not self._changed and now - self._refused_at < LOOK_EVERY_S:
+        idle = not (self._running() or self._entering)
+        if not (idle or self._changed) and now - self._refused_at < LOOK_EVERY_S:
             return True
         self._changed = False
         need = max(1.0, self._blocks_of(turn) - self._shared.mean)
-        if self.demand(need) <= self.allowance.share * (self._facts.num_blocks - 1):
+        fits = self.demand(need) <= self.allowance.share * (self._facts.num_blocks - 1)
+        if fits or idle or now - turn.arrived_at >= self._max_wait_s:
+            self._entering[turn.request_id] = need
+            self._changed = True
             return False
         self._refused_at = now
+        if not turn.refused:
+            turn.refused = True
+            self.refused += 1
         if self._pool.get_num_free_blocks() > 2 * need + self._loose():
             self._learn(self.allowance.spare)
         return True
@@ -190,7 +215,10 @@ class Admission:
         """The most blocks that the jobs that have begun are heading for, beside a new one if that
         takes some."""
         grows = self.growth.mean
-        shares = [Share(new_blocks, grows, self.lengths.left(1))] if new_blocks else []
+        left = self.lengths.left(1)
+        shares = [Share(blocks, grows, left) for blocks in self._entering.values()]
+        if new_blocks:
+            shares.append(Share(new_blocks, grows, left))
         families: dict[bytes, int] = {}
         now = self._clock()
         for key, member in self._members.items():
@@ -203,7 +231,7 @@ class Admission:
             if not member.running:
                 left, blocks = max(0.0, left - 1), blocks + own
             shares.append(Share(blocks, own, left, self._weight(key, member, now)))
-        return sum(families.values()) + peak_demand(shares)
+        return sum(families.values()) + peak_demand(shares, self.pace.spread)
 
     def demand_with_pin(self, blocks: int) -> float:
         """The same if a job whose turn has just ended keeps so many blocks while it is away."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -30,6 +31,7 @@ class _InJobOrder:
     waiting: Any
     running: list[Any]
     policy: SchedulingPolicy
+    _pause_state: PauseState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,12 +39,12 @@ class _InJobOrder:
         half = getattr(self.connector, "scheduler_half", None)
         self._half: SchedulerHalf | None = half
         if half is not None:
-            half.holds_in_queue = False
+            half.queue.parks = True
 
     def add_request(self, request: Any) -> None:
         known = request.request_id in self.requests
         super().add_request(request)  # type: ignore[misc]
-        if self._half is not None and not known and self._half.holds(request.request_id):
+        if self._half is not None and not known and self._half.queue.holds(request.request_id):
             self.waiting.remove_request(request)
             self._parked[request.request_id] = request
 
@@ -55,6 +57,12 @@ class _InJobOrder:
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()  # type: ignore[misc]
         return running, waiting + len(self._parked)
+
+    def get_num_unfinished_requests(self) -> int:
+        unfinished: int = super().get_num_unfinished_requests()  # type: ignore[misc]
+        if not unfinished and self._pause_state == PauseState.UNPAUSED:
+            return len(self._parked)  # vLLM 0.30 counts its queues only, and would fall asleep
+        return unfinished
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._half is not None:
@@ -69,10 +77,10 @@ class _InJobOrder:
 
     def _let_in(self) -> None:
         assert self._half is not None
-        if not self._parked:
-            return
-        request_id = next(iter(self._parked))
-        if not self._half.holds(request_id):  # one a step: what it takes is known once it runs
+        while self._parked:
+            request_id = next(iter(self._parked))
+            if self._half.queue.holds(request_id):
+                return
             self.waiting.add_request(self._parked.pop(request_id))
 
     def _unpark_all(self) -> None:
@@ -83,12 +91,12 @@ class _InJobOrder:
         half, waiting = self._half, self.waiting
         assert half is not None
         if len(waiting) > 1:
-            ordered = sorted(waiting, key=half.waiting_rank)
+            ordered = sorted(waiting, key=half.queue.waiting_rank)
             waiting.clear()
             waiting.extend(ordered)
         if len(self.running) > 1:
             # vLLM preempts the last.
-            self.running = sorted(self.running, key=half.running_rank)
+            self.running = sorted(self.running, key=half.queue.running_rank)
 
 
 class ContinuumScheduler(_InJobOrder, Scheduler):

@@ -17,8 +17,10 @@ from tiered_kv.config import TierConfig
 from tiered_kv.connectors.vllm.accounts import Accounts
 from tiered_kv.connectors.vllm.admission import Admission
 from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.failed_restores import FailedRestores
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints
 from tiered_kv.connectors.vllm.gaps import Gaps
+from tiered_kv.connectors.vllm.job_queue import JobQueue
 from tiered_kv.connectors.vllm.metadata import (
     TieredHandshake,
     TieredMetadata,
@@ -35,6 +37,7 @@ from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.connectors.vllm.waits import Waits
+from tiered_kv.connectors.vllm.watchdog import STUCK_S, Watchdog
 from tiered_kv.index import PageIndex
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
@@ -58,8 +61,6 @@ TIME_EVERY = 8
 """Steps between two looks at how long steps take."""
 LOOK_EVERY_S = 0.25
 """Between two looks at what is due between turns."""
-MOST_HELD_IN_QUEUE = 8
-"""New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""
 STATS_EVERY = 16
 """Steps between two accounts of the counters while requests run."""
 
@@ -129,9 +130,7 @@ class SchedulerHalf:
         self._running = 0
         self.stats_due = True
         """A busy engine asks for stats in every step and is told in some of them."""
-        self.holds_in_queue = config.admission != "off"
-        """Whether ``match`` holds new jobs; a scheduler that can park them sets it to False."""
-        self._held: set[str] = set()
+        self._watchdog = Watchdog()
         self._last_report = clock()
 
     def bind(self, manager: Any) -> None:
@@ -144,14 +143,12 @@ class SchedulerHalf:
         self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
         with_ssd = self._config.ssd_path is not None and self.index.num_slots > 0
         clock = lambda: self._clock()  # noqa: E731 - of tests, perhaps
-        self.admission = Admission(
-            self.facts,
-            self._config.admission_max_wait_s,
-            self.pins,
-            pool,
-            lambda: self._running,
-            clock,
-        )
+        running = lambda: self._running  # noqa: E731
+        self.admission: Admission | None = None
+        if self._config.admission != "off":
+            max_wait_s = self._config.admission_max_wait_s
+            self.admission = Admission(self.facts, max_wait_s, self.pins, pool, running, clock)
+        self.queue = JobQueue(self._turns, self.admission, self.pins, clock)
         self.prices = Prices(
             self.facts,
             self.planner,
@@ -159,11 +156,12 @@ class SchedulerHalf:
             self.pins,
             pool,
             with_ssd,
-            self.admission.demand_with_pin if self._config.admission != "off" else None,
-            lambda: self._running,
+            self.admission.demand_with_pin if self.admission is not None else None,
+            running,
             clock,
         )
         self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
+        self._failed_restores = FailedRestores(pool, blocks_of, self.saves)
         if with_ssd:
             groups = [self.facts.group]
             self.ssd = SsdTier(
@@ -188,7 +186,7 @@ class SchedulerHalf:
             self._keeper,
             self.accounts,
             self.counters,
-            self.admission.over,
+            self.admission.over if self.admission is not None else lambda _: None,
             clock,
         )
         self._wrap_reset(manager)
@@ -227,6 +225,8 @@ class SchedulerHalf:
         hints = _hints(request)
         self.counters.add("hints_ignored", hints.ignored)
         found = self.gaps.arrived(request, hints)
+        if found.job is not None and found.job.turns == 1:
+            found.job.first_prompt = request.num_prompt_tokens
         turn = self._turns[request.request_id] = Turn(
             request=request,
             hints=hints,
@@ -237,7 +237,7 @@ class SchedulerHalf:
             context_before=found.context,
             kept=found.kept,
         )
-        if self._config.admission != "off":
+        if self.admission is not None:
             self.admission.arrived(turn)
         if self.ssd is not None and self._may_restore(turn):
             self.ssd.promote(turn, self.prefills.fit)
@@ -257,7 +257,7 @@ class SchedulerHalf:
             return 0, False
         if self.room.defer_new:
             return None, False
-        if turn.new and self.holds_in_queue and self._held_in_queue(turn):
+        if self.queue.holds_in_queue(turn):
             return None, False
         if not (turn.new and self._running):  # jobs that have begun do not give way to new ones
             self.room.for_waiting(turn, num_computed, self._step)
@@ -276,42 +276,6 @@ class SchedulerHalf:
             return 0, False
         return turn.hit.tokens, turn.hit.mode is RestoreMode.ASYNC
 
-    def _held_in_queue(self, turn: Turn) -> bool:
-        """Whether vLLM shall ask again for a new job, of which it can hold a few."""
-        known = turn.request_id in self._held
-        if not known and len(self._held) >= MOST_HELD_IN_QUEUE:
-            return False
-        if self.admission.holds(turn):
-            self._held.add(turn.request_id)
-            return True
-        self._held.discard(turn.request_id)
-        return False
-
-    def holds(self, request_id: str) -> bool:
-        """Whether a request is of a new job that has to wait for room."""
-        turn = self._turns.get(request_id)
-        return turn is not None and self.admission.holds(turn)
-
-    def waiting_rank(self, request: Any) -> tuple[int, float, float]:
-        """In which order waiting requests are taken: those that were preempted, those whose KV
-        is held or on its way, the others; by when their jobs began."""
-        turn = self._turns.get(request.request_id)
-        if turn is None:
-            return 2, self._clock(), request.arrival_time
-        ready = bool(turn.awaits) or (turn.job is not None and turn.job.key in self.pins)
-        group = 0 if request.num_preemptions else 1 if ready else 2
-        return group, self._born(turn), request.arrival_time
-
-    def running_rank(self, request: Any) -> tuple[bool, float]:
-        """Who loses most by being preempted: a last turn, then the oldest job."""
-        turn = self._turns.get(request.request_id)
-        if turn is None:
-            return True, self._clock()
-        return not turn.hints.is_last_step, self._born(turn)
-
-    def _born(self, turn: Turn) -> float:
-        return turn.job.born if turn.job is not None else turn.arrived_at
-
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """``update_state_after_alloc``: the request has its blocks; order its restore."""
         turn = self._turns.get(request.request_id)
@@ -325,9 +289,9 @@ class SchedulerHalf:
             self.prefills.started(turn, self._clock())
             self.prices.admitted(turn)
             turn.ssd_tokens = min(num_external, self._came_up(turn))
-            if self._config.admission != "off":
+            self.queue.left(turn.request_id)
+            if self.admission is not None:
                 self.admission.began(turn)
-                self._held.discard(turn.request_id)
         if self.ssd is not None:
             self.ssd.claimed(turn)
         if turn.job is not None and self.pins.release(turn.job.key):
@@ -358,6 +322,10 @@ class SchedulerHalf:
         """``build_connector_meta``: this step's orders."""
         self._step += 1
         self.stats_due = not (self._running and self._step % STATS_EVERY)
+        if scheduler_output.total_num_scheduled_tokens or not self._turns:
+            self._watchdog.worked()
+        elif self._watchdog.barks(self._clock()):
+            self._give_everything_up()
         if not scheduler_output.total_num_scheduled_tokens:
             self._was_idle = True
         if not self._step % TIME_EVERY:
@@ -379,6 +347,26 @@ class SchedulerHalf:
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
         self.room.defer_new = False
         return self.take_orders()
+
+    def _give_everything_up(self) -> None:
+        """Requests wait and nothing happens: it must not be for anything that we hold."""
+        state = {
+            "requests": len(self._turns),
+            "new": sum(turn.new for turn in self._turns.values()),
+            "loading": sum(turn.loading for turn in self._turns.values()),
+            "awaiting pages": sum(bool(turn.awaits) for turn in self._turns.values()),
+            "pinned blocks": self.pins.held_blocks,
+            "free blocks": self._pool.get_num_free_blocks(),
+            "orders in flight": self.planner.in_flight,
+            "jobs begun": len(self.admission) if self.admission is not None else None,
+        }
+        logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
+        logger.error("the state was: %s", state)
+        self.counters.add("watchdog_barks")
+        self.let_go()
+        self.queue.let_all_in()
+        for turn in self._turns.values():
+            turn.awaits.clear()
 
     def _look_at_demand(self) -> None:
         waiting = (
@@ -429,26 +417,8 @@ class SchedulerHalf:
                 turn.loading = False
                 self._restored[turn.request_id] = turn
             if done.failed:
-                self._restore_failed({done.order.blocks[i] for i in done.failed})
-
-    def _restore_failed(self, bad: set[int]) -> None:
-        """Make what a failed sync restore has touched unfindable.
-
-        vLLM hashes the blocks of a restore before it is made. It rewinds the requests that
-        use a bad block so that they compute it anew, but leaves its hash in place: if they
-        are aborted or preempted first, the next lookup would hit garbage. So the hashes of
-        the bad blocks, and of those computed behind them, go now.
-
-        Saves ordered beside the restore were refused by the workers: offer them again.
-        """
-        for turn in self._turns.values():
-            if not turn.admitted or turn.loading:
-                continue
-            ids = [block.block_id for block in self._blocks_of.get(turn.request_id, ())]
-            first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
-            self._pool.evict_blocks(set(ids[first:]))
-            turn.cursor = 0
-            self.saves.watch(turn, self._step + 1)
+                bad = {done.order.blocks[i] for i in done.failed}
+                self._failed_restores.clear(bad, self._turns.values(), self._step)
 
     # -- a turn ends ----------------------------------------------------------------
 
@@ -458,7 +428,7 @@ class SchedulerHalf:
         if turn is None:
             return None
         self._restored.pop(request.request_id, None)
-        self._held.discard(request.request_id)
+        self.queue.left(request.request_id)
         self._running -= turn.admitted
         if self.ssd is not None:
             self.ssd.claimed(turn)
@@ -467,7 +437,9 @@ class SchedulerHalf:
         if has_kv and turn.fingerprint is not None:
             last, pages = self.saves.finish(turn, block_ids[self.facts.group])
             save = last.order_id if last else None
-        if self._config.admission != "off":
+        if turn.hints.is_last_step:
+            self._let_go_first(turn)
+        if self.admission is not None:
             self.admission.ended(turn, over=turn.hints.is_last_step or _aborted(request))
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
         return self.accounts.turn(turn, wait.decision, pinned)
@@ -476,6 +448,15 @@ class SchedulerHalf:
         """``ContinuumScheduler`` could not ask us: it goes on as vLLM's own."""
         self.counters.add("hook_errors")
         logger.exception("ordering requests failed; those held are let in")
+
+    def _let_go_first(self, turn: Turn) -> None:
+        """The job is over: its blocks are taken before those of jobs that go on, as vLLM reuses
+        blocks without a hash first. What it may share with others, now or later, stays."""
+        if turn.job is None or turn.job.running != {turn.request_id}:
+            return
+        first = -(-turn.job.first_prompt // self.facts.block_size)
+        blocks = self._blocks_of.get(turn.request_id, ())[first:]
+        self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
 
     # -- resets, life and death -------------------------------------------------------
 
@@ -519,6 +500,7 @@ class SchedulerHalf:
             "pages_evicted": self.index.evictions,
             "pages_not_saved": self.planner.unsaved,
             "trace_dropped": self.accounts.dropped,
+            "jobs_held": self.admission.refused if self.admission is not None else 0,
         }
         if self._tools is not None:
             totals |= {
@@ -536,6 +518,7 @@ class SchedulerHalf:
                 "pinned_blocks": self.pins.held_blocks,
                 "orders_in_flight": self.planner.in_flight,
                 "jobs": len(self.gaps.jobs),
+                "jobs_begun": len(self.admission) if self.admission is not None else 0,
             }
         return fresh
 

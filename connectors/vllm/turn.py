@@ -47,7 +47,7 @@ class Turn:
         arrived_at: when, on the scheduler half's clock.
         context_before: tokens of the context that its job waited with.
         kept: those of them that were to stay in VRAM until now.
-        new: its job has not begun, and may be held.
+        new: its job has not begun, and may be held. refused: it was, at least once.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
 
@@ -74,6 +74,7 @@ class Turn:
     context_before: int = 0
     kept: int = 0
     new: bool = False
+    refused: bool = False
 
     @property
     def request_id(self) -> str:

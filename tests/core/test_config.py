@@ -186,3 +186,13 @@ def test_codecs_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "lz4", "zstd:", "zstd:fast", 3, None])
 def test_a_codec_nobody_knows_is_refused(name: object) -> None:
     assert "write auto, raw, zstd, zstd:LEVEL or centred" in refusal(extra={"codec": name})
+
+
+def test_jobs_are_held_under_the_default_policy_only() -> None:
+    assert load_config({}).admission == "auto"
+    assert load_config({"TIERED_KV_ADMISSION": "off"}).admission == "off"
+    assert (
+        load_config({"TIERED_KV_POLICY": "lru", "TIERED_KV_ADMISSION": "auto"}).admission == "off"
+    )
+    with pytest.raises(ConfigError, match="write one of them"):
+        load_config({"TIERED_KV_ADMISSION": "yes"})

@@ -15,6 +15,7 @@ from tiered_kv.policies.admission import (
     Allowance,
     Growth,
     JobLengths,
+    Pace,
     Share,
     peak_demand,
 )
@@ -36,6 +37,30 @@ def test_the_peak_is_that_of_all_moments(found: list[Share]) -> None:
     moments = [0.0, *(share.left for share in found)]
     wanted = max(sum(one.blocks + one.grows * t for one in found if one.left >= t) for t in moments)
     assert peak_demand(found) == pytest.approx(wanted)
+
+
+def test_jobs_that_differ_in_pace_meet_at_their_largest() -> None:
+    ahead, behind = Share(10, 10, 4), Share(10, 10, 5)
+    assert peak_demand([ahead, behind]) == 100
+    assert peak_demand([ahead, behind], spread=0.5) == 110, "the one may stay until the other ends"
+
+
+def test_of_many_moments_some_are_looked_at() -> None:
+    jobs = [Share(10, 1, left) for left in range(1, 500)]
+    assert peak_demand(jobs) == pytest.approx(
+        max(sum(10 + t for one in jobs if one.left >= t) for t in range(500)), rel=0.02
+    )
+
+
+def test_pace_is_told_by_how_turns_differ() -> None:
+    pace = Pace()
+    assert pace.spread == 0
+    for _ in range(200):
+        pace.observe(2.0)
+    assert pace.spread == pytest.approx(0, abs=1e-6)
+    for n in range(400):
+        pace.observe(1.0 if n % 2 else 3.0)
+    assert pace.spread == pytest.approx(0.5, rel=0.05)
 
 
 @given(st.lists(shares, max_size=8), shares)

@@ -1,0 +1,38 @@
+"""What a failed sync restore has touched is made unfindable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tiered_kv.connectors.vllm.saves import Saves
+from tiered_kv.connectors.vllm.turn import Turn
+
+
+class FailedRestores:
+    """vLLM hashes the blocks of a restore before it is made. It rewinds the requests that use a
+    bad block so that they compute it anew, but leaves its hash in place: if they are aborted or
+    preempted first, the next lookup would hit garbage. So the hashes of the bad blocks, and of
+    those computed behind them, go as soon as they are known.
+
+    Saves ordered beside the restore were refused by the workers: they are offered again.
+
+    Args:
+        pool: vLLM's block pool. blocks_of: blocks of requests.
+    """
+
+    def __init__(self, pool: Any, blocks_of: Mapping[str, Sequence[Any]], saves: Saves) -> None:
+        self._pool = pool
+        self._blocks_of = blocks_of
+        self._saves = saves
+
+    def clear(self, bad: set[int], turns: Iterable[Turn], step: int) -> None:
+        """Blocks ``bad`` hold nothing; ``turns`` are those that live."""
+        for turn in turns:
+            if not turn.admitted or turn.loading:
+                continue
+            ids = [block.block_id for block in self._blocks_of.get(turn.request_id, ())]
+            first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
+            self._pool.evict_blocks(set(ids[first:]))
+            turn.cursor = 0
+            self._saves.watch(turn, step + 1)

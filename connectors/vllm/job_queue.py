@@ -1,0 +1,91 @@
+"""Which request goes first, which new job is held, and who is preempted: by jobs.
+
+Asked by ``ContinuumScheduler``, or by the match hook where vLLM's own scheduler runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiered_kv.connectors.vllm.admission import Admission
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.turn import Turn
+
+MOST_HELD_IN_QUEUE = 8
+"""New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""
+
+
+class JobQueue:
+    """Answers about the live requests. One thread.
+
+    Args:
+        turns: live requests by id.
+        admission: None holds nobody.
+        clock: monotonic seconds.
+
+    Attributes:
+        parks: the scheduler parks those that are held, so that the match hook need not.
+    """
+
+    def __init__(
+        self,
+        turns: Mapping[str, Turn],
+        admission: Admission | None,
+        pins: PinTable,
+        clock: Callable[[], float],
+    ) -> None:
+        self.parks = False
+        self._turns = turns
+        self._admission = admission
+        self._pins = pins
+        self._clock = clock
+        self._held: set[str] = set()
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is of a new job that has to wait for room."""
+        turn = self._turns.get(request_id)
+        return turn is not None and self._admission is not None and self._admission.holds(turn)
+
+    def holds_in_queue(self, turn: Turn) -> bool:
+        """Whether vLLM shall ask again for a new job, of which its queue can hold a few."""
+        if self.parks or self._admission is None or not turn.new:
+            return False
+        known = turn.request_id in self._held
+        if not known and len(self._held) >= MOST_HELD_IN_QUEUE:
+            return False
+        if self._admission.holds(turn):
+            self._held.add(turn.request_id)
+            return True
+        self._held.discard(turn.request_id)
+        return False
+
+    def let_all_in(self) -> None:
+        """Nobody is held any more, for good."""
+        self._admission = None
+        self._held.clear()
+
+    def left(self, request_id: str) -> None:
+        """A request was admitted, or is over."""
+        self._held.discard(request_id)
+
+    def waiting_rank(self, request: Any) -> tuple[int, float, float]:
+        """In which order waiting requests are taken: those that were preempted, those whose KV
+        is held or on its way, the others; by when their jobs began."""
+        turn = self._turns.get(request.request_id)
+        if turn is None:
+            return 2, self._clock(), request.arrival_time
+        ready = bool(turn.awaits) or (turn.job is not None and turn.job.key in self._pins)
+        group = 0 if request.num_preemptions else 1 if ready else 2
+        return group, _born(turn), request.arrival_time
+
+    def running_rank(self, request: Any) -> tuple[bool, float]:
+        """Who loses most by being preempted: a last turn, then the oldest job."""
+        turn = self._turns.get(request.request_id)
+        if turn is None:
+            return True, self._clock()
+        return not turn.hints.is_last_step, _born(turn)
+
+
+def _born(turn: Turn) -> float:
+    return turn.job.born if turn.job is not None else turn.arrived_at

@@ -1,0 +1,330 @@
+"""New jobs wait for room; those that have begun do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.connector.conftest import MakeRig
+from tiered_kv.policies.signals import JobKey
+from tiered_kv.testing.vllm_rig import Rig, expected, text
+
+TOKENS, BLOCKS = 300, 64
+"""A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
+
+
+def holding_rig(make_rig: MakeRig, *, in_job_order: bool, **settings: Any) -> Rig:
+    extra = {"cpu_gib": 0.0, "admission": "auto", **settings}
+    return make_rig(blocks=BLOCKS, max_model_len=512, extra=extra, in_job_order=in_job_order)
+
+
+def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed: int = 0) -> None:
+    """The first turn of a new job."""
+    params = {"job_id": name, "is_last_step": last}
+    rig.add(name, text(tokens, seed=seed or sum(name.encode())), max_tokens=40, params=params)
+
+
+def held(rig: Rig) -> list[str]:
+    """Requests parked, or held in vLLM's queue."""
+    parked = list(getattr(rig.scheduler, "_parked", ()))
+    return parked or sorted(rig.half.queue._held)
+
+
+def running(rig: Rig) -> list[str]:
+    return sorted(request.request_id for request in rig.scheduler.running)
+
+
+@pytest.mark.parametrize("in_job_order", [True, False], ids=["parked", "in vLLM's queue"])
+def test_a_job_waits_until_another_has_ended(make_rig: MakeRig, in_job_order: bool) -> None:
+    rig = holding_rig(make_rig, in_job_order=in_job_order)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    for _ in range(5):
+        rig.step()
+    assert held(rig) == ["d"]
+    assert running(rig) == ["a", "b", "c"]
+    rig.run()
+    assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
+    assert len(rig.half.admission) == 0, "every job said that it was over"
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("in_job_order", [True, False])
+def test_without_admission_nobody_is_held(make_rig: MakeRig, in_job_order: bool) -> None:
+    rig = holding_rig(make_rig, in_job_order=in_job_order, admission="off")
+    for name in "abcdefgh":
+        begin(rig, name)
+        rig.step()
+    assert held(rig) == []
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_job_in_mid_course_is_not_held_however_full_it_is(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "a", last=False)
+    rig.run()
+    for name in "bcd":
+        begin(rig, name)
+        rig.step()
+    begin(rig, "e")
+    assert "e" in held(rig)
+    context = rig.prompts["a"] + rig.outputs["a"] + text(20, seed=99)
+    rig.add("a2", context, max_tokens=4, params={"job_id": "a", "is_last_step": True})
+    assert "a2" not in held(rig)
+    rig.run()
+    assert rig.outputs["a2"] == expected(context, 4)
+    rig.check_clean()
+
+
+def test_a_job_that_waited_for_too_long_is_let_in(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True, admission_max_wait_s=5)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    assert held(rig) == ["d"]
+    rig.now += 4.9
+    rig.step()
+    assert held(rig) == ["d"]
+    rig.now += 0.2
+    rig.step()
+    assert held(rig) == []
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_job_is_not_held_when_there_is_nothing_else_to_do(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "abc":
+        begin(rig, name, last=False)
+        rig.run()
+    assert len(rig.half.admission) == 3, "none of them has ended"
+    begin(rig, "d")
+    rig.step()
+    assert running(rig) == ["d"]
+    rig.run()
+
+
+def test_jobs_that_arrive_at_once_are_counted_before_they_run(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "abcdef":
+        begin(rig, name)
+    assert held(rig) == ["d", "e", "f"]
+    rig.run()
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("whose", ["d", None], ids=["one", "all"])
+def test_a_client_that_hangs_up_is_held_no_longer(make_rig: MakeRig, whose: str | None) -> None:
+    from vllm.v1.request import RequestStatus
+
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    assert rig.scheduler.get_request_counts() == (3, 1)
+    rig.scheduler.finish_requests(whose, RequestStatus.FINISHED_ABORTED)
+    assert held(rig) == []
+    rig.run()
+    assert rig.outputs["d"] == []
+    assert len(rig.half.admission) == 0
+    rig.check_clean()
+
+
+def test_vllm_s_own_queue_holds_eight_at_once(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=False)
+    for number in range(3 + 10):
+        begin(rig, f"job{number}", seed=100 + number)
+        rig.step()
+    assert len(held(rig)) == 8
+    rig.run()
+    rig.check_clean()
+
+
+def test_what_jobs_share_is_counted_once(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    shared = text(256, seed=5)
+    for number in range(8):
+        own = shared + text(30, seed=200 + number)
+        rig.add(f"job{number}", own, max_tokens=40, params={"job_id": f"job{number}"})
+        for _ in range(3):
+            rig.step()
+    assert held(rig) == [], "sixteen blocks of each are the same"
+    assert rig.half.admission.demand() < BLOCKS
+    rig.run()
+
+
+def test_a_job_that_fell_silent_no_longer_takes_room(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "a", last=False)
+    rig.run()
+    before = rig.half.admission.demand()
+    rig.now += 3600
+    rig.half.pins.release_all()
+    assert before > 15
+    assert rig.half.admission.demand() == 0
+    context = rig.prompts["a"] + rig.outputs["a"]
+    rig.add("a2", context, max_tokens=4, params={"job_id": "a"})
+    assert rig.half.admission.demand() > 15, "it is back"
+    rig.run()
+
+
+def test_requests_without_a_job_count_while_they_run(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    rig.half.gaps._lineage.arrived = lambda *_: None  # nothing is inferred of them
+    for name in "abcd":
+        rig.add(name, text(TOKENS, seed=ord(name)), max_tokens=40)
+        rig.step()
+    assert held(rig) == ["d"]
+    rig.run()
+    assert len(rig.half.admission) == 0
+    rig.check_clean()
+
+
+# -- the order of jobs ------------------------------------------------------------------------
+
+
+def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:
+    """A turn of an old job goes before the first of a young one, though it came later."""
+    rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
+    begin(rig, "old", tokens=20, last=False)
+    rig.run()
+    begin(rig, "running", tokens=20)
+    rig.step()
+    rig.now += 1
+    begin(rig, "young", tokens=20)
+    rig.now += 1
+    context = rig.prompts["old"] + rig.outputs["old"]
+    rig.add("old2", context, max_tokens=4, params={"job_id": "old"})
+    rig.run()
+    finished = list(rig.finished)
+    assert finished.index("old2") < finished.index("young")
+
+
+def test_blocks_of_a_job_that_is_over_go_before_those_of_jobs_that_go_on(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0, "pin_fraction": 0})
+    for name, last in (("goes on", False), ("ends", True)):
+        context = text(100, seed=len(name))
+        rig.ask(f"{name}1", context, max_tokens=40, params={"job_id": name})
+        context += rig.outputs[f"{name}1"] + text(60, seed=9)
+        params = {"job_id": name, "is_last_step": last}
+        rig.ask(f"{name}2", context, max_tokens=100, params=params)
+    rig.ask("rival", text(450, seed=77), max_tokens=4)
+    hits = {}
+    for name in ("goes on", "ends"):
+        context = rig.prompts[f"{name}2"] + rig.outputs[f"{name}2"]
+        hits[name] = cached_blocks(rig, context)
+    assert hits["goes on"] > 16, "though it was used before the other"
+    assert 6 <= hits["ends"] <= 7, "its first prompt, which others may begin with"
+
+
+def cached_blocks(rig: Rig, context: list[int]) -> int:
+    """Leading blocks of a context that VRAM still has."""
+    request = rig.add("probe", context, max_tokens=1)
+    rig.abort("probe")
+    found = [rig.pool.get_cached_block(one, [0]) is not None for one in request.block_hashes]
+    del rig.prompts["probe"]
+    return found.index(False) if False in found else len(found)
+
+
+def test_who_began_last_is_preempted_but_nobody_in_the_last_turn(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=20, max_model_len=256, max_batched_tokens=256, in_job_order=True)
+    for name, last in (("old", False), ("ends", True), ("young", False)):
+        rig.now += 1
+        params = {"job_id": name, "is_last_step": last}
+        rig.add(name, text(80, seed=ord(name[0])), max_tokens=60, params=params)
+        rig.step()
+    order = [request.request_id for request in sorted(rig.scheduler.running, key=rank(rig))]
+    assert order == ["ends", "old", "young"]
+    requests = dict(rig.scheduler.requests)
+    rig.run()
+    assert requests["young"].num_preemptions > 0
+    assert requests["ends"].num_preemptions == 0
+    for name, prompt in rig.prompts.items():
+        assert rig.outputs[name] == expected(prompt, 60)
+
+
+def rank(rig: Rig) -> Any:
+    return rig.half.queue.running_rank
+
+
+def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
+    begin(rig, "older", tokens=40, last=False)
+    rig.now += 1
+    begin(rig, "pinned", tokens=40, last=False)
+    rig.run()
+    rig.half.pins.release(JobKey("", "older"))
+    begin(rig, "running", tokens=20)
+    rig.step()
+    for name in ("older", "pinned"):
+        context = rig.prompts[name] + rig.outputs[name]
+        rig.add(f"{name}2", context, max_tokens=4, params={"job_id": name})
+    rig.run()
+    finished = list(rig.finished)
+    assert finished.index("pinned2") < finished.index("older2")
+
+
+def test_a_scheduler_that_cannot_ask_goes_on_as_vllm_s_own(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    assert held(rig) == ["d"]
+
+    def broken(_: str) -> bool:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half.queue, "holds", broken)
+    rig.step()
+    assert held(rig) == []
+    assert rig.count("hook_errors") == 1
+    rig.run()
+    assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
+
+
+def test_when_nothing_happens_for_long_everything_held_is_given_up(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that nobody has thought of: here, one that holds jobs although nothing runs."""
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "pinned", last=False)
+    rig.run()
+    monkeypatch.setattr(rig.half.admission, "holds", lambda turn: turn.new)
+    begin(rig, "stuck")
+    for _ in range(5):
+        rig.step()
+        rig.now += 5
+    assert held(rig) == ["stuck"]
+    for _ in range(5):
+        rig.step()
+        rig.now += 5
+    assert held(rig) == []
+    assert rig.half.pins.held_blocks == 0
+    assert rig.count("watchdog_barks") == 1
+    rig.run()
+    assert rig.outputs["stuck"] == expected(text(TOKENS, seed=sum(b"stuck")), 40)
+
+
+def test_stock_vllm_s_priorities_are_left_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(
+        blocks=200, max_model_len=512, max_num_seqs=1, policy="priority", in_job_order=True
+    )
+    begin(rig, "running", tokens=20)
+    rig.step()
+    rig.add("late", text(20, seed=3), max_tokens=2, priority=5)
+    rig.add("urgent", text(20, seed=4), max_tokens=2, priority=1)
+    rig.run()
+    finished = list(rig.finished)
+    assert finished.index("urgent") < finished.index("late")
+
+
+def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=64, max_model_len=256, extra=None, in_job_order=True)
+    assert rig.ask("a", text(50, seed=1)) == expected(text(50, seed=1), 4)
