@@ -201,7 +201,8 @@ def measure(minutes: float, seed: int, log: Path) -> dict[str, Any]:
             extra_args=("--enable-prefix-caching", "--scheduler-cls", SCHEDULER),
         )
         with VllmServer(options, log) as server:
-            asyncio.run(soak(server, WARM_UP_S, seed + 1, Tally(), lambda _: None))
+            warm_up_s = min(WARM_UP_S, 20 * minutes)
+            asyncio.run(soak(server, warm_up_s, seed + 1, Tally(), lambda _: None))
             asyncio.run(settle(server))
             before = holdings(server)
             tick = lambda s: bar.update(task, completed=s)  # noqa: E731

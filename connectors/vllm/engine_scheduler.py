@@ -36,6 +36,7 @@ class _InJobOrder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parked: dict[str, Any] = {}  # requests by id, first come first
+        self._unsorted = False
         half = getattr(self.connector, "scheduler_half", None)
         self._half: SchedulerHalf | None = half
         if half is not None:
@@ -44,9 +45,15 @@ class _InJobOrder:
     def add_request(self, request: Any) -> None:
         known = request.request_id in self.requests
         super().add_request(request)  # type: ignore[misc]
-        if self._half is not None and not known and self._half.queue.holds(request.request_id):
-            self.waiting.remove_request(request)
-            self._parked[request.request_id] = request
+        if self._half is None or known:
+            return
+        self._unsorted = True
+        try:
+            if self._half.queue.holds(request.request_id):
+                self.waiting.remove_request(request)
+                self._parked[request.request_id] = request
+        except Exception:
+            self._half.scheduler_failed()
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
@@ -82,6 +89,7 @@ class _InJobOrder:
             if self._half.queue.holds(request_id):
                 return
             self.waiting.add_request(self._parked.pop(request_id))
+            self._unsorted = True
 
     def _unpark_all(self) -> None:
         while self._parked:
@@ -90,11 +98,12 @@ class _InJobOrder:
     def _put_in_order(self) -> None:
         half, waiting = self._half, self.waiting
         assert half is not None
-        if len(waiting) > 1:
+        if self._unsorted and len(waiting) > 1:
             ordered = sorted(waiting, key=half.queue.waiting_rank)
             waiting.clear()
             waiting.extend(ordered)
-        if len(self.running) > 1:
+        self._unsorted = False
+        if len(self.running) > 1 and half.queue.is_tight(len(self.running)):
             # vLLM preempts the last.
             self.running = sorted(self.running, key=half.queue.running_rank)
 

@@ -15,6 +15,10 @@ from tiered_kv.connectors.vllm.turn import Turn
 MOST_HELD_IN_QUEUE = 8
 """New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""
 
+TIGHT_BLOCKS = 256
+"""Free blocks, beside one for each running request, below which the order of victims matters: a
+step's prefills may take as many."""
+
 
 class JobQueue:
     """Answers about the live requests. One thread.
@@ -22,6 +26,7 @@ class JobQueue:
     Args:
         turns: live requests by id.
         admission: None holds nobody.
+        pool: vLLM's block pool.
         clock: monotonic seconds.
 
     Attributes:
@@ -33,12 +38,14 @@ class JobQueue:
         turns: Mapping[str, Turn],
         admission: Admission | None,
         pins: PinTable,
+        pool: Any,
         clock: Callable[[], float],
     ) -> None:
         self.parks = False
         self._turns = turns
         self._admission = admission
         self._pins = pins
+        self._pool = pool
         self._clock = clock
         self._held: set[str] = set()
 
@@ -78,6 +85,11 @@ class JobQueue:
         ready = bool(turn.awaits) or (turn.job is not None and turn.job.key in self._pins)
         group = 0 if request.num_preemptions else 1 if ready else 2
         return group, _born(turn), request.arrival_time
+
+    def is_tight(self, running: int) -> bool:
+        """Whether one of so many running requests may be preempted in this step."""
+        free: int = self._pool.get_num_free_blocks()
+        return free < TIGHT_BLOCKS + running
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
         """Who loses most by being preempted: a last turn, then the oldest job."""

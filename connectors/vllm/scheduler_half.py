@@ -148,7 +148,7 @@ class SchedulerHalf:
         if self._config.admission != "off":
             max_wait_s = self._config.admission_max_wait_s
             self.admission = Admission(self.facts, max_wait_s, self.pins, pool, running, clock)
-        self.queue = JobQueue(self._turns, self.admission, self.pins, clock)
+        self.queue = JobQueue(self._turns, self.admission, self.pins, pool, clock)
         self.prices = Prices(
             self.facts,
             self.planner,
