@@ -15,13 +15,13 @@ from bench.replay.ledger import Kept, Ledger
 from bench.replay.names import BEYOND, CALIBRATION, IDLE, PRESSURE, STOCK, TIERED
 from bench.replay.results import Run
 
-BEYOND_TIMES = 2.0
+BEYOND_TIMES = 1.5
 """The highest load's arrival rate over that of pressure."""
 NEAR = 0.25
 """How far from the wanted slowdown a calibration may end, as a share of it."""
 TRIES = 2
 """Calibration runs at most; the nearest is taken."""
-FIRST_RATE = 1.3
+FIRST_RATE = 1.1
 """Jobs that the first try lets arrive in the time that one alone takes."""
 BUSY_CORES = 0.15
 """From here on it is said that other programs were running."""

@@ -119,7 +119,7 @@ def _validate(args: argparse.Namespace) -> dict[str, Any]:
         "job_alone_error": validity.job_alone_error(),
         "saturated_link_error": validity.saturated_link_error(),
     }
-    fitted, compared = compare(args.traces / "miniswe.jsonl.gz", args.out, tell)
+    fitted, compared = compare(args.traces / "miniswe.jsonl.gz", args.out, tell, resume=args.resume)
     pairs = [(one.real_s, one.simulated_s) for one in compared]
     return {
         "mean_error": max(abs(one.error) for one in compared),
@@ -224,6 +224,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     believed = commands.add_parser("validate", help="against closed forms and a real server")
     believed.set_defaults(run=validate)
+    believed.add_argument("--resume", action="store_true", help="go on from the real runs in --out")
 
     timed = commands.add_parser("held", help="what held jobs cost the scheduler, in real time")
     timed.set_defaults(run=held)

@@ -1,7 +1,9 @@
 """What a step costs on a machine at hand, fitted to runs of a real server.
 
-The simulator plays the same jobs; its costs are changed until every turn's first token and the
-rest of its answer come after as long as they really did, in least squares of logarithms.
+What a job alone takes says what prefills and decoding cost: a straight line each. The rest, what
+requests cost each other, the simulator finds: it plays the same jobs, and its costs are changed
+until every turn's first token and the rest of its answer come after as long as they really did, in
+least squares of logarithms.
 """
 
 from __future__ import annotations
@@ -60,9 +62,40 @@ def fit(samples: Sequence[Sample], begin: Machine) -> Machine:
     return _with(begin, np.exp(found.x))
 
 
+def from_alone(sample: Sample, begin: Machine) -> Machine:
+    """``begin`` with what jobs that nobody disturbed say: seconds of a prefill by its tokens and
+    pairs, and of a decoded token by its context. A step's own time cannot be told from that of
+    reading weights, nor from that of a request: the shares of ``begin`` are kept."""
+    prefills, decodes = [], []
+    for job in sample.run.jobs:
+        for turn in job.turns:
+            new = turn.prompt_tokens - turn.cached_tokens
+            end = turn.prompt_tokens
+            prefills.append((1.0, new, new * (end - new / 2), turn.ttft_s))
+            if turn.output_tokens > 1:
+                each_s = (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
+                decodes.append((1.0, end + turn.output_tokens / 2, each_s))
+    first, token, pair = _line(prefills)
+    base, kv = _line(decodes)
+    old = begin.cost
+    scale = base / (old.step + old.weights + old.seq)
+    cost = StepCost(old.step * scale, old.weights * scale, token, pair, kv, old.seq * scale)
+    return replace(begin, cost=cost, overhead_s=max(1e-3, first - base))
+
+
+def _line(rows: Sequence[tuple[float, ...]]) -> list[float]:
+    """Coefficients of the columns for the last one, none below zero, in relative errors."""
+    optimize: Any = importlib.import_module("scipy.optimize")
+    table = np.array(rows)
+    table /= table[:, -1:]
+    scale = table[:, :-1].max(axis=0)
+    found, _ = optimize.nnls(table[:, :-1] / scale, table[:, -1])
+    return [max(float(one), 1e-12) for one in found / scale]
+
+
 def _with(place: Machine, values: Array) -> Machine:
-    step, weights, token, pair, kv, overhead_s = values.tolist()
-    return replace(place, cost=StepCost(step, weights, token, pair, kv), overhead_s=overhead_s)
+    *cost, overhead_s = values.tolist()
+    return replace(place, cost=StepCost(*cost), overhead_s=overhead_s)
 
 
 def _real(sample: Sample) -> Array:

@@ -302,7 +302,7 @@ class Engine:
             else:
                 read += end
             decoding = decoding and new == 1 and live.first_s >= 0
-        return self.machine.cost.seconds(tokens, pairs, read), decoding
+        return self.machine.cost.seconds(tokens, pairs, read, len(counts)), decoding
 
     def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
         """Decode steps until something else can happen: an arrival, an end, a transfer, or

@@ -2,7 +2,7 @@
 
 A step of a batch is taken to last
 
-    step + max(weights, token x tokens) + pair x pairs + kv x read
+    step + max(weights, token x tokens) + pair x pairs + kv x read + seq x requests
 
 where ``tokens`` are all tokens computed, ``pairs`` the (query, key) pairs of the attention of
 prefills, and ``read`` the tokens of context whose KV decoding reads: the usual roofline, in which
@@ -26,7 +26,9 @@ UTILISATION = 0.92
 RESERVED_BYTES = 1.5 * GB
 """A rank's activations and CUDA graphs."""
 STEP_S = 2e-3
-"""Scheduling, launching and sampling, a step."""
+"""Scheduling and launching, a step."""
+SEQ_S = 10e-6
+"""Scheduling and sampling, a request of a step."""
 ALL_REDUCE_S = 15e-6
 """Of one, over NVLink or PCIe; two a layer with tensor parallelism."""
 HOST_BYTES_PER_S = 150 * GB
@@ -102,6 +104,7 @@ class StepCost:
     Attributes:
         step: whatever it computes. weights: to read them. token: of one token computed.
         pair: of one (query, key) pair of a prefill. kv: to read one token's KV.
+        seq: of one request, whatever it computes.
     """
 
     step: float
@@ -109,11 +112,12 @@ class StepCost:
     token: float
     pair: float
     kv: float
+    seq: float
 
-    def seconds(self, tokens: int, pairs: float, read: float) -> float:
+    def seconds(self, tokens: int, pairs: float, read: float, requests: int = 1) -> float:
         """Of a step."""
         work = max(self.weights, self.token * tokens)
-        return self.step + work + self.pair * pairs + self.kv * read
+        return self.step + work + self.pair * pairs + self.kv * read + self.seq * requests
 
     def prefill(self, behind: int, tokens: int) -> float:
         """Of a prefill alone, in one step, behind a context."""
@@ -171,6 +175,7 @@ def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = N
         token=2 * net.parameters / flops,
         pair=4 * net.layers * net.heads * net.head / flops,
         kv=net.kv_bytes / bandwidth,
+        seq=SEQ_S,
     )
     suffix = f"x{ranks}" if ranks > 1 else ""
     return Machine(

@@ -1,7 +1,7 @@
 """The simulator against a real server: calibrated on one trace, compared on another.
 
 Both get the same jobs at the same times, and a pool of the same size. What a step costs is fitted
-to the turns of two runs of Continuum's synthetic jobs on stock vLLM, one without and one with
+to the turns of two runs of made-up jobs of all lengths on stock vLLM, one without and one with
 others beside; then recorded jobs of mini-swe-agent are run on every kind of server, really and
 simulated.
 """
@@ -12,15 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from bench.model import small_model
+from bench.replay.ab import digest
 from bench.replay.drive import Hints as ReplayHints
-from bench.replay.jobs import Job, arrivals, mini_swe_jobs, synthetic_jobs
+from bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
 from bench.replay.kinds import Kind, make_kinds, size_for
-from bench.replay.measure import Replay
+from bench.replay.ledger import Kept, Ledger
+from bench.replay.measure import Replay, versions
 from bench.replay.measure import Workload as ReplayWorkload
 from bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from bench.replay.results import Run
-from bench.sim.calibrate import Sample, fit
+from bench.sim.calibrate import Sample, fit, from_alone
 from bench.sim.driver import Tiers, simulate
 from bench.sim.machines import Machine, StepCost
 from bench.sim.servers import Server, server
@@ -35,11 +39,15 @@ KV_BYTES = 30 * 2 * 3 * 64 * 2
 """Of a token of SmolLM2-135M: layers, K and V, heads, their size, bf16."""
 LINK = 4e9
 """Bytes a second of copies between two places of the same memory."""
-CALIBRATION_JOBS, JOBS, TURNS = 10, 12, 6
-CALIBRATION_RATE, RATE = 0.25, 0.2
+CALIBRATION_JOBS, CALIBRATION_TURNS, ALONE = 12, 4, 5
+FIRST, ADDED, ANSWER = (200, 3_400), (20, 300), (40, 140)
+"""Tokens of calibration jobs. First prompts are spread evenly over their range, the shortest and
+the longest among those that run alone; the rest is log-uniform."""
+JOBS, TURNS = 12, 6
+CALIBRATION_RATE, RATE = 0.5, 0.2
 """Jobs a second. Of the second, stock vLLM with this pool is about three times as slow as alone."""
 CPU_BYTES = 4 * 2**30
-GUESS = StepCost(step=2e-3, weights=1.5e-2, token=4e-4, pair=2e-8, kv=1e-7)
+GUESS = StepCost(step=2e-3, weights=1.5e-2, token=4e-4, pair=2e-8, kv=1e-7, seq=1e-3)
 
 SIMULATED = {
     STOCK: server("fcfs"),
@@ -66,9 +74,12 @@ class Compared:
 
 
 def compare(
-    traces: Path, folder: Path, tell: Callable[[str], None]
+    traces: Path, folder: Path, tell: Callable[[str], None], *, resume: bool
 ) -> tuple[Machine, list[Compared]]:
     """Run everything for real, then simulate it.
+
+    Args:
+        folder: keeps the real runs. resume: take those that are there.
 
     Raises:
         what ``bench.replay`` raises when a server cannot be run or the traces not read.
@@ -76,25 +87,27 @@ def compare(
     from transformers import AutoTokenizer
 
     model = small_model()
-    known = synthetic_jobs(count=CALIBRATION_JOBS, seed=0, vocabulary=VOCABULARY)
+    known = calibration_jobs(seed=0)
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     jobs = mini_swe_jobs(traces, tokenizer, count=JOBS, turns=TURNS, seed=0)
 
+    plan = {"jobs": digest(jobs), "known": digest(known), "versions": versions()}
+    ledger = Ledger(folder / "real", plan, resume=resume)
     samples = []
-    for load, rate, some in (("alone", None, known[:2]), ("beside", CALIBRATION_RATE, known)):
+    for load, rate, some in (("alone", None, known[:ALONE]), ("beside", CALIBRATION_RATE, known)):
         tell(f"calibration, {load}")
         (stock,) = _kinds(some, [STOCK], model)
-        run = _real(stock, some, rate, load, folder)
+        run = _real(stock, some, rate, load, folder, ledger)
         starts = [job.began_s for job in sorted(run.jobs, key=lambda one: one.name)]
         samples.append(Sample(_simulated(some, starts), run))
     tell("fitting")
-    fitted = fit(samples, _machine(known, GUESS))
+    fitted = fit(samples, from_alone(samples[0], _machine(known, GUESS)))
 
     kinds = _kinds(jobs, list(SIMULATED), model)
     compared = []
     for kind in kinds:
         tell(kind.name)
-        run = _real(kind, jobs, RATE, PRESSURE, folder)
+        run = _real(kind, jobs, RATE, PRESSURE, folder, ledger)
         pool = (kind.options.kv_blocks or 0) * BLOCK
         place = replace(fitted, pool_tokens=pool, max_len=kind.options.max_model_len or 0)
         work = _simulated(jobs, arrivals(len(jobs), RATE, 0), named=True)
@@ -105,6 +118,29 @@ def compare(
         mean_s = sum(real_s) / len(real_s)
         compared.append(Compared(kind.name, mean_s, outcome.summary()["mean_s"]))
     return fitted, compared
+
+
+def calibration_jobs(seed: int) -> list[Job]:
+    """Jobs of random tokens whose prompts and answers are of all lengths."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
+        return noise(int(np.exp(rng.uniform(*np.log(bounds)))))
+
+    def noise(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(VOCABULARY, size=count).tolist())
+
+    firsts = np.linspace(*FIRST, ALONE).astype(int).tolist()
+    firsts += np.linspace(*FIRST, CALIBRATION_JOBS - ALONE).astype(int).tolist()
+    jobs = []
+    for number in range(CALIBRATION_JOBS):
+        turns = []
+        for at in range(CALIBRATION_TURNS):
+            added = tokens(ADDED) if at else noise(firsts[number])
+            gap_s = 0.1 if at + 1 < CALIBRATION_TURNS else 0.0
+            turns.append(Turn(added, tokens(ANSWER), gap_s))
+        jobs.append(Job(f"calibration-{number:02}", "", tuple(turns)))
+    return jobs
 
 
 def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]:
@@ -124,9 +160,15 @@ def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]
     ]
 
 
-def _real(kind: Kind, jobs: Sequence[Job], rate: float | None, load: str, folder: Path) -> Run:
-    workload = ReplayWorkload(tuple(jobs), len(jobs), 0, ReplayHints.KV_PARAMS, forced=True)
-    return Replay(workload, folder)(kind, load, 0, rate).run
+def _real(
+    kind: Kind, jobs: Sequence[Job], rate: float | None, load: str, folder: Path, ledger: Ledger
+) -> Run:
+    found = ledger.get(load, 0, kind.name)
+    if not isinstance(found, Kept):
+        workload = ReplayWorkload(tuple(jobs), len(jobs), 0, ReplayHints.KV_PARAMS, forced=True)
+        found = Replay(workload, folder)(kind, load, 0, rate)
+        ledger.put(load, 0, kind.name, found)
+    return found.run
 
 
 def _simulated(jobs: Sequence[Job], starts_s: Sequence[float], *, named: bool = False) -> Workload:

@@ -56,7 +56,7 @@ def saturated_link_error() -> float:
     """Jobs that all come back at once, with everything in CPU memory and computing for nothing:
     relative error of the time until the last is answered against their bytes over the link's
     bandwidth."""
-    free = StepCost(step=1e-6, weights=0.0, token=1e-9, pair=0.0, kv=0.0)
+    free = StepCost(step=1e-6, weights=0.0, token=1e-9, pair=0.0, kv=0.0, seq=0.0)
     base = TIGHT.machine()
     place = replace(base, cost=free, link=LINK_BYTES_PER_S, max_seqs=4)
     tokens, away_s, count = 8_000, 400.0, 24
