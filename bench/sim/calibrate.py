@@ -1,123 +1,116 @@
-"""What a step costs on a machine at hand, fitted to runs of a real server.
+"""What a step costs on a machine at hand, from two runs of a real server.
 
-What a job alone takes says what prefills and decoding cost: a straight line each. The rest, what
-requests cost each other, the simulator finds: it plays the same jobs, and its costs are changed
-until every turn's first token and the rest of its answer come after as long as they really did, in
-least squares of logarithms.
+Jobs that run alone tell what a prefill costs: their first tokens came after a request's overhead,
+a step, so much a token and so much a (query, key) pair. Jobs beside each other tell what decoding
+costs: the time of a token by the requests that decoded meanwhile, by the tokens of their contexts,
+and by those of the prefills that came between. Both are least squares of relative errors, with no
+coefficient below zero.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.replay.results import Run
-from bench.sim.driver import Tiers, simulate
+from bench.replay.results import Run, TurnDone
 from bench.sim.machines import Machine, StepCost
-from bench.sim.servers import server
-from bench.sim.workload import Workload
 
 Array = NDArray[np.float64]
 
-DIFF_STEP = 0.05
-"""Change of a logarithm by which slopes are found: steps of the scheduler make smaller ones
-jump."""
-EVALUATIONS = 14
-"""Times that slopes are found, at most."""
-SHORTEST_S = 1e-3
+FEWEST_TOKENS = 20
+"""Of an answer that says how long a token takes."""
+STEP_SHARE = 0.1
+"""Of a decoding step alone that is not reading weights: the two cannot be told apart."""
+LEAST_OVERHEAD_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """What a stock server did with jobs.
+class _Span:
+    """A turn on the run's clock: sent, first token, last."""
 
-    Attributes:
-        workload: the jobs, beginning when they really did.
+    sent: float
+    first: float
+    last: float
+    turn: TurnDone
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that were."""
+        return self.turn.prompt_tokens - self.turn.cached_tokens
+
+    @property
+    def context(self) -> float:
+        """Tokens, in the middle of the answer."""
+        return self.turn.prompt_tokens + self.turn.output_tokens / 2
+
+
+def fit(alone: Run, beside: Run, begin: Machine) -> Machine:
+    """``begin`` with the costs that the runs of a stock server tell.
+
+    Args:
+        alone: jobs one after the other. beside: several at a time.
+
+    Raises:
+        ValueError: a job did not finish, or there are too few turns.
     """
-
-    workload: Workload
-    run: Run
-
-
-def fit(samples: Sequence[Sample], begin: Machine) -> Machine:
-    """``begin`` with the costs, and a request's overhead, that fit the samples best."""
-    optimize: Any = importlib.import_module("scipy.optimize")
-    wanted = np.concatenate([_real(sample) for sample in samples])
-
-    def misses(logs: Array) -> Array:
-        place = _with(begin, np.exp(logs))
-        played = np.concatenate([_played(sample, place) for sample in samples])
-        missed: Array = played - wanted
-        return missed
-
-    start = np.log([*astuple(begin.cost), begin.overhead_s])
-    found = optimize.least_squares(
-        misses, start, diff_step=DIFF_STEP, max_nfev=EVALUATIONS, loss="soft_l1", x_scale=0.5
-    )
-    return _with(begin, np.exp(found.x))
+    prefills = [_prefill(span) for span in _spans(alone)]
+    decodes = [row for run in (alone, beside) for row in _decodes(_spans(run))]
+    if len(prefills) < 4 or len(decodes) < 8:
+        raise ValueError("too few turns to tell what a step costs")
+    first_s, token, pair = _line(prefills)
+    base_s, seq, kv, _ = _line(decodes)
+    step = STEP_SHARE * base_s
+    cost = StepCost(step, base_s - step, token, pair, kv, seq)
+    return replace(begin, cost=cost, overhead_s=max(LEAST_OVERHEAD_S, first_s - step - seq))
 
 
-def from_alone(sample: Sample, begin: Machine) -> Machine:
-    """``begin`` with what jobs that nobody disturbed say: seconds of a prefill by its tokens and
-    pairs, and of a decoded token by its context. A step's own time cannot be told from that of
-    reading weights, nor from that of a request: the shares of ``begin`` are kept."""
-    prefills, decodes = [], []
-    for job in sample.run.jobs:
-        for turn in job.turns:
-            new = turn.prompt_tokens - turn.cached_tokens
-            end = turn.prompt_tokens
-            prefills.append((1.0, new, new * (end - new / 2), turn.ttft_s))
-            if turn.output_tokens > 1:
-                each_s = (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
-                decodes.append((1.0, end + turn.output_tokens / 2, each_s))
-    first, token, pair = _line(prefills)
-    base, kv = _line(decodes)
-    old = begin.cost
-    scale = base / (old.step + old.weights + old.seq)
-    cost = StepCost(old.step * scale, old.weights * scale, token, pair, kv, old.seq * scale)
-    return replace(begin, cost=cost, overhead_s=max(1e-3, first - base))
+def _spans(run: Run) -> list[_Span]:
+    for job in run.jobs:
+        if job.error is not None:
+            raise ValueError(f"{job.name} did not finish: {job.error}")
+    return [
+        _Span(turn.sent_s, turn.sent_s + turn.ttft_s, turn.sent_s + turn.latency_s, turn)
+        for job in run.jobs
+        for turn in job.turns
+    ]
+
+
+def _prefill(span: _Span) -> tuple[float, ...]:
+    """1, tokens, pairs; seconds."""
+    end = span.turn.prompt_tokens
+    pairs = span.computed * (end - span.computed / 2)
+    return 1.0, span.computed, pairs, span.turn.ttft_s
+
+
+def _decodes(spans: Sequence[_Span]) -> list[tuple[float, ...]]:
+    """For each answer 1, requests decoding, tokens of their contexts, and tokens prefilled, a
+    step; seconds of a step."""
+    rows: list[tuple[float, ...]] = []
+    for mine in spans:
+        steps = mine.turn.output_tokens - 1
+        if steps + 1 < FEWEST_TOKENS:
+            continue
+        took = mine.last - mine.first
+        requests = contexts = 0.0
+        for other in spans:
+            both = max(0.0, min(mine.last, other.last) - max(mine.first, other.first)) / took
+            requests += both
+            contexts += both * other.context
+        between = [one.computed for one in spans if mine.first < one.first < mine.last]
+        rows.append((1.0, requests, contexts, sum(between) / steps, took / steps))
+    return rows
 
 
 def _line(rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Coefficients of the columns for the last one, none below zero, in relative errors."""
+    """Coefficients of the columns for the last one."""
     optimize: Any = importlib.import_module("scipy.optimize")
-    table = np.array(rows)
-    table /= table[:, -1:]
-    scale = table[:, :-1].max(axis=0)
-    found, _ = optimize.nnls(table[:, :-1] / scale, table[:, -1])
-    return [max(float(one), 1e-12) for one in found / scale]
-
-
-def _with(place: Machine, values: Array) -> Machine:
-    *cost, overhead_s = values.tolist()
-    return replace(place, cost=StepCost(*cost), overhead_s=overhead_s)
-
-
-def _real(sample: Sample) -> Array:
-    times = []
-    for job in sorted(sample.run.jobs, key=lambda one: one.name):
-        if job.error is not None:
-            raise ValueError(f"{job.name} did not finish: {job.error}")
-        for turn in job.turns:
-            times += [turn.ttft_s, turn.latency_s - turn.ttft_s]
-    return _logs(times)
-
-
-def _played(sample: Sample, place: Machine) -> Array:
-    outcome = simulate(place, server("fcfs"), sample.workload, Tiers())
-    times = []
-    for job in outcome.jobs:
-        for turn in job.turns:
-            first_s = turn.first_s - turn.asked_s + place.overhead_s / 2
-            times += [first_s, turn.ended_s - turn.asked_s - first_s]
-    return _logs(times)
-
-
-def _logs(times: Sequence[float]) -> Array:
-    logs: Array = np.log(np.maximum(times, SHORTEST_S))
-    return logs
+    table: Array = np.array(rows, dtype=np.float64)
+    weighted = table[:, :-1] / table[:, -1:]
+    scale = np.maximum(weighted.max(axis=0), 1e-300)
+    found, _ = optimize.nnls(weighted / scale, np.ones(len(table)))
+    return [float(one) for one in found / scale]

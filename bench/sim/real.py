@@ -24,7 +24,7 @@ from bench.replay.measure import Replay, versions
 from bench.replay.measure import Workload as ReplayWorkload
 from bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from bench.replay.results import Run
-from bench.sim.calibrate import Sample, fit, from_alone
+from bench.sim.calibrate import fit
 from bench.sim.driver import Tiers, simulate
 from bench.sim.machines import Machine, StepCost
 from bench.sim.servers import Server, server
@@ -47,7 +47,7 @@ JOBS, TURNS = 12, 6
 CALIBRATION_RATE, RATE = 0.5, 0.2
 """Jobs a second. Of the second, stock vLLM with this pool is about three times as slow as alone."""
 CPU_BYTES = 4 * 2**30
-GUESS = StepCost(step=2e-3, weights=1.5e-2, token=4e-4, pair=2e-8, kv=1e-7, seq=1e-3)
+UNKNOWN = StepCost(step=0.0, weights=0.0, token=0.0, pair=0.0, kv=0.0, seq=0.0)
 
 SIMULATED = {
     STOCK: server("fcfs"),
@@ -93,15 +93,12 @@ def compare(
 
     plan = {"jobs": digest(jobs), "known": digest(known), "versions": versions()}
     ledger = Ledger(folder / "real", plan, resume=resume)
-    samples = []
+    runs = []
     for load, rate, some in (("alone", None, known[:ALONE]), ("beside", CALIBRATION_RATE, known)):
         tell(f"calibration, {load}")
         (stock,) = _kinds(some, [STOCK], model)
-        run = _real(stock, some, rate, load, folder, ledger)
-        starts = [job.began_s for job in sorted(run.jobs, key=lambda one: one.name)]
-        samples.append(Sample(_simulated(some, starts), run))
-    tell("fitting")
-    fitted = fit(samples, from_alone(samples[0], _machine(known, GUESS)))
+        runs.append(_real(stock, some, rate, load, folder, ledger))
+    fitted = fit(runs[0], runs[1], _machine(known))
 
     kinds = _kinds(jobs, list(SIMULATED), model)
     compared = []
@@ -110,7 +107,7 @@ def compare(
         run = _real(kind, jobs, RATE, PRESSURE, folder, ledger)
         pool = (kind.options.kv_blocks or 0) * BLOCK
         place = replace(fitted, pool_tokens=pool, max_len=kind.options.max_model_len or 0)
-        work = _simulated(jobs, arrivals(len(jobs), RATE, 0), named=True)
+        work = _simulated(jobs, arrivals(len(jobs), RATE, 0))
         outcome = simulate(place, SIMULATED[kind.name], work, Tiers(cpu=CPU_BYTES))
         real_s = [job.completion_s for job in run.jobs if job.error is None]
         if len(real_s) < len(jobs):
@@ -171,15 +168,10 @@ def _real(
     return found.run
 
 
-def _simulated(jobs: Sequence[Job], starts_s: Sequence[float], *, named: bool = False) -> Workload:
-    """The same jobs for the simulator.
-
-    Args:
-        starts_s: of the jobs, in the order of ``jobs``; of their names unless ``named``.
-    """
-    ordered = list(jobs) if named else sorted(jobs, key=lambda job: job.name)
+def _simulated(jobs: Sequence[Job], starts_s: Sequence[float]) -> Workload:
+    """The same jobs for the simulator."""
     made = []
-    for job, start_s in zip(ordered, starts_s, strict=True):
+    for job, start_s in zip(jobs, starts_s, strict=True):
         turns, context = [], 0
         for turn in job.turns:
             turns.append(SimTurn(context, len(turn.added), len(turn.answer), turn.gap_s))
@@ -188,14 +180,14 @@ def _simulated(jobs: Sequence[Job], starts_s: Sequence[float], *, named: bool = 
     return Workload("replayed", tuple(made), Hints.RIGHT, BLOCK)
 
 
-def _machine(jobs: Sequence[Job], cost: StepCost) -> Machine:
+def _machine(jobs: Sequence[Job]) -> Machine:
     longest = max(sum(len(t.added) + len(t.answer) for t in job.turns) for job in jobs)
     return Machine(
         "this machine",
         POOL_TOKENS,
         KV_BYTES,
         longest + 2 * BLOCK,
-        cost,
+        UNKNOWN,
         LINK,
         batched_tokens=BATCHED_TOKENS,
         max_seqs=MAX_SEQS,
