@@ -49,7 +49,6 @@ class _Member:
         shared: blocks that it found in VRAM when it began.
         family: the first block of what it shares; jobs of one share the same.
         asked, since: when its last turn arrived, and when one last ended.
-        silent: for so long that it is taken to have ended.
     """
 
     turns: int
@@ -61,7 +60,6 @@ class _Member:
     since: float
     ended: float = 0.0
     grown: float = 0.0
-    silent: bool = False
 
 
 class Admission:
@@ -98,6 +96,7 @@ class Admission:
         self._running = running
         self._clock = clock
         self._members: dict[JobKey, _Member] = {}
+        self._silent: dict[JobKey, _Member] = {}  # for so long that they may have ended
         self._entering: dict[str, float] = {}  # requests let in, until they have blocks
         self._output = Growth()
         self._shared = Growth()
@@ -114,7 +113,10 @@ class Admission:
     def arrived(self, turn: Turn) -> None:
         """A turn arrives: of a job that has begun, or of one that may be held."""
         self._changed = True
-        member = self._members.get(_key(turn))
+        key = _key(turn)
+        if (back := self._silent.pop(key, None)) is not None:
+            self._members[key] = back
+        member = self._members.get(key)
         if member is None:
             turn.new = True
             return
@@ -124,18 +126,18 @@ class Admission:
         self.pace.observe(now - member.asked)
         member.asked = now
         member.running += 1
-        member.silent = False
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
     def began(self, turn: Turn) -> None:
         """A turn has its first blocks."""
         self._changed = True
-        turn.new = False
+        was_new, turn.new = turn.new, False
         self._entering.pop(turn.request_id, None)
         key, size = _key(turn), self._facts.block_size
         member = self._members.get(key)
         if member is not None:
             member.turns += 1
+            member.running += was_new  # another turn of it has begun meanwhile
             if turn.vram_tokens + turn.cpu_tokens + size < turn.kept:
                 self._learn(self.allowance.lost)
             return
@@ -174,11 +176,11 @@ class Admission:
 
     def over(self, job: JobKey) -> None:
         """The job has no further turn, or is not waited for any longer."""
+        self._silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is not None:
             self._changed = True
-            if not member.silent:
-                self.lengths.ended(member.turns)
+            self.lengths.ended(member.turns)
 
     # -- whether a new one may begin ------------------------------------------------------
 
@@ -221,9 +223,8 @@ class Admission:
             shares.append(Share(new_blocks, grows, left))
         families: dict[bytes, int] = {}
         now = self._clock()
+        self._pass_over_silent(now)
         for key, member in self._members.items():
-            if member.silent or self._fell_silent(key, member, now):
-                continue
             families[member.family] = max(families.get(member.family, 0), member.shared)
             own = (member.grown + grows) / max(1, member.turns)
             left = self.lengths.left(member.turns)
@@ -238,14 +239,17 @@ class Admission:
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
         return self.demand() + away * blocks
 
-    def _fell_silent(self, key: JobKey, member: _Member, now: float) -> bool:
-        """Its client may have gone without a word."""
+    def _pass_over_silent(self, now: float) -> None:
+        """Clients may have gone without a word."""
         late_s = max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
-        if member.running or key in self._pins or now - member.since < late_s:
-            return False
-        member.silent = True
-        self.lengths.ended(member.turns)
-        return True
+        late = [
+            key
+            for key, member in self._members.items()
+            if not member.running and now - member.since >= late_s and key not in self._pins
+        ]
+        for key in late:
+            member = self._silent[key] = self._members.pop(key)
+            self.lengths.ended(member.turns)
 
     def _weight(self, key: JobKey, member: _Member, now: float) -> float:
         """Of the time until its next turn has ended, the share in which the job needs VRAM."""
@@ -260,7 +264,7 @@ class Admission:
         return sum(
             member.blocks * self._weight(key, member, now)
             for key, member in self._members.items()
-            if not (member.running or member.silent or key in self._pins)
+            if not (member.running or key in self._pins)
         )
 
     def _blocks_of(self, turn: Turn) -> float:
