@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.agents import ROOT
-from bench.output import only_result_on_stdout, progress, show
+from bench.output import only_result_on_stdout, progress
 from bench.sim.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from bench.sim.generate import GENERATED
 from bench.sim.machines import GPUS, MODELS
@@ -133,17 +133,6 @@ def _validate(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def held(args: argparse.Namespace) -> int:
-    """What held jobs cost the scheduler."""
-    with only_result_on_stdout():
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        from bench.sim.held import step_ratio
-
-        result = {"step_ratio": step_ratio()}
-    show("Steps of vLLM's scheduler with held jobs over those without", result, args.json)
-    return 0
-
-
 def draw(args: argparse.Namespace) -> int:
     """Draw the result of a study."""
     paths = plot(_result(args.out)["rows"], args.to or args.out)
@@ -226,9 +215,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     believed.set_defaults(run=validate)
     believed.add_argument("--resume", action="store_true", help="go on from the real runs in --out")
 
-    timed = commands.add_parser("held", help="what held jobs cost the scheduler, in real time")
-    timed.set_defaults(run=held)
-
     drawn = commands.add_parser("plot", help="draw a result as PNG and SVG")
     drawn.set_defaults(run=draw)
     drawn.add_argument("--to", type=Path, help="folder of the drawings (that of the result)")
@@ -242,7 +228,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for command in (swept, told, believed, drawn, written):
         what = f"folder of the runs; those that are there are not made again {default}"
         command.add_argument("--out", type=Path, default=OUT, help=what)
-    for command in (swept, told, single, believed, timed, drawn, written):
+    for command in (swept, told, single, believed, drawn, written):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top.parse_args(argv)
 
