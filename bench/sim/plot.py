@@ -101,4 +101,4 @@ def _draw_tiers(axes: Any, rows: Sequence[Row], policies: Sequence[str]) -> None
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_title(f"where prompts came from at {load:g}")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)

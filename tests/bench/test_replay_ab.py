@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from bench.replay.__main__ import lines, main, parse_args, summary, table
 from bench.replay.ab import (
+    BEYOND_TIMES,
+    NEAR,
     PRESETS,
     Harness,
     HarnessError,
@@ -74,14 +76,14 @@ def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
     assert set(done.not_started) == {"vllm-offloading", "vllm-simple", "lmcache"}
 
 
-def test_pressure_is_where_stock_is_as_slow_as_wanted_and_beyond_twice_that(
+def test_pressure_is_where_stock_is_as_slow_as_wanted_and_beyond_is_more(
     tmp_path: Path,
 ) -> None:
     done = harness(tmp_path, Machine())
     done.run_all()
     rates = {run.load: run.jobs_per_s for run in done.runs}
-    assert 1 + PACE["stock"] * rates["pressure"] * 10 == pytest.approx(3.0, rel=0.2)
-    assert rates["beyond"] == 2 * rates["pressure"]
+    assert 1 + PACE["stock"] * rates["pressure"] * 10 == pytest.approx(3.0, rel=NEAR)
+    assert rates["beyond"] == BEYOND_TIMES * rates["pressure"] > rates["pressure"]
 
 
 def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
