@@ -23,6 +23,7 @@ from bench.agents import ROOT
 from bench.lineage import TraceError
 from bench.model import ModelError, small_model
 from bench.output import progress
+from bench.plotting import PlotError
 from bench.replay import figures
 from bench.replay.ab import PRESETS, Harness, HarnessError, Preset, digest, total_runs, unequal
 from bench.replay.drive import Hints
@@ -31,7 +32,7 @@ from bench.replay.kinds import make_kinds, size_for
 from bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
 from bench.replay.measure import MeasureError, Replay, Workload, versions
 from bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
-from bench.replay.plot import PlotError, plot
+from bench.replay.plot import plot
 from bench.replay.verify_pin import verify
 from bench.server import ServerError
 from tiered_kv.policies.registry import POLICIES

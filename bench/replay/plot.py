@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
 from bench.replay.figures import Row
 from bench.replay.names import IDLE, PRESSURE, STOCK
-
-COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
-"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design", 2008."""
-MARKERS = "osD^vPX*"
-"""And in grey: every server has a marker of its own."""
-
-
-class PlotError(RuntimeError):
-    """There is nothing to draw with, or nothing to draw."""
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -28,11 +19,7 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     """
     if not rows:
         raise PlotError("no run to draw")
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise PlotError("matplotlib is not installed: pip install matplotlib") from error
+    matplotlib, figures = matplotlib_modules()
     # A fixed salt and no date: equal runs give equal files.
     with matplotlib.rc_context({"svg.hashsalt": "replay", "font.size": 10}):
         figure = figures.Figure(figsize=(13, 4.2), layout="constrained")

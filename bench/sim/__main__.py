@@ -20,10 +20,11 @@ from rich.progress import Progress
 
 from bench.agents import ROOT
 from bench.output import only_result_on_stdout, progress
+from bench.plotting import PlotError
 from bench.sim.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from bench.sim.generate import GENERATED
 from bench.sim.machines import GPUS, MODELS
-from bench.sim.plot import PlotError, plot
+from bench.sim.plot import plot
 from bench.sim.presets import LOADS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD, paper
 from bench.sim.report import report
 from bench.sim.servers import BASES, server

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
 from bench.sim.metrics import TIERS
 from bench.sim.study import FCFS, INFINITE
 
-COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#999933")
-"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design", 2008."""
-MARKERS = "osD^vPX*<>hp"
 TIER_COLOURS = {"vram": COLOURS[1], "cpu": COLOURS[6], "ssd": COLOURS[5], "recomputed": COLOURS[3]}
 
 Row = Mapping[str, Any]
-
-
-class PlotError(RuntimeError):
-    """There is nothing to draw with, or nothing to draw."""
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -31,11 +24,7 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     """
     if not rows:
         raise PlotError("no run to draw")
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise PlotError("matplotlib is not installed: pip install matplotlib") from error
+    matplotlib, figures = matplotlib_modules()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     # A fixed salt and no date: equal rows give equal files.

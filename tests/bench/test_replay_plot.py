@@ -6,8 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.plotting import COLOURS, MARKERS, PlotError
 from bench.replay.figures import ByTurn, Row
-from bench.replay.plot import COLOURS, MARKERS, PlotError, plot, speed_ups
+from bench.replay.plot import plot, speed_ups
 
 
 def row(server: str, load: str, mean_s: float, jobs_per_s: float) -> Row:
@@ -49,7 +50,8 @@ def test_a_speed_up_is_over_stock_of_the_same_load() -> None:
 
 
 def test_servers_are_told_apart_by_colour_and_by_marker() -> None:
-    assert len(set(COLOURS)) == len(COLOURS) == len(set(MARKERS)) == len(MARKERS)
+    assert len(set(COLOURS)) == len(COLOURS)
+    assert len(set(MARKERS)) == len(MARKERS) >= len(COLOURS)
 
 
 def test_a_sweep_is_drawn_as_png_and_svg_and_equally_twice(tmp_path: Path) -> None:
