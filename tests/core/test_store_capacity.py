@@ -177,6 +177,18 @@ def test_survivors_have_room_even_when_all_is_full(open_store: Opener, tmp_path:
     assert used(tmp_path) <= store.options.capacity_bytes + store.options.segment_bytes
 
 
+def test_survivors_have_room_while_another_store_went_over(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    store = open_store(0)
+    fill_up(store)
+    newcomer = open_store(1)
+    assert fill(newcomer, 1000) == 0
+    assert used(tmp_path) > store.options.capacity_bytes
+    proposal = proposal_of(store)
+    assert store.reclaim(proposal.segment, proposal.keys) == []
+
+
 def test_the_emptiest_segment_dies_first_else_the_oldest(open_store: Opener) -> None:
     store = open_store(0)
     fill_up(store)
@@ -297,8 +309,8 @@ def test_processes_together_keep_to_the_capacity(tmp_path: Path) -> None:
     assert all(writer.returncode == 0 for writer in writers)
     assert all(json.loads(output)["bad"] == 0 for output in outputs)
     assert options.capacity_bytes // 2 < most
-    # While it looks from file to file, one may be replaced by another.
-    assert most <= options.capacity_bytes + 2 * options.segment_bytes
+    # Each may have one segment too many while it reclaims.
+    assert most <= options.capacity_bytes + 4 * options.segment_bytes
     assert used(tmp_path) <= options.capacity_bytes + options.segment_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.files import FileLayer
-from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
-from tiered_kv.testing.files import Crash, RecordedFiles, UnsafeFiles
+from tiered_kv.storage.segment_store import Proposal, SegmentStore, StoreOptions
+from tiered_kv.testing.files import Crash, FaultyFiles, RecordedFiles, UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,7 +204,7 @@ def write_until_killed(root: Path, first: int) -> None:
         while (proposal := store.proposal()) is not None:
             survivors = proposal.keys[: len(proposal.keys) // 3]
             say("going", [key for key in proposal.keys if key not in survivors])
-            say("gone", store.reclaim(proposal.segment, survivors))
+            store.reclaim(proposal.segment, survivors)
 
 
 def kill_again_and_again(root: Path, times: int) -> None:
@@ -236,15 +238,14 @@ def kill_again_and_again(root: Path, times: int) -> None:
 
 def check_after_kill(root: Path, durable: set[int]) -> set[int]:
     """Everything durable is there, in whole; returns all that is there."""
-    store = open_store(kill_options(root), trained=True)
-    keys = store.keys()
-    wanted = [(key, np.zeros(PAGES.page_bytes, np.uint8)) for key in keys]
-    assert store.get(wanted) == frozenset()
+    with closing(open_store(kill_options(root), trained=True)) as store:
+        keys = store.keys()
+        wanted = [(key, np.zeros(PAGES.page_bytes, np.uint8)) for key in keys]
+        assert store.get(wanted) == frozenset()
     for key, out in wanted:
         assert np.array_equal(out, page_bytes(key, 0, PAGES.page_bytes)), "a wrong page"
     found = {name_of(key) for key, _ in wanted}
     assert durable <= found, f"lost {sorted(durable - found)}"
-    store.close()
     return found
 
 
@@ -255,6 +256,35 @@ def test_kill_minus_nine_loses_nothing_durable(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kill_minus_nine_three_hundred_times(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 300)
+
+
+def test_what_survived_a_reclaim_survives_the_kill_in_its_middle_and_the_next_reclaim(
+    tmp_path: Path,
+) -> None:
+    """Killed once survivors are written and before their old segment is gone: a full store has
+    both, and is over its capacity."""
+    segment = store_options(tmp_path, capacity_bytes=0).segment_bytes
+    options = store_options(tmp_path / "root", capacity_bytes=8 * segment)
+    files = FaultyFiles(UnsafeFiles())
+    with closing(open_store(options, trained=False, files=files)) as store:
+        for name in range(0, 1000, 8):
+            if store.put([(page_key(i), page_bytes(page_key(i))) for i in range(name, name + 8)]):
+                break
+        first = store.proposal()
+        assert first is not None
+        files.fail("unlink", errno.EIO)  # all that is left to do when it is killed
+        store.reclaim(first.segment, first.keys[::2])
+    assert files.struck == 1
+    assert sum(path.stat().st_size for path in options.folder.glob("*.seg")) > 8 * segment
+
+    with closing(open_store(options, trained=False)) as store:
+        second = store.proposal()
+        assert second is not None
+        assert second == Proposal(first.segment, first.keys[1::2])
+        kept = second.keys[::2]
+        assert set(store.reclaim(second.segment, kept)) == set(second.keys) - set(kept)
+        found = found_in(store)
+        assert {name_of(key) for key in (*first.keys[::2], *kept)} <= found.keys()
 
 
 # -- stale bytes ----------------------------------------------------------------------------

@@ -5,7 +5,8 @@ themselves says who has how much. Whoever needs another segment takes ``root/cap
 adds up the segments there are, deletes those of stores that nobody has open (the longest
 unused first), and is refused if that is not enough and its own share is used up. A live store
 below its share that finds the disk full may go over by one segment: others are told to shrink
-when they next look.
+when they next look. So may each live store while it reclaims: what survives is written before
+the segment it was in dies, also where a process was killed between the two and left both.
 
     root/capacity.lock
     root/<fingerprint>/<replica>-<rank>/lock, 00000001.seg, 00000002.seg ...
@@ -150,8 +151,10 @@ class Capacity:
         if excess > 0 and usage.dead:
             self._delete_dead(excess)
             usage = self._measure()
+        if while_reclaiming:
+            return usage.total <= self._capacity + usage.live * self._segment
         below_share = usage.own + self._segment <= self._share(usage)
-        return usage.total <= self._capacity and (while_reclaiming or below_share)
+        return below_share and usage.total <= self._capacity
 
     def changed(self) -> None:
         """A segment came or went: what was measured is no longer true."""

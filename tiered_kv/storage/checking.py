@@ -18,7 +18,7 @@ from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.aligned import aligned_bytes
 from tiered_kv.storage.files import BLOCK, RealFiles, read_exactly
-from tiered_kv.storage.reading import LoadedSegment, StoreInfo, decode_record
+from tiered_kv.storage.reading import BlankSegment, LoadedSegment, StoreInfo, decode_record
 from tiered_kv.storage.segment_format import (
     TRAILER_BYTES,
     FooterEntry,
@@ -31,7 +31,7 @@ from tiered_kv.storage.segment_format import (
     parse_record_header,
     parse_trailer,
 )
-from tiered_kv.storage.survey import codec_of, is_blank, load, opened, size_of
+from tiered_kv.storage.survey import codec_of, load, opened, size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,10 @@ def _check_segment(info: StoreInfo, path: Path) -> Checked:
             records = _check_records(fd, path, loaded, found)
         if not loaded.sealed:
             found.bad_pages += _lost(path, loaded, records)
-    except FileNotFoundError:
-        return Checked()  # deleted by whoever uses the store
+    except (FileNotFoundError, BlankSegment):
+        return Checked()  # deleted by whoever uses the store, or not yet begun
     except (OSError, FormatError) as error:
-        if not is_blank(path):
-            found.bad_segments[path] = str(error)
+        found.bad_segments[path] = str(error)
     return found
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import islice
 
@@ -106,6 +106,7 @@ class Putter:
     def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
         """Begin to write a batch, in as many segments as it takes; False if that ends here."""
         means, records = self._means, batch.records
+        writes = list[Future[None]]()
         while records:
             active = self._catalogue.active
             if active is None or active is self._full:
@@ -122,13 +123,20 @@ class Putter:
                     return False
                 self._full = active
             else:
-                future = active.writer.append(
+                write = active.writer.append(
                     batch.buffer, records[:count], means.threads, 2 * means.options.io_threads
                 )
+                writes.append(write)
                 records = records[count:]
                 if not records:
-                    future.add_done_callback(lambda _: means.buffers.give(batch.buffer))
+                    write.add_done_callback(lambda _: self._give(batch.buffer, writes))
         return True
+
+    def _give(self, buffer: Bytes, writes: Sequence[Future[None]]) -> None:
+        """The buffer of writes of which the last is done. The others began before it, but each
+        goes to a segment of its own, and may take longer."""
+        wait(writes)
+        self._means.buffers.give(buffer)
 
     def _commit_full(self, stored: set[int]) -> bool:
         """Seal the segment that was full before the active one, if there is one."""

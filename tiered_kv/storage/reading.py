@@ -23,6 +23,7 @@ from tiered_kv.storage.segment_format import (
 )
 
 __all__ = [
+    "BlankSegment",
     "LoadedSegment",
     "StoreInfo",
     "decode_record",
@@ -33,6 +34,10 @@ __all__ = [
 
 _START_BYTES = 64 << 10
 _END_BYTES = 512 << 10
+
+
+class BlankSegment(FormatError):
+    """Not even the header of a segment was written: it is new, or was when its process died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,15 @@ def load_segment(files: FileLayer, fd: int) -> LoadedSegment:
     """What an open segment holds.
 
     Raises:
+        BlankSegment: it has no header yet.
         FormatError: it has no whole header.
         OSError: the disk failed.
     """
     size = files.size(fd)
     whole = size // BLOCK * BLOCK
     start = read_blocks(files, fd, 0, min(whole, _START_BYTES))
+    if not any(start[:BLOCK]):
+        raise BlankSegment("no header was written")
     header_bytes = segment_header_bytes(start)
     if len(start) < header_bytes <= whole:
         start = read_blocks(files, fd, 0, header_bytes)

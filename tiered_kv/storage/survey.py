@@ -16,8 +16,14 @@ from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.capacity import CAPACITY_LOCK, LOCK_NAME, StoreError
-from tiered_kv.storage.files import BLOCK, Access, RealFiles
-from tiered_kv.storage.reading import LoadedSegment, StoreInfo, list_stores, load_segment
+from tiered_kv.storage.files import Access, RealFiles
+from tiered_kv.storage.reading import (
+    BlankSegment,
+    LoadedSegment,
+    StoreInfo,
+    list_stores,
+    load_segment,
+)
 from tiered_kv.storage.segment_format import (
     FooterEntry,
     FormatError,
@@ -154,11 +160,10 @@ def survey(info: StoreInfo) -> Survey:
     for path in info.segments:
         try:
             segment = load(info, path)
-        except FileNotFoundError:
+        except (FileNotFoundError, BlankSegment):
             continue
         except (OSError, FormatError) as error:
-            if not is_blank(path):
-                unreadable[path] = str(error)
+            unreadable[path] = str(error)
             continue
         segments.append(segment)
         for entry in segment.loaded.entries:
@@ -168,19 +173,25 @@ def survey(info: StoreInfo) -> Survey:
 
 
 def load(info: StoreInfo, path: Path) -> Segment:
-    """A segment of a store.
+    """A segment of a store. It may be begun, written and sealed meanwhile: damage is only what
+    is there twice.
 
     Raises:
+        BlankSegment: it has no header yet.
         FormatError: it is damaged, or another store's.
         OSError: the disk failed, or the segment is gone.
     """
+    before = None
     while True:
-        before = size_of(path)
         try:
             return _load(info, path)
+        except BlankSegment:
+            raise
         except (OSError, FormatError):
-            if size_of(path) == before:  # else it was sealed just now, and has another end
+            now = size_of(path)
+            if now == before:  # else it was sealed just now, and has another end
                 raise
+            before = now
 
 
 def _load(info: StoreInfo, path: Path) -> Segment:
@@ -203,16 +214,6 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def is_blank(path: Path) -> bool:
-    """Whether not even the header of a segment was written: it is new, or was when its process
-    died."""
-    try:
-        with path.open("rb") as file:
-            return not any(file.read(BLOCK))
-    except OSError:
-        return False
 
 
 def codec_of(header: SegmentHeader) -> Codec:
