@@ -117,7 +117,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 def lines(result: Mapping[str, Any]) -> list[str]:
     """What stands below the table."""
-    found = ["again: share of the prompt tokens that were recomputed; agrees: outputs with stock's"]
+    found = ["again: share of the prompt tokens computed once more; agrees: outputs with stock's"]
     for key, name in (("closed_mean", "mean"), ("closed_p95", "P95")):
         if result[key] is not None:
             share = result[key]

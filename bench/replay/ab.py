@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bench.replay.figures import completions
@@ -81,7 +81,7 @@ class Harness:
         tell: told of every run before it starts.
 
     Attributes:
-        kept: the runs so far, resumed ones included.
+        kept: the runs so far, resumed ones included, those that calibrate left out.
         not_started: optional servers that do not serve here, with their messages.
     """
 
@@ -122,22 +122,40 @@ class Harness:
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
-        """The arrival rate at which stock is as much slower as wanted, jobs a second."""
+        """The arrival rate at which stock is as much slower as wanted, jobs a second. The run
+        that shows it is stock's first under pressure."""
         stock = next(kind for kind in self._kinds if kind.name == STOCK)
         idle = _mean(run for run in self.runs if (run.server, run.load) == (STOCK, IDLE))
-        tried: list[tuple[float, float]] = []
+        tried: dict[float, Kept] = {}
+        slower: list[tuple[float, float]] = []
         rate = FIRST_RATE / idle
         for number in range(TRIES):
-            kept = self._one(stock, CALIBRATION, number, rate)
-            tried.append((rate, _mean([kept.run]) / idle if kept else math.nan))
-            if abs(tried[-1][1] / self._preset.slowdown - 1) <= NEAR:
+            found = self._measured(stock, CALIBRATION, number, rate)
+            if isinstance(found, str):
+                raise HarnessError(f"stock does not serve: {found}")
+            tried[rate] = found
+            slower.append((rate, _mean([found.run]) / idle))
+            if abs(slower[-1][1] / self._preset.slowdown - 1) <= NEAR:
                 break
-            rate = next_rate(tried, self._preset.slowdown)
-        return nearest_rate(tried, self._preset.slowdown)
+            rate = next_rate(slower, self._preset.slowdown)
+        rate = nearest_rate(slower, self._preset.slowdown)
+        taken = replace(tried[rate], run=replace(tried[rate].run, load=PRESSURE, round=0))
+        self._ledger.put(PRESSURE, 0, STOCK, taken)
+        return rate
 
-    def _one(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept | None:
+    def _one(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> None:
         if kind.name in self.not_started:
-            return None
+            return
+        found = self._measured(kind, load, number, jobs_per_s)
+        if isinstance(found, str):
+            self.not_started[kind.name] = found
+        else:
+            self.kept.append(found)
+
+    def _measured(
+        self, kind: Kind, load: str, number: int, jobs_per_s: float | None
+    ) -> Kept | str:
+        """A run, measured now or before; the message of a server that did not start."""
         found = self._ledger.get(load, number, kind.name)
         if found is None:
             self._tell(f"{load}, round {number + 1}, {kind.name}")
@@ -146,10 +164,6 @@ class Harness:
             except NotStarted as error:
                 found = str(error)
             self._ledger.put(load, number, kind.name, found)
-        if isinstance(found, str):
-            self.not_started[kind.name] = found
-            return None
-        self.kept.append(found)
         return found
 
 
@@ -188,7 +202,7 @@ def digest(jobs: Sequence[Job]) -> str:
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
     """How many runs there are at most, for a progress bar."""
     idle = len(kinds) + 2 * (preset.idle_rounds - 1)
-    return idle + TRIES + 2 * preset.rounds * len(kinds)
+    return idle + TRIES - 1 + 2 * preset.rounds * len(kinds)
 
 
 def unequal(kept: Sequence[Kept]) -> list[str]:

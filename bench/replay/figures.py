@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.replay.agreement import agreement
-from bench.replay.names import BOUND, CALIBRATION, IDLE, PRESSURE, STOCK, TIERED
+from bench.replay.names import BOUND, IDLE, PRESSURE, STOCK, TIERED
 from bench.replay.results import JobDone, Run, TurnDone
 
 BOOTSTRAPS = 10_000
@@ -35,11 +35,13 @@ class Row:
     """One server under one load, over all rounds. Times in seconds, of jobs that finished.
 
     Attributes:
-        recomputed_fraction: of all prompt tokens, 0 to 1.
+        recomputed_fraction: of all prompt tokens, those that were computed though an earlier turn
+            of their job had been through them, 0 to 1. What a turn adds is new, and in no part.
         agrees: raw logprobs of the answers agree with stock's; None where that means nothing.
         unfinished: names of the jobs that did not finish, with the round.
         jobs_per_s: arrival rate. done_per_s: jobs finished a second.
-        sources: prompt tokens by tier; "cached" where the server does not say which.
+        sources: prompt tokens by tier; "cached" where the server does not say which, "recomputed"
+            what no tier had, new or not.
         cpu_s, rss_bytes: of the server, means over the rounds.
     """
 
@@ -68,6 +70,16 @@ def sources_of(turn: TurnDone) -> dict[str, int]:
     if turn.sources:
         return dict(turn.sources)
     return {"cached": turn.cached_tokens, "recomputed": turn.prompt_tokens - turn.cached_tokens}
+
+
+def recomputed(job: JobDone) -> int:
+    """Prompt tokens that were computed though the turn before had them in its prompt or answer."""
+    known = found = 0
+    for turn in job.turns:
+        new = turn.prompt_tokens - known
+        found += max(0, sources_of(turn).get("recomputed", 0) - new)
+        known = turn.prompt_tokens + turn.output_tokens
+    return found
 
 
 def finished(run: Run) -> list[JobDone]:
@@ -100,7 +112,9 @@ def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
         load=load,
         mean_s=float(times.mean()),
         p95_s=p95,
-        recomputed_fraction=_share(sources.get("recomputed", 0), sum(sources.values())),
+        recomputed_fraction=_share(
+            sum(recomputed(job) for run in own for job in run.jobs), sum(sources.values())
+        ),
         agrees=all(known) if known else None,
         p50_s=p50,
         p90_s=p90,
@@ -124,7 +138,7 @@ def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
 
 def rows(runs: Sequence[Run], *, forced: bool) -> list[Row]:
     """A row for every server and load that was measured, in the order they came."""
-    pairs = dict.fromkeys((run.load, run.server) for run in runs if run.load != CALIBRATION)
+    pairs = dict.fromkeys((run.load, run.server) for run in runs)
     loads = list(dict.fromkeys(load for load, _ in pairs))
     ordered = sorted(pairs, key=lambda pair: loads.index(pair[0]))
     return [row(server, load, runs, forced=forced) for load, server in ordered]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.replay.names import CALIBRATION
 from bench.replay.results import Run
 
 
@@ -80,13 +81,15 @@ class Ledger:
 
 
 def read_runs(folder: Path) -> list[Kept]:
-    """All runs that a harness kept under ``folder``, in order of load, round and server.
+    """All runs that a harness kept under ``folder``, in order of load, round and server; those
+    that only calibrated left out.
 
     Raises:
         LedgerError: there is none, or one cannot be read.
     """
     paths = sorted((folder / "runs").glob("*-*-*.json"))
-    found = [kept for kept in map(_kept, paths) if isinstance(kept, Kept)]
+    read = [kept for kept in map(_kept, paths) if isinstance(kept, Kept)]
+    found = [kept for kept in read if kept.run.load != CALIBRATION]
     if not found:
         raise LedgerError(f"{folder} holds no runs: measure some with ab --out {folder}")
     return found

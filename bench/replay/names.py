@@ -5,4 +5,5 @@ from __future__ import annotations
 STOCK, BOUND, TIERED = "stock", "bound", "tiered"
 IDLE, PRESSURE, BEYOND = "idle", "pressure", "beyond"
 CALIBRATION = "calibration"
-"""The load of runs that only look for the arrival rate: in no row, but a second run of stock."""
+"""The load of stock's runs that look for the arrival rate. The one that is taken is its first under
+pressure; the others are in no figure."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.replay.agreement import agreement, difference, within
-from bench.replay.figures import closed, idle_ratio, row, rows, sources_of
+from bench.replay.figures import closed, idle_ratio, recomputed, row, rows, sources_of
 from bench.replay.results import JobDone, Run, TurnDone
 
 TOKENS = 40
@@ -88,11 +88,29 @@ def test_rounds_are_pooled() -> None:
     assert row("stock", "pressure", both, forced=True).mean_s == 5.0
 
 
-def test_what_was_recomputed_is_what_no_tier_had() -> None:
+def test_what_was_recomputed_is_what_no_tier_had_and_the_turn_before_did() -> None:
+    told = {"vram": 30, "cpu": 30, "recomputed": 40}
+    first, second = turn(1, prompt_tokens=60, output_tokens=15), turn(2, sources=told)
+    runs = [run("tiered", [1.0], turns=(first, second))]
+    found = row("tiered", "pressure", runs, forced=True)
+    assert found.recomputed_fraction == (40 - (100 - 60 - 15)) / 160
+
+
+def test_a_turn_that_has_all_it_could_have_recomputes_nothing() -> None:
+    told = {"vram": 75, "recomputed": 25}
+    turns = (turn(1, prompt_tokens=60, output_tokens=15), turn(2, sources=told))
+    assert row("bound", "pressure", [run("bound", [1.0], turns=turns)], forced=True).sources == {
+        "cached": 0,
+        "vram": 75,
+        "recomputed": 85,
+    }
+    assert recomputed(run("bound", [1.0], turns=turns).jobs[0]) == 0
+
+
+def test_the_sources_are_told_by_turn() -> None:
     told = {"vram": 30, "cpu": 50, "recomputed": 20}
     runs = [run("tiered", [1.0], turns=(turn(1), turn(2, sources=told)))]
     found = row("tiered", "pressure", runs, forced=True)
-    assert found.recomputed_fraction == 0.6
     assert [dict(one.sources) for one in found.by_turn] == [{"cached": 0, "recomputed": 100}, told]
 
 
@@ -100,10 +118,9 @@ def test_without_a_word_of_tiers_the_usage_tells() -> None:
     assert sources_of(turn(cached=64)) == {"cached": 64, "recomputed": 36}
 
 
-def test_rows_come_by_load_and_calibration_has_none() -> None:
+def test_rows_come_by_load() -> None:
     runs = [
         run("stock", [1.0], load="idle"),
-        run("stock", [3.0], load="calibration"),
         run("tiered", [1.0]),
         run("tiered", [1.0], load="idle", number=1),
     ]
@@ -164,7 +181,7 @@ def test_a_round_that_lacks_a_server_does_not_count() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
 def test_another_run_with_as_much_noise_agrees(noise: float) -> None:
-    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="calibration")]
+    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="beyond")]
     ours = spoken("tiered", noise, seed=3)
     assert agreement(ours, [*runs, ours]) is True
 
@@ -172,14 +189,14 @@ def test_another_run_with_as_much_noise_agrees(noise: float) -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
 @pytest.mark.parametrize("at", [0, 31, 59])
 def test_one_wrong_page_in_sixty_turns_does_not(noise: float, at: int) -> None:
-    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="calibration")]
+    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="beyond")]
     ours = with_wrong_page(spoken("tiered", noise, seed=3), at)
     assert agreement(ours, [*runs, ours]) is False
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
 def test_nor_does_a_wrong_page_that_most_tokens_do_not_look_at(noise: float) -> None:
-    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="calibration")]
+    runs = [spoken("stock", noise, seed=1), spoken("stock", noise, seed=2, load="beyond")]
     ours = with_a_page_that_matters_little(spoken("tiered", noise, seed=3), 17)
     assert agreement(ours, [*runs, ours]) is False
 
