@@ -152,9 +152,7 @@ class Harness:
         else:
             self.kept.append(found)
 
-    def _measured(
-        self, kind: Kind, load: str, number: int, jobs_per_s: float | None
-    ) -> Kept | str:
+    def _measured(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept | str:
         """A run, measured now or before; the message of a server that did not start."""
         found = self._ledger.get(load, number, kind.name)
         if found is None:
