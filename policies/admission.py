@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,24 +51,30 @@ class Share:
     weight: float = 1.0
 
 
-def peak_demand(shares: Sequence[Share], spread: float = 0.0) -> float:
-    """The most blocks that the jobs take together at any time on their way.
+class Demand:
+    """What jobs are heading for together."""
 
-    Args:
-        spread: standard deviation of the time that a turn with its gap takes, over its mean.
-    """
-    if not shares:
-        return 0.0
-    blocks = np.array([share.weight * share.blocks for share in shares])
-    grows = np.array([share.weight * share.grows for share in shares])
-    left = np.array([share.left for share in shares])
-    stays = left + spread * np.sqrt(left)
-    moments = np.append(np.unique(stays), 0.0)
-    if len(moments) > MOMENTS:
-        moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
-    there = stays >= moments[:, None]
-    totals = (blocks + grows * np.minimum(left, moments[:, None])) * there
-    return float(totals.sum(axis=1).max())
+    def __init__(self, shares: Iterable[Share]) -> None:
+        rows = [(one.weight * one.blocks, one.weight * one.grows, one.left) for one in shares]
+        self._rows = np.array(rows, dtype=np.float64).reshape(-1, 3)
+
+    def peak(self, spread: float = 0.0, more: Collection[Share] = ()) -> float:
+        """The most blocks that the jobs, and ``more`` of them, take at any time on their way.
+
+        Args:
+            spread: standard deviation of the time that a turn with its gap takes, over its mean.
+        """
+        rows = np.concatenate([self._rows, Demand(more)._rows]) if more else self._rows
+        if not len(rows):
+            return 0.0
+        blocks, grows, left = rows.T
+        stays = left + spread * np.sqrt(left)
+        moments = np.append(np.unique(stays), 0.0)
+        if len(moments) > MOMENTS:
+            moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
+        there = stays >= moments[:, None]
+        totals = (blocks + grows * np.minimum(left, moments[:, None])) * there
+        return float(totals.sum(axis=1).max())
 
 
 class JobLengths:

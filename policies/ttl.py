@@ -47,6 +47,11 @@ def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
     return float(GRID[best]) if gains[best] > WORTHWHILE * benefit_s else 0.0
 
 
+def saved_s(forecast: Forecast | None, benefit_s: float, wait_s: float) -> float:
+    """P(X <= τ) B, seconds that a pin until τ is expected to save; 0 if nothing is forecast."""
+    return benefit_s * forecast.within(wait_s) if forecast is not None else 0.0
+
+
 def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:
     """SLOW if no wait pays, FAST if waiting for all of B does, else UNCERTAIN."""
     if best_wait_s <= 0:

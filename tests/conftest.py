@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis profiles, and no thread left behind."""
+"""What all tests share: Hypothesis profiles, what is left out, and no thread left behind."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ settings.register_profile(
 )
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes a night is not run by a selection of something else."""
+    if "nightly" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.skip("takes long: -m nightly"))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.agents import ROOT
-from bench.output import only_result_on_stdout, progress
+from bench.output import only_result_on_stdout, progress, show
 from bench.plotting import PlotError
 from bench.sim.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from bench.sim.generate import GENERATED
@@ -40,7 +40,7 @@ def carry_out(args: argparse.Namespace, study: Study) -> int:
     """Run a study, keep and print its result."""
     with progress() as bar:
         bar.disable = args.json or not sys.stderr.isatty()
-        result = measure(study, args, bar)
+        result = run_all(study, args, bar)
     (args.out / RESULT).write_text(json.dumps(result))
     if args.json:
         print(json.dumps(result))
@@ -50,7 +50,7 @@ def carry_out(args: argparse.Namespace, study: Study) -> int:
     return 0
 
 
-def measure(study: Study, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
+def run_all(study: Study, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
     """Run a study; each run counts on the bar."""
     task = bar.add_task("runs", total=total_cells(study))
 
@@ -150,6 +150,17 @@ def write_report(args: argparse.Namespace) -> int:
     return 0
 
 
+def time_held(args: argparse.Namespace) -> int:
+    """What a scheduler step costs while many jobs are held."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    from bench.sim.held import Crowd, measure
+
+    with only_result_on_stdout():
+        result = measure(Crowd())
+    show("Time of a scheduler step with held jobs over none", result, args.json)
+    return 0
+
+
 def run_one(args: argparse.Namespace) -> int:
     """A single run, in this process."""
     with only_result_on_stdout():
@@ -216,6 +227,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     believed.set_defaults(run=validate)
     believed.add_argument("--resume", action="store_true", help="go on from the real runs in --out")
 
+    timed = commands.add_parser("held", help="the time of a scheduler step with 400 held jobs")
+    timed.set_defaults(run=time_held)
+
     drawn = commands.add_parser("plot", help="draw a result as PNG and SVG")
     drawn.set_defaults(run=draw)
     drawn.add_argument("--to", type=Path, help="folder of the drawings (that of the result)")
@@ -229,7 +243,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for command in (swept, told, believed, drawn, written):
         what = f"folder of the runs; those that are there are not made again {default}"
         command.add_argument("--out", type=Path, default=OUT, help=what)
-    for command in (swept, told, single, believed, drawn, written):
+    for command in (swept, told, single, believed, timed, drawn, written):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top.parse_args(argv)
 

@@ -17,11 +17,11 @@ from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.admission import (
     Allowance,
+    Demand,
     Growth,
     JobLengths,
     Pace,
     Share,
-    peak_demand,
 )
 from tiered_kv.policies.signals import JobKey
 
@@ -32,6 +32,9 @@ SILENT_TIMES = 8.0
 LEAST_SILENCE_S = 30.0
 LEARN_EVERY_S = 1.0
 """Between two signs that too much was given out, or too little."""
+COUNTED_S = 1e-4
+"""For so long, times the jobs, what they take is not counted again unless one begins or goes: to
+count a job takes some microseconds, and every turn's end asks."""
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
 
@@ -101,6 +104,8 @@ class Admission:
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
+        self._demand, self._shared_blocks = Demand(()), 0
+        self._counted_until = -math.inf
         self._refused_at = -math.inf
         self._changed = True
         self._learned_at = -math.inf
@@ -116,6 +121,7 @@ class Admission:
         key = _key(turn)
         if (back := self._silent.pop(key, None)) is not None:
             self._members[key] = back
+            self._counted_until = -math.inf
         member = self._members.get(key)
         if member is None:
             turn.new = True
@@ -147,6 +153,7 @@ class Admission:
         blocks = self._blocks_of(turn) - shared
         now = self._clock()
         self._members[key] = _Member(1, 1, blocks, shared, family, now, now)
+        self._counted_until = -math.inf
         self._shared.observe(shared)
 
     def ended(self, turn: Turn, *, over: bool) -> None:
@@ -180,6 +187,7 @@ class Admission:
         member = self._members.pop(job, None)
         if member is not None:
             self._changed = True
+            self._counted_until = -math.inf
             self.lengths.ended(member.turns)
 
     # -- whether a new one may begin ------------------------------------------------------
@@ -200,12 +208,16 @@ class Admission:
             self._changed = True
             return False
         self._refused_at = now
-        if not turn.refused:
-            turn.refused = True
-            self.refused += 1
+        self.refuse(turn)
         if self._pool.get_num_free_blocks() > 2 * need + self._loose():
             self._learn(self.allowance.spare)
         return True
+
+    def refuse(self, turn: Turn) -> None:
+        """The turn has to wait: each counts once."""
+        if not turn.refused:
+            turn.refused = True
+            self.refused += 1
 
     def _learn(self, sign: Callable[[], None]) -> None:
         """What happens at once has one cause."""
@@ -216,23 +228,28 @@ class Admission:
     def demand(self, new_blocks: float = 0.0) -> float:
         """The most blocks that the jobs that have begun are heading for, beside a new one if that
         takes some."""
-        grows = self.growth.mean
-        left = self.lengths.left(1)
-        shares = [Share(blocks, grows, left) for blocks in self._entering.values()]
-        if new_blocks:
-            shares.append(Share(new_blocks, grows, left))
-        families: dict[bytes, int] = {}
         now = self._clock()
+        if now >= self._counted_until:
+            self._count(now)
+            self._counted_until = now + COUNTED_S * len(self._members)
+        new = [*self._entering.values(), new_blocks] if new_blocks else self._entering.values()
+        grows, left = self.growth.mean, self.lengths.left(1)
+        more = [Share(blocks, grows, left) for blocks in new]
+        return self._shared_blocks + self._demand.peak(self.pace.spread, more)
+
+    def _count(self, now: float) -> None:
+        """What the jobs that have begun are heading for."""
         self._pass_over_silent(now)
+        families: dict[bytes, int] = {}
+        shares = []
         for key, member in self._members.items():
             families[member.family] = max(families.get(member.family, 0), member.shared)
-            own = (member.grown + grows) / max(1, member.turns)
-            left = self.lengths.left(member.turns)
-            blocks = member.blocks
+            own = (member.grown + self.growth.mean) / max(1, member.turns)
+            left, blocks = self.lengths.left(member.turns), member.blocks
             if not member.running:
                 left, blocks = max(0.0, left - 1), blocks + own
             shares.append(Share(blocks, own, left, self._weight(key, member, now)))
-        return sum(families.values()) + peak_demand(shares, self.pace.spread)
+        self._demand, self._shared_blocks = Demand(shares), sum(families.values())
 
     def demand_with_pin(self, blocks: int) -> float:
         """The same if a job whose turn has just ended keeps so many blocks while it is away."""

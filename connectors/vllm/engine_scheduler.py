@@ -49,7 +49,7 @@ class _InJobOrder:
             return
         self._unsorted = True
         try:
-            if self._half.queue.holds(request.request_id):
+            if self._half.queue.holds(request.request_id, behind=bool(self._parked)):
                 self.waiting.remove_request(request)
                 self._parked[request.request_id] = request
         except Exception:

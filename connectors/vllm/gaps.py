@@ -29,6 +29,7 @@ from tiered_kv.policies.lineage import Lineage
 from tiered_kv.policies.signals import JobKey, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.tool_calls import ToolCall
 from tiered_kv.policies.tool_use import tool_use
+from tiered_kv.policies.ttl import saved_s
 from tiered_kv.policies.turns import TurnHints
 
 PROVISIONAL_S = 2.0
@@ -111,7 +112,8 @@ class Gaps:
             return Arrival(job)
         wait, gap_s = back
         self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
-        self._pins.until(key, math.inf)  # until it has its blocks, however long it queues
+        # Until it has its blocks, however long it queues: nothing saves more.
+        self._pins.until(key, math.inf, math.inf)
         context, made = wait.end.context_tokens, wait.decision
         to_stay = made.tier is Tier.PIN and gap_s <= made.ttl_s
         return Arrival(job, context, context if to_stay else 0)
@@ -166,21 +168,22 @@ class Gaps:
         """Carry out what was decided; returns how many blocks are pinned."""
         decision = wait.decision
         if wait.unread:  # the blocks are gone right after this hook
-            return self._pin(job, turn, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
+            return self._pin(job, turn, wait, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
         if decision.tier is Tier.PIN:
-            return self._pin(job, turn, decision.ttl_s)
+            return self._pin(job, turn, wait, decision.ttl_s)
         self._release(job.key)
         self._send_down(wait)
         return 0
 
-    def _pin(self, job: Job, turn: Turn, ttl_s: float) -> int:
+    def _pin(self, job: Job, turn: Turn, wait: Wait, ttl_s: float) -> int:
         blocks = [
             block
             for manager in self._managers
             for block in manager.req_to_blocks.get(turn.request_id, ())
             if block.block_hash is not None and not block.is_null
         ]
-        pinned = self._pins.pin(job.key, blocks, self._clock() + ttl_s, job.born)
+        saves_s = saved_s(wait.decision.forecast, wait.costs.benefit_s, ttl_s)
+        pinned = self._pins.pin(job.key, blocks, self._clock() + ttl_s, job.born, saves_s)
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
         return pinned
@@ -228,8 +231,10 @@ class Gaps:
             if wait is None or wait.end.job is None:
                 continue
             self._accounts.decision(wait)
-            if wait.decision.tier is Tier.PIN:
-                self._pins.until(wait.end.job, wait.since + wait.decision.ttl_s)
+            made = wait.decision
+            if made.tier is Tier.PIN:
+                saves_s = saved_s(made.forecast, wait.costs.benefit_s, made.ttl_s)
+                self._pins.until(wait.end.job, wait.since + made.ttl_s, saves_s)
             else:
                 self._release(wait.end.job)
                 self._send_down(wait)

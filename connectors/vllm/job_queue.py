@@ -49,10 +49,16 @@ class JobQueue:
         self._clock = clock
         self._held: set[str] = set()
 
-    def holds(self, request_id: str) -> bool:
-        """Whether a request is of a new job that has to wait for room."""
+    def holds(self, request_id: str, *, behind: bool = False) -> bool:
+        """Whether a request is of a new job that has to wait for room, or ``behind`` others that
+        came before: a small one does not overtake."""
         turn = self._turns.get(request_id)
-        return turn is not None and self._admission is not None and self._admission.holds(turn)
+        if turn is None or self._admission is None:
+            return False
+        if behind and turn.new:
+            self._admission.refuse(turn)
+            return True
+        return self._admission.holds(turn)
 
     def holds_in_queue(self, turn: Turn) -> bool:
         """Whether vLLM shall ask again for a new job, of which its queue can hold a few."""

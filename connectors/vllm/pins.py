@@ -27,6 +27,7 @@ class _Pin:
     blocks: list[Any]
     deadline: float
     born: float
+    worth: float  # seconds that a block of it is expected to save
 
 
 class PinTable:
@@ -57,7 +58,14 @@ class PinTable:
         """Distinct blocks under a pin; blocks shared by pins count once."""
         return len(self._held)
 
-    def pin(self, job: JobKey, blocks: Sequence[Any], deadline: float, born: float) -> int:
+    def pin(
+        self,
+        job: JobKey,
+        blocks: Sequence[Any],
+        deadline: float,
+        born: float,
+        saves_s: float = 0.0,
+    ) -> int:
         """Hold a job's blocks until ``deadline``, in place of what it held before.
 
         A context over budget is pinned from its start: the tail alone would be no hit.
@@ -65,7 +73,10 @@ class PinTable:
         Args:
             blocks: full, hashed blocks in the order of the context.
             deadline: on the scheduler half's clock, seconds.
-            born: when the job's first turn arrived; the youngest job gives way first.
+            born: when the job's first turn arrived.
+            saves_s: seconds that the pin is expected to save. The pin that saves the least with
+                a block gives way first; of equal ones, as those of a policy that forecasts
+                nothing, the youngest job's.
 
         Returns:
             How many of the blocks are pinned.
@@ -86,15 +97,17 @@ class PinTable:
         self._pool.touch(kept)
         for block in kept:
             self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
-        self._pins[job] = _Pin(kept, deadline, born)
+        self._pins[job] = _Pin(kept, deadline, born, saves_s / len(kept))
         self._next_deadline = min(self._next_deadline, deadline)
         return len(kept)
 
-    def until(self, job: JobKey, deadline: float) -> None:
-        """Hold what the job has pinned until then instead. Ignored if it has nothing."""
+    def until(self, job: JobKey, deadline: float, saves_s: float) -> None:
+        """Hold what the job has pinned until then instead, to save so much. Ignored if it has
+        nothing."""
         pin = self._pins.get(job)
         if pin is not None:
             pin.deadline = deadline
+            pin.worth = saves_s / len(pin.blocks)
             self._next_deadline = min(self._next_deadline, deadline)
 
     def release(self, job: JobKey) -> bool:
@@ -122,13 +135,16 @@ class PinTable:
         return len(late)
 
     def make_room(self, enough: Callable[[], bool], spare: JobKey | None = None) -> int:
-        """Release pins, youngest job first, until ``enough()``; returns how many went.
+        """Release pins, the one that saves least first, until ``enough()``; returns how many
+        went.
 
         ``spare`` goes last: it is the pin of the job that the room is for.
         """
         released = 0
         while self._pins and not enough():
-            job = max(self._pins, key=lambda j: (j != spare, self._pins[j].born))
+            job, _ = min(
+                self._pins.items(), key=lambda one: (one[0] == spare, one[1].worth, -one[1].born)
+            )
             self.release(job)
             released += 1
         return released

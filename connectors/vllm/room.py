@@ -55,7 +55,7 @@ class Room:
         return freed
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
-        """Release pins, youngest job first, until the request can be admitted."""
+        """Release pins, the one that saves least first, until the request can be admitted."""
         asked_before = turn.asked_at == step - 1
         turn.asked_at = step
         if not len(self._pins):

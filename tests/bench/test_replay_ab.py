@@ -14,6 +14,7 @@ from bench.replay.ab import (
     BEYOND_TIMES,
     NEAR,
     PRESETS,
+    STEEP,
     Harness,
     HarnessError,
     NotStarted,
@@ -154,8 +155,11 @@ def test_calibration_comes_near_on_any_smooth_curve(scale: float, power: float) 
 
 def test_a_noisy_calibration_goes_on_in_the_middle() -> None:
     assert next_rate([(1.0, 4.0), (4.0, 2.0)], 3.0) == pytest.approx(math.sqrt(4.0))
-    assert next_rate([(1.0, 1.0)], 3.0) == 2.0
-    assert next_rate([(1.0, 9.0)], 3.0) == 0.5
+
+
+def test_a_calibration_that_saw_one_side_only_takes_the_curve_to_be_steep() -> None:
+    assert next_rate([(1.0, 3.0 / 2**STEEP)], 3.0) == pytest.approx(2.0)
+    assert next_rate([(1.0, 3.0 * 2**STEEP)], 3.0) == pytest.approx(0.5)
 
 
 def test_every_other_round_goes_the_other_way() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,14 +27,15 @@ class Engine:
         return self.pool.allocate([b"%d" % i for i in range(count)])
 
     def finish_pinned(self, job: JobKey, blocks: list[FakeBlock], deadline: float = 2.0,
-                      born: float = 0.0) -> int:  # fmt: skip
+                      born: float = 0.0, saves_s: float = 0.0) -> int:  # fmt: skip
         """A turn ends as vLLM ends it: first our hook, then its own references go."""
-        pinned = self.pins.pin(job, blocks, deadline, born)
+        pinned = self.pins.pin(job, blocks, deadline, born, saves_s)
         self.pool.free_blocks(reversed(blocks))
         return pinned
 
-    def turn(self, job: JobKey, count: int, deadline: float = 2.0, born: float = 0.0) -> int:
-        return self.finish_pinned(job, self.ran(count), deadline, born)
+    def turn(self, job: JobKey, count: int, *, deadline: float = 2.0, born: float = 0.0,
+             saves_s: float = 0.0) -> int:  # fmt: skip
+        return self.finish_pinned(job, self.ran(count), deadline, born, saves_s)
 
     @property
     def free(self) -> int:
@@ -192,6 +195,27 @@ def test_the_youngest_job_gives_way_first_and_no_more_than_needed() -> None:
     assert [job in engine.pins for job in (A, B, C)] == [False, True, False]
 
 
+def test_the_pin_that_saves_least_with_a_block_gives_way_before_a_younger_job() -> None:
+    engine = Engine()
+    engine.turn(A, 2, born=30.0, saves_s=4.0)
+    engine.turn(B, 6, born=10.0, saves_s=6.1)
+    engine.turn(C, 4, born=20.0, saves_s=6.0)
+    assert engine.pins.make_room(lambda: engine.free >= 9) == 1
+    assert B not in engine.pins, "it saves the most, and takes the most room for it"
+    engine.pins.until(A, 5.0, saves_s=1.0)
+    assert engine.pins.make_room(lambda: engine.free >= 15) == 1
+    assert A not in engine.pins, "less was to be saved when its tool call was read"
+
+
+def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
+    engine = Engine()
+    engine.turn(A, 4, born=30.0, saves_s=1.0)
+    engine.turn(B, 4, born=10.0, saves_s=100.0)
+    engine.pins.until(A, math.inf, math.inf)
+    assert engine.pins.make_room(lambda: engine.free >= 16) == 1
+    assert A in engine.pins
+
+
 def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
     engine = crowded()
     assert engine.pins.make_room(lambda: engine.free >= 16, spare=A) == 2
@@ -240,7 +264,7 @@ class PinsMachine(RuleBasedStateMachine):
         self.pins = PinTable(self.pool, budget, share)
         self.now = 0.0
         self.running: list[list[FakeBlock]] = []
-        self.model: dict[JobKey, tuple[list[FakeBlock], float, float]] = {}
+        self.model: dict[JobKey, tuple[list[FakeBlock], float, tuple[float, float]]] = {}
 
     @rule(data=st.data(), length=st.integers(1, 8))
     def begin(self, data: st.DataObject, length: int) -> None:
@@ -260,19 +284,20 @@ class PinsMachine(RuleBasedStateMachine):
         job=st.sampled_from(JOBS),
         ttl=st.sampled_from([2.0, 0.0, 1.0, 5.0]),
         born=st.integers(0, 3),
+        saves_s=st.sampled_from([0.0, 0.0, 1.0, 4.0]),
     )
     @precondition(lambda self: self.running)
-    def end(self, data: st.DataObject, job: JobKey, ttl: float, born: int) -> None:
+    def end(self, data: st.DataObject, job: JobKey, ttl: float, born: int, saves_s: float) -> None:
         blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.model.pop(job, None)
         fits = [n for n in range(len(blocks) + 1) if self.affordable(blocks[:n])]
 
-        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born))
+        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s)
         self.pool.free_blocks(reversed(blocks))
 
         assert pinned == max(fits), "as much of its start as the budget allows"
         if pinned:
-            self.model[job] = (blocks[:pinned], self.now + ttl, float(born))
+            self.model[job] = (blocks[:pinned], self.now + ttl, (saves_s / pinned, -born))
 
     @rule(data=st.data())
     @precondition(lambda self: self.running)
@@ -303,8 +328,9 @@ class PinsMachine(RuleBasedStateMachine):
         if self.model:
             assert self.pool.get_num_free_blocks() >= wanted
         gone = [before[job][2] for job in before if job not in self.model and job != spare]
-        stayed = [born for job, (_, _, born) in self.model.items() if job != spare]
-        assert min(gone, default=9) >= max(stayed, default=-1), "the youngest give way first"
+        stayed = [worth for job, (_, _, worth) in self.model.items() if job != spare]
+        most, least = max(gone, default=(-1.0, 0.0)), min(stayed, default=(9.0, 0.0))
+        assert most <= least, "what saves least gives way first, of that the youngest"
         if spare in before and spare not in self.model:
             assert not stayed, "the spared one goes last"
 

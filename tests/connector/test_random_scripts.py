@@ -4,6 +4,7 @@ nothing hangs, and every block and slot is accounted for at the end."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.connector.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies import registry
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
@@ -19,10 +19,11 @@ from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.policies.restore import AlwaysRestore, FasterRestore
 from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
+from tiered_kv.testing.vllm_rig import CELL, Rig, RigOptions, expected, text
 from tiered_kv.transfer.base import Direction
 
-SCRIPTS = 40
+SCRIPTS = 300
+NIGHTLY_SCRIPTS = 10_000
 
 
 class SomeGoToSsd(LearnsNothing):
@@ -83,8 +84,22 @@ def break_once(store: Any, rng: random.Random) -> None:
     setattr(store, name, wrong)
 
 
-def play(rig: Rig, rng: random.Random) -> int:
-    """Run one script; returns how many requests finished."""
+def watch_the_order(rig: Rig) -> None:
+    """No new job begins while one that came before it is parked."""
+    allocated = rig.half.allocated
+
+    def watched(request: Any, *args: Any) -> None:
+        turn = rig.half._turns[request.request_id]
+        if turn.new:
+            parked = [one.arrival_time for one in rig.scheduler._parked.values()]
+            assert request.arrival_time < min(parked, default=float("inf")), "overtaken"
+        allocated(request, *args)
+
+    rig.half.allocated = watched
+
+
+def play(rig: Rig, rng: random.Random) -> None:
+    """Run one script."""
     faulty = rig.inject(FaultyTransfer) if rig.half.index.num_slots else None
     contexts = [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(4)]
     asked: dict[str, tuple[list[int], int]] = {}
@@ -120,21 +135,30 @@ def play(rig: Rig, rng: random.Random) -> int:
     for i in range(2):
         rig.wait_for_worker()
         rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
-    done = 0
     for name, (prompt, tokens) in asked.items():
         if rig.finished[name] != "abort":
             assert rig.outputs[name] == expected(prompt, tokens), name
-            done += 1
-    return done
 
 
 @pytest.mark.parametrize("seed", range(SCRIPTS))
-def test_random_scripts_end_well(make_rig: MakeRig, tmp_path: Path, seed: int) -> None:
+def test_random_scripts_end_well(tmp_path: Path, seed: int) -> None:
+    play_script(tmp_path, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)
+def test_many_more_random_scripts_end_well(tmp_path: Path) -> None:
+    for seed in range(SCRIPTS, NIGHTLY_SCRIPTS):
+        play_script(tmp_path / f"{seed}", seed)
+        shutil.rmtree(tmp_path / f"{seed}")
+
+
+def play_script(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     slots = rng.choice([0, 30, 30, 300])
-    on_disk: dict[str, Any] = {"ssd_path": str(tmp_path / "ssd"), "codec": "raw"}
+    on_disk: dict[str, Any] = {"ssd_path": str(folder / "ssd"), "codec": "raw"}
     ssd = rng.choice([{}, {**on_disk, "ssd_gib": 1}, {**on_disk, "ssd_gib": 0.004}])
-    rig = make_rig(
+    options = RigOptions(
         blocks=rng.choice([20, 30, 60]),
         max_model_len=256,
         max_batched_tokens=rng.choice([64, 256]),
@@ -147,15 +171,18 @@ def test_random_scripts_end_well(make_rig: MakeRig, tmp_path: Path, seed: int) -
             **(ssd if slots else {}),
         },
     )
-    if rng.random() < 0.7:
-        named = registry.policy(rng.choice(sorted(registry.POLICIES)))
-        rig.policy = rng.choice([SomeGoToSsd(rng), named])
-    if rng.random() < 0.5:
-        rig.half.gaps._tools = SomeTools(rng)
-        rig.half._tools_read = (None,)  # asked in every step
-    rig.half.restores.policy = rng.choice(
-        [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
-    )
-    assert play(rig, rng) >= 0
-    rig.half.let_go()  # "last" may be waited for, as well
-    rig.check_clean()
+    with Rig(folder / "model", options) as rig:
+        if rng.random() < 0.7:
+            named = registry.policy(rng.choice(sorted(registry.POLICIES)))
+            rig.policy = rng.choice([SomeGoToSsd(rng), named])
+        if rng.random() < 0.5:
+            rig.half.gaps._tools = SomeTools(rng)
+            rig.half._tools_read = (None,)  # asked in every step
+        rig.half.restores.policy = rng.choice(
+            [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
+        )
+        if options.in_job_order:
+            watch_the_order(rig)
+        play(rig, rng)
+        rig.half.let_go()  # "last" may be waited for, as well
+        rig.check_clean()

@@ -249,12 +249,8 @@ def check_after_kill(root: Path, durable: set[int]) -> set[int]:
     return found
 
 
-def test_kill_minus_nine_loses_nothing_durable(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 30)
-
-
 @pytest.mark.slow
-def test_kill_minus_nine_three_hundred_times(tmp_path: Path) -> None:
+def test_kill_minus_nine_at_three_hundred_moments_loses_nothing_durable(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 300)
 
 

@@ -13,11 +13,11 @@ from tiered_kv.policies.admission import (
     LEAST,
     MOST,
     Allowance,
+    Demand,
     Growth,
     JobLengths,
     Pace,
     Share,
-    peak_demand,
 )
 
 amounts = st.floats(0, 1000)
@@ -26,28 +26,28 @@ shares = st.builds(Share, amounts, amounts, st.integers(0, 50).map(float))
 
 def test_jobs_of_one_age_peak_together_and_others_in_turn() -> None:
     grown = Share(blocks=10, grows=5, left=4)
-    assert peak_demand([grown]) == 30
-    assert peak_demand([grown, grown]) == 60
+    assert Demand([grown]).peak() == 30
+    assert Demand([grown, grown]).peak() == 60
     ends_soon = Share(blocks=30, grows=5, left=0)
-    assert peak_demand([grown, ends_soon]) == 40, "when the one is at its end the other is gone"
+    assert Demand([grown, ends_soon]).peak() == 40, "when the one is at its end the other is gone"
 
 
 @given(st.lists(shares, max_size=12))
 def test_the_peak_is_that_of_all_moments(found: list[Share]) -> None:
     moments = [0.0, *(share.left for share in found)]
     wanted = max(sum(one.blocks + one.grows * t for one in found if one.left >= t) for t in moments)
-    assert peak_demand(found) == pytest.approx(wanted)
+    assert Demand(found).peak() == pytest.approx(wanted)
 
 
 def test_jobs_that_differ_in_pace_meet_at_their_largest() -> None:
     ahead, behind = Share(10, 10, 4), Share(10, 10, 5)
-    assert peak_demand([ahead, behind]) == 100
-    assert peak_demand([ahead, behind], spread=0.5) == 110, "the one may stay until the other ends"
+    assert Demand([ahead, behind]).peak() == 100
+    assert Demand([ahead, behind]).peak(spread=0.5) == 110, "the one may stay until the other ends"
 
 
 def test_of_many_moments_some_are_looked_at() -> None:
     jobs = [Share(10, 1, left) for left in range(1, 500)]
-    assert peak_demand(jobs) == pytest.approx(
+    assert Demand(jobs).peak() == pytest.approx(
         max(sum(10 + t for one in jobs if one.left >= t) for t in range(500)), rel=0.02
     )
 
@@ -65,11 +65,12 @@ def test_pace_is_told_by_how_turns_differ() -> None:
 
 @given(st.lists(shares, max_size=8), shares)
 def test_another_job_never_lowers_the_peak(found: list[Share], more: Share) -> None:
-    assert peak_demand([*found, more]) >= peak_demand(found) * (1 - 1e-9)
+    assert Demand([*found, more]).peak() >= Demand(found).peak() * (1 - 1e-9)
+    assert Demand(found).peak(more=[more]) == pytest.approx(Demand([*found, more]).peak())
 
 
 def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
-    assert peak_demand([Share(100, 0, 3, weight=0.25)]) == 25
+    assert Demand([Share(100, 0, 3, weight=0.25)]).peak() == 25
 
 
 def test_turns_left_are_those_of_jobs_that_came_so_far() -> None:
