@@ -42,7 +42,7 @@ PACE = {"stock": 2.0, "tiered": 1.2, "bound": 1.0}
 
 def slowdown(server: str, jobs_per_s: float) -> float:
     """Of a server that collapses."""
-    return 1 + PACE[server] * (jobs_per_s / 0.15) ** 2.5
+    return float(1 + PACE[server] * (jobs_per_s / 0.15) ** 2.5)
 
 
 class Machine:
