@@ -32,9 +32,10 @@ SILENT_TIMES = 8.0
 LEAST_SILENCE_S = 30.0
 LEARN_EVERY_S = 1.0
 """Between two signs that too much was given out, or too little."""
-COUNTED_S = 1e-4
-"""For so long, times the jobs, what they take is not counted again unless one begins or goes: to
-count a job takes some microseconds, and every turn's end asks."""
+COUNTED_S, MANY = 1e-4, 200
+"""Of that many jobs, what they take is not counted again for so long, times the jobs, unless one
+begins or goes: to count a job takes some microseconds, and every turn's end asks. Of few, each turn
+that ends makes a difference."""
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
 
@@ -231,7 +232,8 @@ class Admission:
         now = self._clock()
         if now >= self._counted_until:
             self._count(now)
-            self._counted_until = now + COUNTED_S * len(self._members)
+            if len(self._members) >= MANY:
+                self._counted_until = now + COUNTED_S * len(self._members)
         new = [*self._entering.values(), new_blocks] if new_blocks else self._entering.values()
         grows, left = self.growth.mean, self.lengths.left(1)
         more = [Share(blocks, grows, left) for blocks in new]

@@ -51,6 +51,26 @@ def test_a_job_waits_until_another_has_ended(make_rig: MakeRig, in_job_order: bo
     rig.check_clean()
 
 
+def test_of_many_jobs_each_that_begins_or_goes_counts_at_once(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still, so that what is counted once would count for ever."""
+    monkeypatch.setattr("tiered_kv.connectors.vllm.admission.MANY", 1)
+    test_a_job_waits_until_another_has_ended(make_rig, in_job_order=True)
+
+
+def test_a_small_job_does_not_overtake_one_that_is_held(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    rig.add("small", text(8, seed=1), max_tokens=4, params={"job_id": "small"})
+    rig.step()
+    assert held(rig) == ["d", "small"]
+    rig.run()
+    assert rig.half.admission.refused == 2
+
+
 @pytest.mark.parametrize("in_job_order", [True, False])
 def test_without_admission_nobody_is_held(make_rig: MakeRig, in_job_order: bool) -> None:
     rig = holding_rig(make_rig, in_job_order=in_job_order, admission="off")
