@@ -114,7 +114,7 @@ def _engine(folder: Path, crowd: Crowd) -> Rig:
     for number in range(crowd.running):
         prompt = text(RUNNING_TOKENS, seed=number) if number else shared
         rig.add(f"running-{number}", prompt, answers, params={"job_id": f"running-{number}"})
-        while rig.prompts and not _all_run(rig):
+        while not _all_run(rig):
             rig.step()
     return rig
 

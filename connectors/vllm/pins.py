@@ -64,7 +64,7 @@ class PinTable:
         blocks: Sequence[Any],
         deadline: float,
         born: float,
-        saves_s: float = 0.0,
+        saves_s: float,
     ) -> int:
         """Hold a job's blocks until ``deadline``, in place of what it held before.
 

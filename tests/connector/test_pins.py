@@ -134,7 +134,7 @@ def test_without_a_budget_nothing_is_pinned(budget: int) -> None:
 def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
     engine = Engine()
     engine.turn(A, 3)
-    assert engine.pins.pin(A, [], 2.0, 0.0) == 0
+    assert engine.pins.pin(A, [], 2.0, 0.0, 0.0) == 0
     assert A not in engine.pins, "what it held before is over all the same"
     assert engine.free == 20
 
