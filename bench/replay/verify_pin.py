@@ -22,6 +22,8 @@ from bench.server import MODEL_NAME, ServerOptions, VllmServer
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
 BLOCKS = 160
+TOOL = {"tool_name": "bash", "tool_command": "ls"}
+"""What runs in the gaps, as a client says it: Continuum pins nothing for a turn that calls none."""
 READINGS = 3
 USAGE = "vllm:kv_cache_usage_perc"
 HANDED_OVER = "vllm:tiered_kv_pins_handed_over_total"
@@ -92,7 +94,9 @@ class Prober:
         context = texts(self._client, 1, FIRST_TOKENS)[0]
         gaps = []
         for turn in range(1, TURNS + 1):
-            hints = {"job_id": "five-turns", "is_last_step": turn == TURNS}
+            hints: dict[str, object] = {"job_id": "five-turns", "is_last_step": turn == TURNS}
+            if turn < TURNS:
+                hints |= TOOL
             answer = self._ask(context, 4, hints)
             context = context + answer + [700 + turn * 100 + i for i in range(ADDED_TOKENS)]
             gaps.append(Gap(self._held(), self._held()))
