@@ -32,7 +32,7 @@ from bench.agents import ROOT
 from bench.load import group_members
 from bench.model import small_model
 from bench.output import parser, progress, show
-from bench.replay.kinds import BLOCK, CONNECTOR
+from bench.replay.kinds import BLOCK, CONNECTOR, SCHEDULER
 from bench.replay.measure import resident_bytes
 from bench.server import MODEL_NAME, ServerOptions, VllmServer
 
@@ -46,7 +46,6 @@ SETTLE_S = 30.0
 GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 SLACK = {"threads": 4, "descriptors": 8}
 """What a server may have more of at the end: connections and pools that are kept for a while."""
-SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
 NONSENSE: Sequence[Any] = (
     {"job_id": {"a": 1}},
     {"job_id": "j", "is_last_step": "perhaps"},

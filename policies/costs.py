@@ -12,6 +12,8 @@ WINDOW = 100
 """Evicted turns over which Continuum takes the mean of T."""
 FORGETTING = 0.98
 """Weight that a measured prefill keeps for each one after it."""
+SURVIVAL_STEP = 0.2
+"""What a job that came back counts, against all before it."""
 PEAK_HALF_LIFE_S = 10.0
 """A burst of demand is expected to come again for about so long."""
 PRICE_SLOPE = 4.0
@@ -93,6 +95,23 @@ class QueueDelay:
     def observe(self, seconds: float) -> None:
         self._last.append(seconds)
         self.mean_s = math.fsum(self._last) / len(self._last)
+
+
+class Survival:
+    """The share of what waited outside VRAM that was there still when its job came back, lately.
+
+    Args:
+        share: before the first.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def observe(self, found: int, wanted: int) -> None:
+        """A job came back for ``wanted`` tokens that were not in VRAM; ``found`` were restored."""
+        if wanted > 0:
+            share = min(1.0, max(0.0, found / wanted))
+            self.share += SURVIVAL_STEP * (share - self.share)
 
 
 class Memoryfulness:

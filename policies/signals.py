@@ -121,6 +121,7 @@ class Costs:
         vram_price: λ, seconds charged for a second in VRAM; 0 while nobody wants the room,
             1 where the cost of Continuum (arXiv 2511.02230) is.
         cpu_stay_s: how long a page stays in CPU memory at present before it is evicted.
+        survival: the share of what waits outside VRAM that is there still when it is wanted.
     """
 
     recompute_s: float
@@ -130,12 +131,16 @@ class Costs:
     memoryfulness: float = 1.0
     vram_price: float = 1.0
     cpu_stay_s: float = math.inf
+    survival: float = 1.0
 
     @property
     def restore_s(self) -> float:
-        """R, seconds of the cheapest restore that really exists."""
-        found = [s for s in (self.recompute_s, self.cpu_s, self.ssd_s) if s is not None]
-        return min(found)
+        """R, seconds that the cheapest restore is expected to take: what was lost meanwhile is
+        computed again."""
+        stored = [s for s in (self.cpu_s, self.ssd_s) if s is not None]
+        if not stored or min(stored) >= self.recompute_s:
+            return self.recompute_s
+        return self.survival * min(stored) + (1 - self.survival) * self.recompute_s
 
     @property
     def benefit_s(self) -> float:

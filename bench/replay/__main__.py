@@ -161,6 +161,7 @@ def ab(args: argparse.Namespace) -> int:
         policies=args.policy,
         ssd=args.ssd,
         forced=forced,
+        alone=args.alone,
     )
     workload = Workload(tuple(jobs), preset.idle_jobs, args.seed, args.hints, forced)
     plan = {
@@ -169,6 +170,7 @@ def ab(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "hints": args.hints.value,
         "forced": forced,
+        "alone": args.alone,
         "model": str(model),
         "versions": versions(),
     }
@@ -245,6 +247,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--policy", action="append", default=[], choices=POLICIES, help="a further one of ours"
     )
     measure.add_argument("--ssd", action="store_true", help="ours with an SSD tier as well")
+    measure.add_argument(
+        "--alone", action="store_true", help="ours under vLLM's own scheduler"
+    )
     measure.add_argument(
         "--hints",
         type=Hints,

@@ -16,6 +16,8 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 
+SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
+
 TRACE = "trace.jsonl"
 
 OTHERS: Mapping[str, Mapping[str, object]] = {
@@ -96,6 +98,7 @@ def make_kinds(
     policies: Iterable[str] = (),
     ssd: bool = False,
     forced: bool = True,
+    alone: bool = False,
 ) -> list[Kind]:
     """Stock, the bound, ours by policy and tiers, and what others offer.
 
@@ -103,6 +106,7 @@ def make_kinds(
         policies: further ones of ours than the default, by name.
         ssd: ours with little CPU memory and an SSD tier as well.
         forced: load the processor that makes the model emit recorded answers.
+        alone: ours run under vLLM's own scheduler, not ``ContinuumScheduler``.
     """
     stock = ServerOptions(
         model=model,
@@ -113,13 +117,15 @@ def make_kinds(
         extra_args=("--enable-prefix-caching", *RAW_LOGPROBS, *(SERVER_ARGS if forced else ())),
     )
     bound = replace(stock, kv_blocks=-(-sizing.bound_tokens // BLOCK))
-    kinds = [Kind(STOCK, stock), Kind(TIERED, _tiered(stock)), Kind(BOUND, bound)]
+    ordered = () if alone else ("--scheduler-cls", SCHEDULER)
+    tiered = replace(stock, extra_args=(*stock.extra_args, *ordered))
+    kinds = [Kind(STOCK, stock), Kind(TIERED, _tiered(tiered)), Kind(BOUND, bound)]
     kinds += [
-        Kind(f"{TIERED}-{name}", _tiered(stock, TIERED_KV_POLICY=name))
+        Kind(f"{TIERED}-{name}", _tiered(tiered, TIERED_KV_POLICY=name))
         for name in dict.fromkeys(policies)
     ]
     if ssd:
-        little = _tiered(stock, TIERED_KV_CPU_GIB=f"{SSD_CPU_GIB:g}")
+        little = _tiered(tiered, TIERED_KV_CPU_GIB=f"{SSD_CPU_GIB:g}")
         kinds.append(Kind(f"{TIERED}-ssd", little, ssd=True))
     return kinds + others(stock)
 
@@ -136,6 +142,6 @@ def others(stock: ServerOptions) -> list[Kind]:
     return made
 
 
-def _tiered(stock: ServerOptions, **settings: str) -> ServerOptions:
-    env = {**stock.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}", **settings}
-    return replace(stock, kv_transfer_config=CONNECTOR, env=env)
+def _tiered(options: ServerOptions, **settings: str) -> ServerOptions:
+    env = {**options.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}", **settings}
+    return replace(options, kv_transfer_config=CONNECTOR, env=env)

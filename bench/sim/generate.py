@@ -36,6 +36,8 @@ SHORT_TOOL, LONG_TOOL = "cat notes.txt", "pytest -q"
 SWE_SHARED, SWE_TURNS, SWE_MOST_TURNS = 4_000, 25, 60
 SWE_SLOW = 0.1
 BURST = 20
+BLOCK, LARGE_BLOCK = 16, 64
+"""vLLM's, and one for contexts of 20,000 tokens, of which every block costs the simulator time."""
 
 
 def _original(rng: Rng, name: str) -> SimJob:
@@ -82,15 +84,16 @@ def _tokens(rng: Rng, median: float, sigma: float) -> int:
     return int(min(max(rng.lognormal(np.log(median), sigma), 10), 8 * median))
 
 
-_MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int]] = {
-    "original": (_original, Hints.RIGHT, 1),
-    "swe-agent": (_swe_agent, Hints.RIGHT, 1),
-    "chat": (_chat, Hints.RIGHT, 1),
-    "mixed": (_mixed, Hints.RIGHT, 1),
-    "burst": (_original, Hints.RIGHT, BURST),
-    "wrong-hints": (_original, Hints.WRONG, 1),
-    "no-hints": (_original, Hints.NONE, 1),
+_MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int, int]] = {
+    "original": (_original, Hints.RIGHT, 1, BLOCK),
+    "swe-agent": (_swe_agent, Hints.RIGHT, 1, LARGE_BLOCK),
+    "chat": (_chat, Hints.RIGHT, 1, BLOCK),
+    "mixed": (_mixed, Hints.RIGHT, 1, BLOCK),
+    "burst": (_original, Hints.RIGHT, BURST, BLOCK),
+    "wrong-hints": (_original, Hints.WRONG, 1, BLOCK),
+    "no-hints": (_original, Hints.NONE, 1, BLOCK),
 }
+"""Each with its hints, jobs that arrive together, and tokens of a block."""
 GENERATED = tuple(_MAKERS)
 
 
@@ -102,12 +105,12 @@ def generate(name: str, count: int, seed: int) -> Workload:
     """
     if name not in _MAKERS:
         raise ValueError(f"no workload {name!r}: write one of {', '.join(_MAKERS)}")
-    make, hints, burst = _MAKERS[name]
+    make, hints, burst, block = _MAKERS[name]
     rng = np.random.default_rng([seed, 0])
     jobs = tuple(make(rng, f"{name}-{number}") for number in range(count))
     if hints is Hints.WRONG:
         jobs = tuple(_misled(job) for job in jobs)
-    return Workload(name, jobs, hints, burst=burst)
+    return Workload(name, jobs, hints, block, burst)
 
 
 def _misled(job: SimJob) -> SimJob:

@@ -142,7 +142,7 @@ def calibration_jobs(seed: int) -> list[Job]:
 
 def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]:
     contexts = [sum(len(turn.added) + len(turn.answer) for turn in job.turns) for job in jobs]
-    made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES)
+    made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES, alone=True)
     limits = (
         f"--max-num-batched-tokens={BATCHED_TOKENS}",
         f"--max-num-seqs={MAX_SEQS}",

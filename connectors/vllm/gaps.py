@@ -44,8 +44,8 @@ class Arrival:
 
     Attributes:
         job: None if it belongs to none.
-        context: tokens that the job waited with. kept: of them, those that were to stay in VRAM
-            until now.
+        context: tokens that the job waited with. kept: of them, those that were to be in some
+            tier still.
     """
 
     job: Job | None = None
@@ -114,9 +114,8 @@ class Gaps:
         self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
         # Until it has its blocks, however long it queues: nothing saves more.
         self._pins.until(key, math.inf, math.inf)
-        context, made = wait.end.context_tokens, wait.decision
-        to_stay = made.tier is Tier.PIN and gap_s <= made.ttl_s
-        return Arrival(job, context, context if to_stay else 0)
+        context = wait.end.context_tokens
+        return Arrival(job, context, context if _to_stay(wait, gap_s) else 0)
 
     def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
         """As the client says, or as the prompt tells."""
@@ -275,6 +274,15 @@ class Gaps:
         if self._tools is not None:
             self._tools.close()
         self._keeper.close()
+
+
+def _to_stay(wait: Wait, gap_s: float) -> bool:
+    """Whether a context was to be in some tier still, so long after its turn's end."""
+    made = wait.decision
+    if made.tier is Tier.PIN and gap_s <= made.ttl_s:
+        return True
+    saved = wait.costs.cpu_s is not None and not wait.end.aborted
+    return saved and made.tier is not Tier.DROP
 
 
 def _turn_end(turn: Turn, now: float) -> TurnEnd:

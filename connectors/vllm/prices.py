@@ -10,7 +10,14 @@ from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.planner import Planner
-from tiered_kv.policies.costs import Memoryfulness, PrefillFit, QueueDelay, ShadowPrice
+from tiered_kv.policies.costs import (
+    SHORTEST_S,
+    Memoryfulness,
+    PrefillFit,
+    QueueDelay,
+    ShadowPrice,
+    Survival,
+)
 from tiered_kv.policies.signals import Costs
 
 STAY_EVERY_S = 5.0
@@ -44,6 +51,7 @@ class Prices:
     ) -> None:
         self.queue = QueueDelay()
         self.memoryfulness = Memoryfulness()
+        self.survival = Survival(1.0 if planner.index.num_slots else 0.0)
         self.price = ShadowPrice()
         self._facts = facts
         self._planner = planner
@@ -61,8 +69,12 @@ class Prices:
     def admitted(self, turn: Turn) -> None:
         """A turn got its blocks. If its KV had left VRAM, it may have waited for that."""
         size = self._facts.block_size
-        had = min(turn.context_before, turn.request.num_prompt_tokens)
-        if turn.vram_tokens + size < had and not turn.promotions:
+        # The last token is computed always: its logits are wanted.
+        had = min(turn.context_before, turn.request.num_prompt_tokens - 1)
+        if turn.vram_tokens + size >= had:
+            return
+        self.survival.observe(turn.cpu_tokens, had - turn.vram_tokens)
+        if not turn.promotions:
             self.queue.observe(self._clock() - turn.arrived_at)
 
     def look(self, waiting_tokens: int) -> None:
@@ -78,30 +90,34 @@ class Prices:
         blocks = -(-context_tokens // facts.block_size)
         offloaded = planner.index.num_slots > 0
         copy_s = planner.copy_seconds(blocks)
+        # Unknown, it is no reason to do without a copy.
+        recompute_s = self._fit.seconds(0, context_tokens) or copy_s
         return Costs(
-            # Unknown, it is no reason to do without a copy.
-            recompute_s=self._fit.seconds(0, context_tokens) or copy_s,
+            recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
             ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self._price(blocks, computed=not offloaded),
+            vram_price=self._price(blocks, self._held_up(copy_s, recompute_s)),
             cpu_stay_s=self.cpu_stay_s(),
+            survival=self.survival.share,
         )
 
-    def _price(self, blocks: int, *, computed: bool) -> float:
-        """λ for a turn's blocks.
+    def _held_up(self, copy_s: float, recompute_s: float) -> float:
+        """Requests that wait for a restore, the job's own included: what is computed again holds
+        up every other request of the batch as well, and what is copied none."""
+        copied = self.survival.share if copy_s < recompute_s else 0.0
+        copied_s, computed_s = copied * copy_s, (1 - copied) * recompute_s
+        running = max(1, self._running())
+        return (copied_s + running * computed_s) / max(copied_s + computed_s, SHORTEST_S)
 
-        Args:
-            computed: without a pin they are computed again, which holds up every other request
-                of the batch as well: a pin saves that many times B.
-        """
+    def _price(self, blocks: int, held_up: float) -> float:
+        """λ for a turn's blocks, of which a pin saves B for ``held_up`` requests."""
         pool = self._facts.num_blocks - 1
         mine = min(blocks, self._pins.job_share)
         if self._demand is None:
             return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
-        saves = max(1, self._running()) if computed else 1
-        return self.price.of(self._demand(mine), pool) / saves
+        return self.price.of(self._demand(mine), pool) / held_up
 
     def cpu_stay_s(self) -> float:
         """How long a page stays in CPU memory at the present rate before it is evicted;

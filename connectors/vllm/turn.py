@@ -46,7 +46,7 @@ class Turn:
         ssd_keys: pages that came up for it, or are coming, until it is admitted.
         arrived_at: when, on the scheduler half's clock.
         context_before: tokens of the context that its job waited with.
-        kept: those of them that were to stay in VRAM until now.
+        kept: those of them that were to be in some tier still.
         new: its job has not begun, and may be held. refused: it was, at least once.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay.kinds import BLOCK, Kind, make_kinds, size_for
+from bench.replay.kinds import BLOCK, SCHEDULER, Kind, make_kinds, size_for
 
 SIZING = size_for([3000, 2000], 6400)
 
@@ -52,6 +52,13 @@ def test_stock_and_the_bound_have_no_connector_and_ours_has() -> None:
     config = kinds["tiered"].options.kv_transfer_config
     assert config is not None
     assert config["kv_load_failure_policy"] == "recompute"
+
+
+def test_ours_run_our_scheduler_unless_the_connector_is_wanted_alone() -> None:
+    for name, kind in made(policies=["lru"], ssd=True).items():
+        ours = flag(kind, "--scheduler-cls")
+        assert (ours == SCHEDULER) if name.startswith("tiered") else ours is None
+    assert all(flag(kind, "--scheduler-cls") is None for kind in made(alone=True).values())
 
 
 def test_a_policy_and_an_ssd_make_kinds_of_their_own(tmp_path: Path) -> None:

@@ -89,6 +89,32 @@ def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
     assert rig.half.prices.queue.mean_s == pytest.approx(7.0)
 
 
+def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
+    make_rig: MakeRig,
+) -> None:
+    """Two contexts in turn, of which CPU memory holds one and VRAM none beside the others."""
+    rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
+    prices = rig.half.prices
+    assert prices.survival.share == 1.0
+    for turn in range(12):
+        for job in range(2):
+            rig.ask(f"{job}.{turn}", text(320, seed=job), max_tokens=1, params={"job_id": str(job)})
+            rig.now += 100.0
+            rig.fill(tag=f"{job}.{turn}")
+    assert prices.survival.share < 0.2
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    costs = prices.costs(320)
+    assert costs.restore_s > 0.8 * costs.recompute_s
+
+
+def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) -> None:
+    for turn in range(12):
+        rig.ask(f"t{turn}", text(320, seed=1), max_tokens=1, params=JOB)
+        rig.now += 100.0
+        rig.fill(tag=f"{turn}")
+    assert rig.half.prices.survival.share == 1.0
+
+
 def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
     prices = rig.half.prices

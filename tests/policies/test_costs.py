@@ -14,6 +14,7 @@ from tiered_kv.policies.costs import (
     PrefillFit,
     QueueDelay,
     ShadowPrice,
+    Survival,
 )
 
 
@@ -140,3 +141,28 @@ def test_a_burst_is_remembered_for_a_while() -> None:
     assert price.price(1000, pinned=300) > 1
     price.observe(100, now=1.0 + 3 * PEAK_HALF_LIFE_S)
     assert price.price(1000, pinned=300) == 0.0
+
+
+def test_what_was_not_found_again_makes_waiting_outside_vram_less_sure() -> None:
+    survival = Survival(1.0)
+    survival.observe(found=900, wanted=900)
+    assert survival.share == 1.0
+    survival.observe(found=0, wanted=900)
+    once = survival.share
+    assert once < 1.0
+    for _ in range(100):
+        survival.observe(found=0, wanted=900)
+    assert survival.share == pytest.approx(0.0, abs=1e-3)
+    for _ in range(100):
+        survival.observe(found=450, wanted=900)
+    assert survival.share == pytest.approx(0.5, abs=1e-3)
+
+
+@given(st.floats(0, 1), st.lists(st.tuples(st.integers(-5, 10**6), st.integers(-5, 10**6))))
+def test_survival_stays_a_share_whatever_is_told(
+    first: float, told: list[tuple[int, int]]
+) -> None:
+    survival = Survival(first)
+    for found, wanted in told:
+        survival.observe(found, wanted)
+        assert 0.0 <= survival.share <= 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -95,3 +96,12 @@ def test_only_a_pin_has_a_deadline_and_only_ssd_a_way_back() -> None:
                     assert (made.ttl_s > 0) is (made.tier is Tier.PIN)
                     assert made.back_s is None or made.tier is Tier.SSD
                     assert unpriced(TURN) is None
+
+
+def test_a_pin_saves_a_prefill_as_often_as_what_waits_elsewhere_is_lost() -> None:
+    sure = Costs(recompute_s=10, cpu_s=0.5)
+    assert sure.restore_s == 0.5
+    assert replace(sure, survival=0.0).restore_s == 10
+    assert replace(sure, survival=0.6).restore_s == pytest.approx(0.6 * 0.5 + 0.4 * 10)
+    assert Costs(recompute_s=10, survival=0.0).restore_s == 10
+    assert Costs(recompute_s=0.1, cpu_s=0.5, survival=0.5).restore_s == 0.1, "never copied"
