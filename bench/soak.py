@@ -9,6 +9,10 @@ now and then somebody resets the prefix cache. At the end the cache is reset onc
 - ``leaked``: what is not back where it was after the warm-up, by name: pages, pins, orders and jobs
   by the connector's gauges, threads and file descriptors by /proc.
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
+- ``rss_mib``: its memory at the begin, after each tenth of the run, and at the end.
+
+vLLM itself grows, too: on CPU oneDNN keeps what it made for each new number of tokens.
+``--stock`` runs the same without the connector, to tell by how much.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +183,29 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
     return float(per_second * 60 / 2**20)
 
 
-def measure(minutes: float, seed: int, log: Path) -> dict[str, Any]:
-    """One soak of a server with every tier."""
+def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
+    """The same server with the connector and its scheduler; its SSD tier lies in ``folder``."""
+    tiers = {
+        "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}",
+        "TIERED_KV_SSD_PATH": str(folder / "ssd"),
+        "TIERED_KV_SSD_GIB": f"{SSD_GIB:g}",
+    }
+    return replace(
+        stock,
+        kv_transfer_config=CONNECTOR,
+        env={**stock.env, **tiers},
+        extra_args=(*stock.extra_args, "--scheduler-cls", SCHEDULER),
+    )
+
+
+def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
+    """MiB after each tenth of the samples, from the first to the last."""
+    at = np.linspace(0, len(samples) - 1, 11).astype(int) if samples else []
+    return [round(samples[n][1] / 2**20) for n in at]
+
+
+def measure(minutes: float, seed: int, log: Path, *, stock: bool) -> dict[str, Any]:
+    """One soak of a server with every tier, or of stock vLLM."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, progress() as bar:
         bar.disable = not sys.stderr.isatty()
@@ -190,15 +215,11 @@ def measure(minutes: float, seed: int, log: Path) -> dict[str, Any]:
             kv_blocks=POOL_TOKENS // BLOCK,
             block_size=BLOCK,
             max_model_len=MAX_LEN,
-            kv_transfer_config=CONNECTOR,
-            env={
-                "VLLM_SERVER_DEV_MODE": "1",
-                "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}",
-                "TIERED_KV_SSD_PATH": f"{folder}/ssd",
-                "TIERED_KV_SSD_GIB": f"{SSD_GIB:g}",
-            },
-            extra_args=("--enable-prefix-caching", "--scheduler-cls", SCHEDULER),
+            env={"VLLM_SERVER_DEV_MODE": "1"},
+            extra_args=("--enable-prefix-caching",),
         )
+        if not stock:
+            options = with_every_tier(options, Path(folder))
         with VllmServer(options, log) as server:
             warm_up_s = min(WARM_UP_S, 20 * minutes)
             asyncio.run(soak(server, warm_up_s, seed + 1, Tally(), lambda _: None))
@@ -214,6 +235,7 @@ def measure(minutes: float, seed: int, log: Path) -> dict[str, Any]:
         "errors": len(tally.errors),
         "leaked": leaks(before, after),
         "rss_slope": slope(tally.samples),
+        "rss_mib": tenths(tally.samples),
         "first_error": tally.errors[0] if tally.errors else None,
         "before": before,
         "after": after,
@@ -225,10 +247,11 @@ def main() -> int:
     command = parser("A real server under random agents, and whether anything is left behind.")
     command.add_argument("--minutes", type=float, default=30.0, help="(%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    command.add_argument("--stock", action="store_true", help="vLLM without the connector")
     args = command.parse_args()
     log = ROOT / ".replay" / "soak.log"
     log.parent.mkdir(exist_ok=True)
-    result = measure(args.minutes, args.seed, log)
+    result = measure(args.minutes, args.seed, log, stock=args.stock)
     show("A real server under random agents", result, args.json)
     return 1 if result["errors"] or result["leaked"] else 0
 

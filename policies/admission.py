@@ -27,7 +27,7 @@ JOBS = 256
 FORGETTING = 0.98
 """What a turn's growth still counts after the next one."""
 MOST, LEAST = 1.0, 0.5
-"""Bounds of the share of the pool that may be given out: what jobs are heading for is a forecast."""
+"""Bounds of the share of the pool that may be given out."""
 DOWN, UP = 0.9, 1.001
 """Factors of that share, for a context that was lost and for a job held beside free blocks. A lost
 context is computed again while everybody waits, and a job that is held waits alone: so it falls a

@@ -247,9 +247,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--policy", action="append", default=[], choices=POLICIES, help="a further one of ours"
     )
     measure.add_argument("--ssd", action="store_true", help="ours with an SSD tier as well")
-    measure.add_argument(
-        "--alone", action="store_true", help="ours under vLLM's own scheduler"
-    )
+    measure.add_argument("--alone", action="store_true", help="ours under vLLM's own scheduler")
     measure.add_argument(
         "--hints",
         type=Hints,

@@ -90,6 +90,7 @@ class Accounts:
                 "cpu_s": costs.cpu_s,
                 "ssd_s": costs.ssd_s,
                 "cpu_stay_s": _finite(costs.cpu_stay_s),
+                "survival": costs.survival,
                 "queue_s": costs.queue_s,
                 "memoryfulness": costs.memoryfulness,
                 "vram_price": costs.vram_price,
