@@ -200,11 +200,13 @@ def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
 
 def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
     """MiB after each tenth of the samples, from the first to the last."""
-    at = np.linspace(0, len(samples) - 1, 11).astype(int) if samples else []
+    if not samples:
+        return []
+    at = np.linspace(0, len(samples) - 1, 11).astype(int)
     return [round(samples[n][1] / 2**20) for n in at]
 
 
-def measure(minutes: float, seed: int, log: Path, *, stock: bool) -> dict[str, Any]:
+def measure(minutes: float, seed: int, log: Path, *, stock: bool = False) -> dict[str, Any]:
     """One soak of a server with every tier, or of stock vLLM."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, progress() as bar:
