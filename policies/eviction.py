@@ -22,8 +22,9 @@ RANK_EVERY_S, PAGES_PER_S = 1.0, 20_000
 a second later for so many pages, which takes some hundredths of one."""
 SETTLED_S = 10.0
 """After this, all pages of a context that will be saved are."""
-HALF_S = 30.0
-"""A page that nobody waits for is worth half as much after this."""
+NOBODYS, HALF_S = 0.5, 30.0
+"""What a page that nobody waits for is worth at first, over the usual, and when half of that is
+left. Most are of jobs that are over, and the next job may begin with the others."""
 
 
 class LeastRecentlyUsed(EvictionOrder):
@@ -154,16 +155,20 @@ class ByWorth(EvictionOrder):
         if context is not None:
             context.end = len(context.keys)
 
-    def over(self, job: Hashable) -> None:
-        """Nobody waits for the job any more."""
+    def over(self, job: Hashable, own: Sequence[PageKey] = ()) -> None:
+        """Nobody waits for the job any more.
+
+        Args:
+            own: pages of its last turn that no other job begins with.
+        """
         context = self._contexts.pop(job, None)
+        last = self._last
+        self._done.update(
+            key
+            for key in (*(context.keys if context is not None else ()), *own)
+            if last.get(key, context) is context and key not in self._shared and key in self._used
+        )
         if context is not None:
-            last = self._last
-            self._done.update(
-                key
-                for key in context.keys
-                if last.get(key) is context and key not in self._shared and key in self._used
-            )
             self._forget(context)
 
     def lose(self, job: Hashable) -> None:
@@ -249,7 +254,7 @@ class ByWorth(EvictionOrder):
         runs.reverse()
         usual = sum(context.page_s for context in contexts) / max(1, len(contexts))
         nobodys = [
-            ((2 * usual * 0.5 ** min(max(now - when, 0.0) / HALF_S, 1000.0), 0.0), [key])
+            ((NOBODYS * usual * 0.5 ** min(max(now - when, 0.0) / HALF_S, 1000.0), 0.0), [key])
             for key, when in used.items()
             if key not in seen and key not in self._done
         ]

@@ -106,7 +106,8 @@ def make_kinds(
         policies: further ones of ours than the default, by name.
         ssd: ours with little CPU memory and an SSD tier as well.
         forced: load the processor that makes the model emit recorded answers.
-        alone: ours run under vLLM's own scheduler, not ``ContinuumScheduler``.
+        alone: ours run under vLLM's own scheduler, as further policies do, not under
+            ``ContinuumScheduler``.
     """
     stock = ServerOptions(
         model=model,
@@ -121,7 +122,7 @@ def make_kinds(
     tiered = replace(stock, extra_args=(*stock.extra_args, *ordered))
     kinds = [Kind(STOCK, stock), Kind(TIERED, _tiered(tiered)), Kind(BOUND, bound)]
     kinds += [
-        Kind(f"{TIERED}-{name}", _tiered(tiered, TIERED_KV_POLICY=name))
+        Kind(f"{TIERED}-{name}", _tiered(stock, TIERED_KV_POLICY=name))
         for name in dict.fromkeys(policies)
     ]
     if ssd:

@@ -105,7 +105,7 @@ def _engine(folder: Path, crowd: Crowd) -> Rig:
             max_model_len=max(first, RUNNING_TOKENS + answers) + OWN_TOKENS + BLOCK,
             max_num_seqs=crowd.running + crowd.held,
             max_batched_tokens=8192,
-            extra={"cpu_gib": 0.05, "policy": "occupancy"},
+            extra={"cpu_gib": 0.0, "policy": "occupancy"},
             check_kv=False,
             in_job_order=True,
         ),

@@ -22,7 +22,7 @@ AWAY_S = 600.0
 MOST_TURNS = 60
 """Of a job; what follows is left out, so that no single session decides a run."""
 FEWEST_TURNS = 3
-BLOCK = 256
+BLOCK = 64
 """Tokens of a block: contexts have 100,000 tokens, and every block costs the simulator time."""
 NO_TOOL_STOP = "end_turn"
 

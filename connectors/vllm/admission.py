@@ -1,15 +1,16 @@
 """New jobs are held back while those already begun will need the room.
 
 Counts what every job takes and is heading for (``policies.admission``), from its first blocks to
-its end. A job is held until its working set fits, the engine is idle and has room for it now, or
-it has waited for as long as a client may be left waiting. Jobs in mid-course are never held.
+its end. A job is held until its working set fits into VRAM, or with all the others into CPU memory,
+the engine is idle, or it has waited for as long as a client may be left waiting. Jobs in mid-course
+are never held.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
@@ -31,7 +32,7 @@ SILENT_TIMES = 8.0
 """A job that is away for so many times the mean gap is taken to have ended, until it returns."""
 LEAST_SILENCE_S = 30.0
 LEARN_EVERY_S = 1.0
-"""Between two signs that too much was given out, or too little."""
+"""Between two signs that too much was given out, and between two that it was too little."""
 COUNTED_S, MANY = 1e-4, 200
 """Of that many jobs, what they take is not counted again for so long, times the jobs, unless one
 begins or goes: to count a job takes some microseconds, and every turn's end asks. Of few, each turn
@@ -72,6 +73,7 @@ class Admission:
     Args:
         max_wait_s: after that long a job is let in, whatever it needs.
         pool: vLLM's block pool.
+        slots: pages that CPU memory holds, those of running jobs too.
         running: requests that have blocks, now.
         clock: monotonic seconds.
 
@@ -85,6 +87,7 @@ class Admission:
         max_wait_s: float,
         pins: PinTable,
         pool: Any,
+        slots: int,
         running: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
@@ -97,6 +100,7 @@ class Admission:
         self._max_wait_s = max_wait_s
         self._pins = pins
         self._pool = pool
+        self._slots = slots
         self._running = running
         self._clock = clock
         self._members: dict[JobKey, _Member] = {}
@@ -105,11 +109,11 @@ class Admission:
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
-        self._demand, self._shared_blocks = Demand(()), 0
+        self._demand, self._whole, self._shared_blocks = Demand(()), Demand(()), 0
         self._counted_until = -math.inf
         self._refused_at = -math.inf
         self._changed = True
-        self._learned_at = -math.inf
+        self._lost_at = self._spared_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._members)
@@ -122,6 +126,7 @@ class Admission:
         key = _key(turn)
         if (back := self._silent.pop(key, None)) is not None:
             self._members[key] = back
+            turn.kept = False  # so late that no room was kept for it
             self._counted_until = -math.inf
         member = self._members.get(key)
         if member is None:
@@ -145,8 +150,8 @@ class Admission:
         if member is not None:
             member.turns += 1
             member.running += was_new  # another turn of it has begun meanwhile
-            if turn.vram_tokens + turn.cpu_tokens + size < turn.kept:
-                self._learn(self.allowance.lost)
+            if turn.kept and turn.vram_tokens + turn.cpu_tokens + size < turn.shared:
+                self._lost()
             return
         shared = turn.vram_tokens // size
         hashes = turn.request.block_hashes
@@ -203,16 +208,23 @@ class Admission:
             return True
         self._changed = False
         need = max(1.0, self._blocks_of(turn) - self._shared.mean)
-        fits = self.demand(need) <= self.allowance.share * (self._facts.num_blocks - 1)
-        if fits or idle or now - turn.arrived_at >= self._max_wait_s:
+        if self._fits(need) or idle or now - turn.arrived_at >= self._max_wait_s:
             self._entering[turn.request_id] = need
             self._changed = True
             return False
         self._refused_at = now
         self.refuse(turn)
         if self._pool.get_num_free_blocks() > 2 * need + self._loose():
-            self._learn(self.allowance.spare)
+            self._spare()
         return True
+
+    def _fits(self, need: float) -> bool:
+        """Whether a new job has room: in VRAM, or all that has begun in CPU memory, from where
+        what VRAM lacks comes back."""
+        share = self.allowance.share
+        if self.demand(need) <= share * (self._facts.num_blocks - 1):
+            return True
+        return self._slots > 0 and self._peak(self._whole, need) <= share * self._slots
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""
@@ -220,11 +232,16 @@ class Admission:
             turn.refused = True
             self.refused += 1
 
-    def _learn(self, sign: Callable[[], None]) -> None:
-        """What happens at once has one cause."""
-        if self._clock() - self._learned_at >= LEARN_EVERY_S:
-            self._learned_at = self._clock()
-            sign()
+    def _lost(self) -> None:
+        """What is lost at once has one cause."""
+        if self._clock() - self._lost_at >= LEARN_EVERY_S:
+            self._lost_at = self._clock()
+            self.allowance.lost()
+
+    def _spare(self) -> None:
+        if self._clock() - self._spared_at >= LEARN_EVERY_S:
+            self._spared_at = self._clock()
+            self.allowance.spare()
 
     def demand(self, new_blocks: float = 0.0) -> float:
         """The most blocks that the jobs that have begun are heading for, beside a new one if that
@@ -234,10 +251,13 @@ class Admission:
             self._count(now)
             if len(self._members) >= MANY:
                 self._counted_until = now + COUNTED_S * len(self._members)
+        return self._peak(self._demand, new_blocks)
+
+    def _peak(self, demand: Demand, new_blocks: float) -> float:
         new = [*self._entering.values(), new_blocks] if new_blocks else self._entering.values()
         grows, left = self.growth.mean, self.lengths.left(1)
         more = [Share(blocks, grows, left) for blocks in new]
-        return self._shared_blocks + self._demand.peak(self.pace.spread, more)
+        return self._shared_blocks + demand.peak(self.pace.spread, more)
 
     def _count(self, now: float) -> None:
         """What the jobs that have begun are heading for."""
@@ -252,6 +272,7 @@ class Admission:
                 left, blocks = max(0.0, left - 1), blocks + own
             shares.append(Share(blocks, own, left, self._weight(key, member, now)))
         self._demand, self._shared_blocks = Demand(shares), sum(families.values())
+        self._whole = Demand(replace(one, weight=1.0) for one in shares)
 
     def demand_with_pin(self, blocks: int) -> float:
         """The same if a job whose turn has just ended keeps so many blocks while it is away."""

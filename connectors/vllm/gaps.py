@@ -20,7 +20,7 @@ from tiered_kv.connectors.vllm.returns import Returns
 from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
 from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.connectors.vllm.waits import Wait, Waits
+from tiered_kv.connectors.vllm.waits import Marks, Wait, Waits
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
@@ -44,13 +44,17 @@ class Arrival:
 
     Attributes:
         job: None if it belongs to none.
-        context: tokens that the job waited with. kept: of them, those that were to be in some
-            tier still.
+        context: tokens that the job waited with.
+        shared: blocks of it that the prompt begins with as well; a few may lack.
+        kept: whether they were to be in some tier still. saved: whether they were saved outside
+            VRAM.
     """
 
     job: Job | None = None
     context: int = 0
-    kept: int = 0
+    shared: int = 0
+    kept: bool = False
+    saved: bool = False
 
 
 class Gaps:
@@ -114,8 +118,11 @@ class Gaps:
         self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
         # Until it has its blocks, however long it queues: nothing saves more.
         self._pins.until(key, math.inf, math.inf)
-        context = wait.end.context_tokens
-        return Arrival(job, context, context if _to_stay(wait, gap_s) else 0)
+        shared = 0
+        if not wait.end.aborted:  # how far that had come is not known
+            shared = wait.marks.common_blocks(Marks.of(request.block_hashes))
+        kept = _to_stay(wait, gap_s)
+        return Arrival(job, wait.end.context_tokens, shared, kept, bool(wait.pages))
 
     def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
         """As the client says, or as the prompt tells."""
@@ -149,11 +156,12 @@ class Gaps:
         end = _turn_end(turn, self._clock())
         away = has_kv and job is not None and not job.running and not end.is_last_step
         unread = away and end.tool is None and self._read_tool(turn, end)
-        wait = self.waits.begin(turn.request_id, end, pages, save, unread=unread, away=away)
+        marks = Marks.of(turn.request.block_hashes) if away else Marks()
+        wait = self.waits.begin(turn.request_id, end, pages, marks, save, unread=unread, away=away)
         if job is not None:
             if away:
                 wait.pinned = self._act(job, turn, wait)
-            self._turn_ended(job, turn, end)
+            self._turn_ended(job, turn, end, pages)
         self._accounts.decision(wait)
         return wait, wait.pinned
 
@@ -199,22 +207,22 @@ class Gaps:
         if wait.end.job is not None and wait.decision.back_s is not None:
             self.returns.expect(wait.end.job, wait.since + wait.decision.back_s, wait.pages)
 
-    def _turn_ended(self, job: Job, turn: Turn, end: TurnEnd) -> None:
+    def _turn_ended(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
         if turn.hints.job_id is None:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
         if not job.running and end.is_last_step:
             self._prices.memoryfulness.observe(job.turns)
-            self._over(job.key)
+            self._over(job.key, pages[job.first_blocks :])
         elif not job.running and not turn.admitted:
             self._release(job.key)  # what the job's last turn left for it
             self.waits.lose(job.key)
 
-    def _over(self, job: JobKey) -> None:
-        """The job is not waited for any longer."""
+    def _over(self, job: JobKey, own: Sequence[PageKey] = ()) -> None:
+        """The job is not waited for any longer. ``own``: see ``Waits.over``."""
         self._release(job)
         self._says_over(job)
         self.returns.forget(job)
-        if (found := self.waits.over(job)) is not None:
+        if (found := self.waits.over(job, own)) is not None:
             wait, gap_s = found
             self._prices.memoryfulness.observe(wait.end.turn)
             self._accounts.gap(wait, gap_s, ended=False, held=False)
@@ -281,8 +289,7 @@ def _to_stay(wait: Wait, gap_s: float) -> bool:
     made = wait.decision
     if made.tier is Tier.PIN and gap_s <= made.ttl_s:
         return True
-    saved = wait.costs.cpu_s is not None and not wait.end.aborted
-    return saved and made.tier is not Tier.DROP
+    return bool(wait.pages) and made.tier is not Tier.DROP
 
 
 def _turn_end(turn: Turn, now: float) -> TurnEnd:

@@ -15,9 +15,9 @@ from tiered_kv.connectors.vllm.turn import Turn
 MOST_HELD_IN_QUEUE = 8
 """New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""
 
-TIGHT_BLOCKS = 256
-"""Free blocks, beside one for each running request, below which the order of victims matters: a
-step's prefills may take as many."""
+TIGHT_TOKENS = 4096
+"""Room in free blocks, beside one for each running request, below which the order of victims
+matters: a step's prefills may take as much."""
 
 
 class JobQueue:
@@ -27,6 +27,7 @@ class JobQueue:
         turns: live requests by id.
         admission: None holds nobody.
         pool: vLLM's block pool.
+        tight_blocks: that many free ones may go to a step's prefills.
         clock: monotonic seconds.
 
     Attributes:
@@ -39,6 +40,7 @@ class JobQueue:
         admission: Admission | None,
         pins: PinTable,
         pool: Any,
+        tight_blocks: int,
         clock: Callable[[], float],
     ) -> None:
         self.parks = False
@@ -46,6 +48,7 @@ class JobQueue:
         self._admission = admission
         self._pins = pins
         self._pool = pool
+        self._tight_blocks = tight_blocks
         self._clock = clock
         self._held: set[str] = set()
 
@@ -95,7 +98,7 @@ class JobQueue:
     def is_tight(self, running: int) -> bool:
         """Whether one of so many running requests may be preempted in this step."""
         free: int = self._pool.get_num_free_blocks()
-        return free < TIGHT_BLOCKS + running
+        return free < self._tight_blocks + running
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
         """Who loses most by being preempted: a last turn, then the oldest job."""

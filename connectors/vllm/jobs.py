@@ -18,7 +18,7 @@ class Job:
     Attributes:
         born: when its first turn arrived, on the scheduler half's clock.
         turns: turns arrived so far.
-        first_prompt: tokens of the first one's prompt, which other jobs may begin with as well.
+        first_blocks: blocks of the first one's prompt, which other jobs may begin with as well.
         running: ids of its requests that have not finished.
         over: the client said that no turn follows those that are running.
     """
@@ -26,7 +26,7 @@ class Job:
     key: JobKey
     born: float
     turns: int = 0
-    first_prompt: int = 0
+    first_blocks: int = 0
     running: set[str] = field(default_factory=set)
     over: bool = False
 

@@ -70,12 +70,13 @@ class Prices:
         """A turn got its blocks. If its KV had left VRAM, it may have waited for that."""
         size = self._facts.block_size
         # The last token is computed always: its logits are wanted.
-        had = min(turn.context_before, turn.request.num_prompt_tokens - 1)
-        if turn.vram_tokens + size >= had:
+        had = min(turn.shared, turn.request.num_prompt_tokens - 1)
+        # With pages from SSD it waited for these, and they say nothing of CPU memory.
+        if turn.vram_tokens + size >= had or turn.promotions:
             return
-        self.survival.observe(turn.cpu_tokens, had - turn.vram_tokens)
-        if not turn.promotions:
-            self.queue.observe(self._clock() - turn.arrived_at)
+        self.queue.observe(self._clock() - turn.arrived_at)
+        if turn.saved:
+            self.survival.observe(turn.cpu_tokens, had - turn.vram_tokens)
 
     def look(self, waiting_tokens: int) -> None:
         """See how much VRAM is wanted: by what runs, and by ``waiting_tokens`` of requests that
@@ -104,12 +105,13 @@ class Prices:
         )
 
     def _held_up(self, copy_s: float, recompute_s: float) -> float:
-        """Requests that wait for a restore, the job's own included: what is computed again holds
-        up every other request of the batch as well, and what is copied none."""
-        copied = self.survival.share if copy_s < recompute_s else 0.0
-        copied_s, computed_s = copied * copy_s, (1 - copied) * recompute_s
+        """Requests that lose B without a pin, the job's own included: what is computed again holds
+        up every other request of the batch as well; waiting and copies hold up none."""
+        copied = self.survival.share if copy_s <= recompute_s else 0.0
+        alone_s = self.queue.mean_s * self.memoryfulness.value + copied * copy_s
+        computed_s = (1 - copied) * recompute_s
         running = max(1, self._running())
-        return (copied_s + running * computed_s) / max(copied_s + computed_s, SHORTEST_S)
+        return (alone_s + running * computed_s) / max(alone_s + computed_s, SHORTEST_S)
 
     def _price(self, blocks: int, held_up: float) -> float:
         """λ for a turn's blocks, of which a pin saves B for ``held_up`` requests."""

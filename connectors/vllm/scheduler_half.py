@@ -20,7 +20,7 @@ from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.failed_restores import FailedRestores
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints
 from tiered_kv.connectors.vllm.gaps import Gaps
-from tiered_kv.connectors.vllm.job_queue import JobQueue
+from tiered_kv.connectors.vllm.job_queue import TIGHT_TOKENS, JobQueue
 from tiered_kv.connectors.vllm.metadata import (
     TieredHandshake,
     TieredMetadata,
@@ -147,8 +147,18 @@ class SchedulerHalf:
         self.admission: Admission | None = None
         if self._config.admission != "off":
             max_wait_s = self._config.admission_max_wait_s
-            self.admission = Admission(self.facts, max_wait_s, self.pins, pool, running, clock)
-        self.queue = JobQueue(self._turns, self.admission, self.pins, pool, clock)
+            slots = self.index.num_slots
+            self.admission = Admission(
+                self.facts, max_wait_s, self.pins, pool, slots, running, clock
+            )
+        self.queue = JobQueue(
+            self._turns,
+            self.admission,
+            self.pins,
+            pool,
+            TIGHT_TOKENS // self.facts.block_size,
+            clock,
+        )
         self.prices = Prices(
             self.facts,
             self.planner,
@@ -224,9 +234,9 @@ class SchedulerHalf:
         """``on_new_request``."""
         hints = _hints(request)
         self.counters.add("hints_ignored", hints.ignored)
-        found = self.gaps.arrived(request, hints)
+        found, size = self.gaps.arrived(request, hints), self.facts.block_size
         if found.job is not None and found.job.turns == 1:
-            found.job.first_prompt = request.num_prompt_tokens
+            found.job.first_blocks = -(-request.num_prompt_tokens // size)
         turn = self._turns[request.request_id] = Turn(
             request=request,
             hints=hints,
@@ -235,7 +245,9 @@ class SchedulerHalf:
             fingerprint=self._fingerprint(request),
             arrived_at=self._clock(),
             context_before=found.context,
+            shared=0 if request.skip_reading_prefix_cache else found.shared * size,
             kept=found.kept,
+            saved=found.saved,
         )
         if self.admission is not None:
             self.admission.arrived(turn)
@@ -454,8 +466,7 @@ class SchedulerHalf:
         blocks without a hash first. What it may share with others, now or later, stays."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
-        first = -(-turn.job.first_prompt // self.facts.block_size)
-        blocks = self._blocks_of.get(turn.request_id, ())[first:]
+        blocks = self._blocks_of.get(turn.request_id, ())[turn.job.first_blocks :]
         self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
 
     # -- resets, life and death -------------------------------------------------------

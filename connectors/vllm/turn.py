@@ -46,7 +46,8 @@ class Turn:
         ssd_keys: pages that came up for it, or are coming, until it is admitted.
         arrived_at: when, on the scheduler half's clock.
         context_before: tokens of the context that its job waited with.
-        kept: those of them that were to be in some tier still.
+        shared: those of them that its prompt begins with, in whole blocks. kept: whether they were
+            to be in some tier still. saved: whether they were saved outside VRAM.
         new: its job has not begun, and may be held. refused: it was, at least once.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
@@ -72,7 +73,9 @@ class Turn:
     ssd_tokens: int = 0
     arrived_at: float = 0.0
     context_before: int = 0
-    kept: int = 0
+    shared: int = 0
+    kept: bool = False
+    saved: bool = False
     new: bool = False
     refused: bool = False
 
@@ -108,5 +111,6 @@ class Turn:
     def forget_pages(self) -> None:
         """Its pages are of a past generation, or hold what must not be kept."""
         self.fingerprint = None
+        self.shared = 0
         self.hit = None
         self.keys.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,30 @@ from tiered_kv.policies.signals import Costs, Decision, JobKey, ToolUse, TurnEnd
 
 LONGEST_S = 4 * 3600.0
 """A job silent for so long is not waited for any longer: its gap is censored."""
+MARK_EVERY = 8
+"""Blocks between two marks of a context: with fewer, what waits would take more memory."""
 MOST = 8192
 """Jobs waited for; of more, the one that waits the longest is not waited for any longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What tells how far two contexts agree: the hash of every so many blocks, each of which
+    covers all before it."""
+
+    hashes: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, block_hashes: Sequence[bytes]) -> Marks:
+        return cls(tuple(block_hashes[MARK_EVERY - 1 :: MARK_EVERY]))
+
+    def common_blocks(self, other: Marks) -> int:
+        """Blocks with which both begin, in steps of ``MARK_EVERY``."""
+        return MARK_EVERY * bisect_left(
+            range(min(len(self.hashes), len(other.hashes))),
+            True,
+            key=lambda at: self.hashes[at] != other.hashes[at],
+        )
 
 
 @dataclass(slots=True)
@@ -23,7 +46,8 @@ class Wait:
     """A job whose last turn ended.
 
     Attributes:
-        pages: of its context, first to last.
+        pages: of its context, first to last; none if they are not saved.
+        marks: of its context, see ``Marks``.
         save: the order that saves the last of them, if there is one.
         since: when the turn ended, on the scheduler half's clock.
         unread: whether the tool call is still being read.
@@ -35,6 +59,7 @@ class Wait:
     costs: Costs
     decision: Decision
     pages: Sequence[PageKey]
+    marks: Marks
     save: OrderId | None
     since: float
     unread: bool
@@ -66,6 +91,7 @@ class Waits:
         request_id: str,
         end: TurnEnd,
         pages: Sequence[PageKey],
+        marks: Marks,
         save: OrderId | None,
         *,
         unread: bool,
@@ -80,7 +106,7 @@ class Waits:
         costs = self._prices.costs(end.context_tokens)
         decision = self.policy.decide(end, costs)
         now = self._clock()
-        wait = Wait(request_id, end, costs, decision, pages, save, now, unread)
+        wait = Wait(request_id, end, costs, decision, pages, marks, save, now, unread)
         if end.job is not None and away:
             self._waits[end.job] = wait
             self._waits.move_to_end(end.job)
@@ -114,9 +140,13 @@ class Waits:
         self._order.back(job)
         return self._end(job, ended=True)
 
-    def over(self, job: JobKey) -> tuple[Wait, float] | None:
-        """The job is not waited for any longer; if it was, what with and for how long."""
-        self._order.over(job)
+    def over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[Wait, float] | None:
+        """The job is not waited for any longer; if it was, what with and for how long.
+
+        Args:
+            own: pages of its last turn that no other job begins with.
+        """
+        self._order.over(job, own)
         return self._end(job, ended=False)
 
     def _end(self, job: JobKey, *, ended: bool) -> tuple[Wait, float] | None:
@@ -149,7 +179,7 @@ class Waits:
         """A cache reset: what jobs wait with is gone, the waiting goes on."""
         for job, wait in self._waits.items():
             self._order.over(job)
-            wait.pages, wait.save = (), None
+            wait.pages, wait.marks, wait.save = (), Marks(), None
 
     def jobs(self) -> list[JobKey]:
         """Those that are waited for."""

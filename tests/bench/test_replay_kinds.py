@@ -56,8 +56,8 @@ def test_stock_and_the_bound_have_no_connector_and_ours_has() -> None:
 
 def test_ours_run_our_scheduler_unless_the_connector_is_wanted_alone() -> None:
     for name, kind in made(policies=["lru"], ssd=True).items():
-        ours = flag(kind, "--scheduler-cls")
-        assert (ours == SCHEDULER) if name.startswith("tiered") else ours is None
+        ours = SCHEDULER if name in ("tiered", "tiered-ssd") else None
+        assert flag(kind, "--scheduler-cls") == ours
     assert all(flag(kind, "--scheduler-cls") is None for kind in made(alone=True).values())
 
 

@@ -99,6 +99,18 @@ def test_a_job_in_mid_course_is_not_held_however_full_it_is(make_rig: MakeRig) -
     rig.check_clean()
 
 
+def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: MakeRig) -> None:
+    """40 slots are room for two jobs of 19 blocks, and for no third: VRAM has that; 200 for all."""
+    for slots, waiting in ((40, ["d"]), (200, [])):
+        rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
+        for name in "abcd":
+            begin(rig, name)
+            rig.step()
+        assert held(rig) == waiting
+        rig.run()
+        rig.check_clean()
+
+
 def test_a_job_that_waited_for_too_long_is_let_in(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True, admission_max_wait_s=5)
     for name in "abcd":

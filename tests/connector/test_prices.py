@@ -115,6 +115,63 @@ def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) ->
     assert rig.half.prices.survival.share == 1.0
 
 
+def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
+    """Although less is found than the job waited with: all that the prompt shares with it is."""
+    rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
+    allowance = rig.half.admission.allowance
+    head = text(256, seed=1)
+    for turn in range(8):
+        prompt = head + text(150, seed=100 + turn)
+        rig.ask(f"t{turn}", prompt, max_tokens=4, params=JOB)
+        rig.now += 5.0
+    assert (rig.half.prices.survival.share, allowance.share) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("how", ["reset", "aborted"])
+def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str) -> None:
+    rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
+    allowance = rig.half.admission.allowance
+    prompt = text(400, seed=1)
+    rig.add("t1", prompt, max_tokens=20, params=JOB)
+    rig.step()
+    if how == "aborted":
+        rig.abort("t1")
+    rig.run()
+    rig.now += 1.0
+    if how == "reset":
+        assert rig.scheduler.reset_prefix_cache()
+    rig.fill()
+    rig.ask("t2", prompt, max_tokens=4, params=JOB)
+    assert (rig.half.prices.survival.share, allowance.share) == (1.0, 1.0)
+
+
+def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig) -> None:
+    small = {"cpu_gib": 24 * 16 * 8 / 2**30, "admission": "auto"}
+    rig = make_rig(blocks=128, extra=small, max_model_len=512)
+    rig.ask("t1", text(320, seed=1), max_tokens=4, params=JOB)
+    rig.half.pins.release_all()
+    rig.now += 1.0
+    rig.fill()
+    rig.ask("t2", text(320, seed=1), max_tokens=4, params=JOB)
+    assert rig.half.admission.allowance.share < 1.0
+    assert rig.half.prices.survival.share < 1.0
+
+
+def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -> None:
+    """λ for a pin while 8 requests run, by what becomes of KV without one."""
+    prices = rig.half.prices
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    assert prices._demand is None, "λ from what was seen"
+    prices._running = lambda: 8
+    assert prices._held_up(0.01, 10.0) == pytest.approx(1.0)
+    prices.survival.share = 0.0
+    assert prices._held_up(0.01, 10.0) == pytest.approx(8.0)
+    prices.survival.share = 0.5
+    assert 7.9 < prices._held_up(0.01, 10.0) < 8.0, "almost all seconds are computing"
+    prices.queue.mean_s = 5.0
+    assert prices._held_up(0.0, 10.0) == pytest.approx((5 + 8 * 5) / 10)
+
+
 def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
     prices = rig.half.prices

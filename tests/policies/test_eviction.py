@@ -97,7 +97,7 @@ def test_the_job_that_returns_last_goes_first_and_from_its_end() -> None:
     pool = Pool(A, B, C, D, E)
     pool.waits("soon", [A, B], SOON)
     pool.waits("later", [C, D], LATER)
-    assert pool.ranked() == [D, C, B, A, E], "what a running turn has goes last"
+    assert pool.ranked() == [D, C, E, B, A], "nobody waits for E, which a running turn may have"
 
 
 def test_a_job_whose_time_has_passed_is_not_expected() -> None:
@@ -143,6 +143,16 @@ def test_what_only_a_job_that_is_over_had_goes_first() -> None:
     pool.order.over("over")
     pool.order.over("never seen")
     assert pool.ranked() == [A, B, C]
+
+
+def test_so_do_the_pages_of_its_last_turn_but_not_what_others_have_too() -> None:
+    pool = Pool(A, B, C, D, E)
+    pool.waits("over", [A, B], SOON)
+    pool.waits("later", [A, C], LATER)
+    pool.order.over("over", [B, C, D])
+    assert pool.ranked()[:2] == [B, D]
+    pool.order.over("of one turn", [E])
+    assert pool.ranked()[:3] == [B, D, E]
 
 
 def test_pages_may_come_and_go_while_a_job_waits() -> None:
