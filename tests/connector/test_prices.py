@@ -13,6 +13,7 @@ from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.prices import STAY_EVERY_S
 from tiered_kv.connectors.vllm.profile import measure_copies, measure_flops, prefill_work
 from tiered_kv.layout import Placement, page_layout
+from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.costs import TOP_PRICE
 from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.vllm_rig import Rig, text
@@ -148,8 +149,8 @@ def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str
 def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig) -> None:
     small = {"cpu_gib": 24 * 16 * 8 / 2**30, "admission": "auto"}
     rig = make_rig(blocks=128, extra=small, max_model_len=512)
+    rig.policy = Lru()
     rig.ask("t1", text(320, seed=1), max_tokens=4, params=JOB)
-    rig.half.pins.release_all()
     rig.now += 1.0
     rig.fill()
     rig.ask("t2", text(320, seed=1), max_tokens=4, params=JOB)
