@@ -97,7 +97,7 @@ def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
     rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
     prices = rig.half.prices
     assert prices.survival.share == 1.0
-    for turn in range(12):
+    for turn in range(6):
         for job in range(2):
             rig.ask(f"{job}.{turn}", text(320, seed=job), max_tokens=1, params={"job_id": str(job)})
             rig.now += 100.0
@@ -109,11 +109,12 @@ def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
 
 
 def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) -> None:
-    for turn in range(12):
+    rig.half.prices.survival.share = 0.5
+    for turn in range(7):
         rig.ask(f"t{turn}", text(320, seed=1), max_tokens=1, params=JOB)
         rig.now += 100.0
         rig.fill(tag=f"{turn}")
-    assert rig.half.prices.survival.share == 1.0
+    assert rig.half.prices.survival.share > 0.8
 
 
 def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
