@@ -11,9 +11,9 @@ now and then somebody resets the prefix cache. At the end the cache is reset onc
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
 - ``rss_mib``: its memory at the begin, after each tenth of the run, and at the end.
 
-On CPU PyTorch keeps what oneDNN made for each number of tokens that it met: 2 MiB each (500 of
-them, four layers of SmolLM2-135M, 1.1 GiB) until there are 1,024. A server of a soak may keep few,
-so that what grows is a leak. ``--stock`` runs the same without the connector, as a control.
+On CPU PyTorch and oneDNN keep something for each number of tokens that they met: in a process of
+its own, 500 of them on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off.
+A server of a soak keeps few. ``--stock`` runs the same without the connector, as a control.
 """
 
 from __future__ import annotations
