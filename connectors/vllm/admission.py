@@ -2,8 +2,10 @@
 
 Counts what every job takes and is heading for (``policies.admission``), from its first blocks to
 its end. A job is held until its working set fits into VRAM, or with all the others into CPU memory,
-the engine is idle, or it has waited for as long as a client may be left waiting. Jobs in mid-course
-are never held.
+the engine is idle, or it has waited for as long as a client may be left waiting. A job in mid-course
+is never held behind new ones. But jobs grow, and some were let in because they had waited for too
+long: where the contexts of those that began before it leave it no room, its turn waits as well,
+since each of them would lose its KV to the others.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ COUNTED_S, MANY = 1e-4, 200
 """Of that many jobs, what they take is not counted again for so long, times the jobs, unless one
 begins or goes: to count a job takes some microseconds, and every turn's end asks. Of few, each turn
 that ends makes a difference."""
+AWAY_S = 10.0
+"""A job that is away for longer keeps no younger one waiting: its tool is one of the slow ones."""
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
 
@@ -199,16 +203,23 @@ class Admission:
     # -- whether a new one may begin ------------------------------------------------------
 
     def holds(self, turn: Turn) -> bool:
-        """Whether a turn must wait for room. Always False in mid-course, and once let in."""
-        if not turn.new or turn.request_id in self._entering:
+        """Whether a turn must wait for room. Always False once let in."""
+        if turn.request_id in self._entering:
             return False
         now = self._clock()
         idle = not (self._running() or self._entering)
         if not (idle or self._changed) and now - self._refused_at < LOOK_EVERY_S:
             return True
         self._changed = False
+        patient = not idle and now - turn.arrived_at < self._max_wait_s
+        if not turn.new:
+            if not (patient and self._behind_older(turn, now)):
+                return False
+            self._refused_at = now
+            self.refuse(turn)
+            return True
         need = max(1.0, self._blocks_of(turn) - self._shared.mean)
-        if self._fits(need) or idle or now - turn.arrived_at >= self._max_wait_s:
+        if not patient or self._fits(need):
             self._entering[turn.request_id] = need
             self._changed = True
             return False
@@ -225,6 +236,18 @@ class Admission:
         if self.demand(need) <= share * (self._facts.num_blocks - 1):
             return True
         return self._slots > 0 and self._peak(self._whole, need) <= share * self._slots
+
+    def _behind_older(self, turn: Turn, now: float) -> bool:
+        """Whether the jobs that began before a turn's leave its context no room, neither in VRAM
+        nor in CPU memory."""
+        key, taken = _key(turn), float(self._shared_blocks)
+        for other, member in self._members.items():
+            if other == key:
+                room = max(self._facts.num_blocks - 1, self._slots)
+                return taken > self._shared_blocks and taken + member.blocks > room
+            if member.running or now - member.since < AWAY_S:
+                taken += member.blocks
+        return False
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""

@@ -3,7 +3,7 @@
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
-Three things are changed. New jobs that the connector holds are parked outside the waiting queue.
+Three things are changed. Requests that the connector holds are parked outside the waiting queue.
 Those in the queue are taken in the order in which their jobs began, jobs whose KV is held for them
 first. And whoever must be preempted is the one that loses least. Without our connector, or with
 ``--scheduling-policy priority`` (the operator's own order), nothing but parking is changed.
@@ -35,7 +35,7 @@ class _InJobOrder:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parked: dict[str, Any] = {}  # requests by id, first come first
+        self._parked: dict[str, Any] = {}  # requests by id, in the order they are let in
         self._unsorted = False
         half = getattr(self.connector, "scheduler_half", None)
         self._half: SchedulerHalf | None = half
@@ -51,9 +51,18 @@ class _InJobOrder:
         try:
             if self._half.queue.holds(request.request_id, behind=bool(self._parked)):
                 self.waiting.remove_request(request)
-                self._parked[request.request_id] = request
+                self._park(request)
         except Exception:
             self._half.scheduler_failed()
+
+    def _park(self, request: Any) -> None:
+        assert self._half is not None
+        queue, last = self._half.queue, next(reversed(self._parked), None)
+        self._parked[request.request_id] = request
+        rank = queue.parked_rank(request.request_id)
+        if last is not None and rank < queue.parked_rank(last):
+            order = sorted(self._parked, key=queue.parked_rank)
+            self._parked = {request_id: self._parked[request_id] for request_id in order}
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]

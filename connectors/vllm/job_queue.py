@@ -1,4 +1,4 @@
-"""Which request goes first, which new job is held, and who is preempted: by jobs.
+"""Which request goes first, which job is held, and who is preempted: by jobs.
 
 Asked by ``ContinuumScheduler``, or by the match hook where vLLM's own scheduler runs.
 """
@@ -53,8 +53,8 @@ class JobQueue:
         self._held: set[str] = set()
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
-        """Whether a request is of a new job that has to wait for room, or ``behind`` others that
-        came before: a small one does not overtake."""
+        """Whether a request has to wait for room; one of a new job also ``behind`` others that came
+        before: a small one does not overtake."""
         turn = self._turns.get(request_id)
         if turn is None or self._admission is None:
             return False
@@ -84,6 +84,14 @@ class JobQueue:
     def left(self, request_id: str) -> None:
         """A request was admitted, or is over."""
         self._held.discard(request_id)
+
+    def parked_rank(self, request_id: str) -> tuple[bool, float]:
+        """In which order held requests are let in: those in mid-course, by when their jobs began,
+        then new jobs as they came."""
+        turn = self._turns.get(request_id)
+        if turn is None:
+            return True, self._clock()
+        return turn.new, turn.arrived_at if turn.new else _born(turn)
 
     def waiting_rank(self, request: Any) -> tuple[int, float, float]:
         """In which order waiting requests are taken: those that were preempted, those whose KV
