@@ -2,10 +2,11 @@
 
 Counts what every job takes and is heading for (``policies.admission``), from its first blocks to
 its end. A job is held until its working set fits into VRAM, or with all the others into CPU memory,
-the engine is idle, or it has waited for as long as a client may be left waiting. A job in mid-course
-is never held behind new ones. But jobs grow, and some were let in because they had waited for too
-long: where the contexts of those that began before it leave it no room, its turn waits as well,
-since each of them would lose its KV to the others.
+the engine is idle, or it has waited for as long as a client may be left waiting.
+
+A job in mid-course is never held behind new ones. But jobs grow, and some were let in because they
+had waited for too long: where the contexts of those that began before it leave it no room, its turn
+waits as well, since each of them would lose its KV to the others.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Admission:
         clock: monotonic seconds.
 
     Attributes:
-        refused: jobs that had to wait so far.
+        refused: new jobs that had to wait so far. delayed: turns of others that had to.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Admission:
         self.growth = Growth()
         self.pace = Pace()
         self.allowance = Allowance()
-        self.refused = 0
+        self.refused = self.delayed = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._pins = pins
@@ -253,7 +254,8 @@ class Admission:
         """The turn has to wait: each counts once."""
         if not turn.refused:
             turn.refused = True
-            self.refused += 1
+            self.refused += turn.new
+            self.delayed += not turn.new
 
     def _lost(self) -> None:
         """What is lost at once has one cause."""

@@ -512,6 +512,7 @@ class SchedulerHalf:
             "pages_not_saved": self.planner.unsaved,
             "trace_dropped": self.accounts.dropped,
             "jobs_held": self.admission.refused if self.admission is not None else 0,
+            "turns_held": self.admission.delayed if self.admission is not None else 0,
         }
         if self._tools is not None:
             totals |= {

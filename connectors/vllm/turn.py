@@ -48,7 +48,7 @@ class Turn:
         context_before: tokens of the context that its job waited with.
         shared: those of them that its prompt begins with, in whole blocks. kept: whether they were
             to be in some tier still. saved: whether they were saved outside VRAM.
-        new: its job has not begun, and may be held. refused: it was, at least once.
+        new: its job has not begun. refused: it was held, at least once.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.connectors.vllm.admission import AWAY_S
 from tiered_kv.policies.signals import JobKey
 from tiered_kv.testing.vllm_rig import Rig, expected, text
 
@@ -96,6 +97,75 @@ def test_a_job_in_mid_course_is_not_held_however_full_it_is(make_rig: MakeRig) -
     assert "a2" not in held(rig)
     rig.run()
     assert rig.outputs["a2"] == expected(context, 4)
+    rig.check_clean()
+
+
+def goes_on(rig: Rig, name: str) -> None:
+    """The second turn of a job: its context is of 25 blocks."""
+    context = rig.prompts[name] + rig.outputs[name] + text(60, seed=ord(name))
+    rig.add(f"{name}2", context, max_tokens=20, params={"job_id": name, "is_last_step": True})
+
+
+def begun(make_rig: MakeRig, **settings: Any) -> Rig:
+    """Three jobs have had their first turn; their contexts grow beyond the pool of 63 blocks."""
+    rig = holding_rig(make_rig, in_job_order=True, pin_fraction=0, **settings)
+    for name in "abc":
+        begin(rig, name, last=False)
+        rig.run()
+    return rig
+
+
+def test_a_turn_waits_while_older_jobs_leave_its_context_no_room(make_rig: MakeRig) -> None:
+    """And new jobs behind it, also those that came before."""
+    rig = begun(make_rig)
+    goes_on(rig, "a")
+    rig.step()
+    begin(rig, "d")
+    goes_on(rig, "c")
+    begin(rig, "e")
+    goes_on(rig, "b")
+    assert held(rig) == ["c2", "d", "e"], "a and b take 50 blocks"
+    rig.run()
+    for name in ("a2", "b2", "c2"):
+        assert rig.outputs[name] == expected(rig.prompts[name], 20)
+    assert (rig.half.admission.delayed, rig.half.admission.refused) == (1, 2)
+    rig.check_clean()
+
+
+def test_a_turn_waits_no_longer_than_a_client_does(make_rig: MakeRig) -> None:
+    rig = begun(make_rig, admission_max_wait_s=5)
+    for name in "abc":
+        goes_on(rig, name)
+        rig.step()
+    rig.now += 4.9
+    rig.step()
+    assert held(rig) == ["c2"]
+    rig.now += 0.2
+    rig.step()
+    assert held(rig) == []
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_turn_does_not_wait_for_an_older_job_with_a_slow_tool(make_rig: MakeRig) -> None:
+    for away_s, waiting in ((AWAY_S - 1, ["c2"]), (AWAY_S + 1, [])):
+        rig = begun(make_rig)
+        rig.now += away_s
+        goes_on(rig, "a")
+        rig.step()
+        goes_on(rig, "c")
+        assert held(rig) == waiting, "b is away"
+        rig.run()
+        rig.check_clean()
+
+
+def test_a_turn_does_not_wait_while_cpu_memory_has_room_for_the_others(make_rig: MakeRig) -> None:
+    rig = begun(make_rig, cpu_gib=100 * 16 * 8 / 2**30)
+    for name in "abc":
+        goes_on(rig, name)
+        rig.step()
+    assert held(rig) == []
+    rig.run()
     rig.check_clean()
 
 
