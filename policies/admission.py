@@ -54,10 +54,17 @@ class Share:
 
 
 class Demand:
-    """What jobs are heading for together."""
+    """What jobs are heading for together.
 
-    def __init__(self, shares: Iterable[Share]) -> None:
-        rows = [(one.weight * one.blocks, one.weight * one.grows, one.left) for one in shares]
+    Args:
+        whole: as if every job needed its blocks all the time.
+    """
+
+    def __init__(self, shares: Iterable[Share], *, whole: bool = False) -> None:
+        rows = []
+        for one in shares:
+            weight = 1.0 if whole else one.weight
+            rows.append((weight * one.blocks, weight * one.grows, one.left))
         self._rows = np.array(rows, dtype=np.float64).reshape(-1, 3)
 
     def peak(self, spread: float = 0.0, more: Collection[Share] = ()) -> float:

@@ -1,7 +1,7 @@
 """One run's description, and carrying it out: in processes of their own, each run kept in a file.
 
-A run is told by its cell alone, so the same cell always gives the same figures, and one that was
-kept need not be run again.
+A run is told by its cell alone, so the same cell always gives the same figures under the same code,
+and one that was kept need not be run again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import bench.sim
+import tiered_kv.connectors
+import tiered_kv.policies
 from bench.sim.generate import generate
 from bench.sim.machines import Machine, machine
 from bench.sim.recorded import coding_agents
@@ -26,6 +30,19 @@ CODING_AGENTS = "coding-agents"
 GIB = 1 << 30
 
 Summary = Mapping[str, float]
+
+
+@cache
+def code_digest() -> str:
+    """Digest of what a run's figures depend on beside its cell: our code, and vLLM's version."""
+    import vllm
+
+    digest = hashlib.sha256(vllm.__version__.encode())
+    for package in (bench.sim, tiered_kv, tiered_kv.policies, tiered_kv.connectors):
+        for folder in package.__path__:
+            for file in sorted(Path(folder).rglob("*.py")):
+                digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +142,8 @@ class Cell:
 
     @property
     def key(self) -> str:
-        said = json.dumps(asdict(self), sort_keys=True)
+        """Name of its file: another one once the code has changed."""
+        said = json.dumps([asdict(self), code_digest()], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
     def run(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
@@ -297,7 +297,8 @@ class Admission:
                 left, blocks = max(0.0, left - 1), blocks + own
             shares.append(Share(blocks, own, left, self._weight(key, member, now)))
         self._demand, self._shared_blocks = Demand(shares), sum(families.values())
-        self._whole = Demand(replace(one, weight=1.0) for one in shares)
+        if self._slots:
+            self._whole = Demand(shares, whole=True)
 
     def demand_with_pin(self, blocks: int) -> float:
         """The same if a job whose turn has just ended keeps so many blocks while it is away."""

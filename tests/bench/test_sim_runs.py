@@ -129,3 +129,13 @@ def test_a_study_is_measured_once_drawn_and_told(tmp_path: Path) -> None:
     said = report(json.loads(json.dumps(result)))
     assert "| lru+cpu |" in said
     assert len(seen) > 6
+
+
+def test_a_run_that_was_kept_is_not_used_once_the_code_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = Cell.of(TIGHT, Source("original", 2), "fcfs", 1.0, 0)
+    kept = cell.key
+    assert cell.key == kept
+    monkeypatch.setattr("bench.sim.cells.code_digest", lambda: "other code")
+    assert cell.key != kept
