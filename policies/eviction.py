@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
+from itertools import groupby
 from operator import itemgetter
 
 from tiered_kv.index import EvictionOrder
@@ -253,14 +254,14 @@ class ByWorth(EvictionOrder):
             runs.append((worths[id(context)], pages))
         runs.reverse()
         usual = sum(context.page_s for context in contexts) / max(1, len(contexts))
+        others = [key for key in used if key not in seen]
+        done = [key for key in others if key in self._done]
+        free = [key for key in others if key not in self._done] if done else others
         nobodys = [
-            ((NOBODYS * usual * 0.5 ** min(max(now - when, 0.0) / HALF_S, 1000.0), 0.0), [key])
-            for key, when in used.items()
-            if key not in seen and key not in self._done
+            ((NOBODYS * usual * 0.5 ** min(max(now - when, 0.0) / HALF_S, 1000.0), 0.0), list(keys))
+            for when, keys in groupby(free, key=used.__getitem__)  # a stamp serves many
         ]
-        ranked = merge(nobodys, runs, key=itemgetter(0)) if runs else nobodys
-        self._ranking = OrderedDict.fromkeys(
-            [key for key in used if key in self._done and key not in seen]
-        )
+        ranked = merge(nobodys, runs, key=itemgetter(0))
+        self._ranking = OrderedDict.fromkeys(done)
         for _, pages in ranked:
             self._ranking.update(dict.fromkeys(pages))
