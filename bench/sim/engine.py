@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.sim.lookups import RememberedLookups
 from bench.sim.machines import Machine
 from bench.sim.servers import Order, Server
 from bench.sim.worker import SimWorker
@@ -146,6 +147,7 @@ class Engine:
         self.scheduler = make_scheduler(
             config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
         )
+        RememberedLookups(self.scheduler.kv_cache_manager)
         self.worker: SimWorker | None = None
         self._live: dict[str, _Live] = {}
         self._free_at_start = self.pool.get_num_free_blocks()
@@ -311,7 +313,7 @@ class Engine:
         if running != len(scheduler.running):
             return 1
         until = min(next_arrival, self.next_event)
-        if scheduler.get_request_counts()[1]:
+        if self.worker is not None and scheduler.get_request_counts()[1]:
             until = min(until, self.now + LEAP_WAITING_S)
         by_time = (until - self.now) / step_s
         left = min(r.max_tokens - r.num_output_tokens for r in scheduler.running) - 1

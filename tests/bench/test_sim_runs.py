@@ -56,6 +56,15 @@ def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times("fcfs") == pytest.approx(leapt, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["fcfs", "continuum", "occupancy+cpu"])
+def test_lookups_that_are_remembered_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    remembered = run(name)
+    monkeypatch.setattr("bench.sim.engine.RememberedLookups", lambda manager: None)
+    assert run(name) == remembered
+
+
 def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
     mean = {name: run(name).summary()["mean_s"] for name in ("fcfs", "lru+cpu", "infinite")}
     assert mean["infinite"] < mean["fcfs"]
