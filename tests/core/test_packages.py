@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_VLLM = "tiered_kv.connectors.vllm"
-NEEDS_TORCH = {"tiered_kv.transfer.cuda"}
+NEEDS_TORCH = {f"tiered_kv.transfer.{name}" for name in ("cuda", "cuda_costs", "page_kernel")}
 
 
 def modules_on_disk() -> dict[str, bool]:

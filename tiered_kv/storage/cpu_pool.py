@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
+_FOR_KERNELS = 1 | 2
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and reachable
+from kernels."""
+
 
 def available_memory() -> int:
     """Bytes this process may still take: the machine's, or its cgroup's if that is less."""
@@ -55,7 +59,7 @@ class CpuPool:
         import torch
 
         address = self.slots.ctypes.data
-        error = torch.cuda.cudart().cudaHostRegister(address, self.slots.nbytes, 0)
+        error = torch.cuda.cudart().cudaHostRegister(address, self.slots.nbytes, _FOR_KERNELS)
         if int(error) != 0:
             logger.warning(
                 "the CPU tier could not be pinned (CUDA error %s): copies will be slower; "

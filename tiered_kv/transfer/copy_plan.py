@@ -1,0 +1,161 @@
+"""What a copy job comes to in bytes: its good pages, and the runs they consist of.
+
+Pure arithmetic on arrays, so that backends share it and it is tested without any of them.
+Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool
+("slab").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.layout import PageLayout
+from tiered_kv.transfer.base import CopyJob
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """The pages of a job that can be copied.
+
+    Attributes:
+        blocks: int64 ``[pages]``.
+        slots: int64 ``[pages]``.
+        failed: indices of the job whose block or slot does not exist.
+    """
+
+    blocks: Numbers
+    slots: Numbers
+    failed: frozenset[int]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+def sort_out(job: CopyJob, num_blocks: int, num_slots: int) -> Pages:
+    """Set aside what lies outside ``num_blocks`` and ``num_slots``; it must touch no memory."""
+    blocks, slots = _numbers(job.blocks), _numbers(job.slots)
+    good = (blocks >= 0) & (blocks < num_blocks) & (slots >= 0) & (slots < num_slots)
+    if good.all():
+        return Pages(blocks, slots, frozenset())
+    failed = frozenset(int(i) for i in np.flatnonzero(~good))
+    return Pages(blocks[good], slots[good], failed)
+
+
+def _numbers(values: Sequence[int]) -> Numbers:
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:  # no block or slot has such a number: -1 has none either
+        return np.array([v if 0 <= v < 1 << 63 else -1 for v in values], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRuns:
+    """The runs of a page, in the order of its slot; int64 ``[runs]`` each.
+
+    Run ``r`` of block ``b`` starts at ``offset[r] + b*stride[r]`` of the storage, and at
+    ``start[r]`` of the slot.
+
+    Attributes:
+        page_bytes: bytes of a slot.
+    """
+
+    offset: Numbers
+    stride: Numbers
+    start: Numbers
+    nbytes: Numbers
+    page_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+def page_runs(layout: PageLayout) -> PageRuns:
+    """The fewest runs that make up a page."""
+    runs: list[tuple[int, int, int, int]] = []
+    start = 0
+    for region in layout.regions:
+        for run in range(region.count):
+            offset = region.offset + run * region.run_stride
+            if runs and runs[-1][1] == region.block_stride and runs[-1][0] + runs[-1][3] == offset:
+                before = runs.pop()
+                runs.append((*before[:3], before[3] + region.nbytes))
+            else:
+                runs.append((offset, region.block_stride, start, region.nbytes))
+            start += region.nbytes
+    return _page_runs(runs, layout.page_bytes)
+
+
+def cut(runs: PageRuns, longest: int) -> PageRuns:
+    """The same bytes in pieces of at most ``longest``, so that workers get equal shares."""
+    pieces = [
+        (offset + done, stride, start + done, min(longest, nbytes - done))
+        for offset, stride, start, nbytes in zip(
+            runs.offset.tolist(),
+            runs.stride.tolist(),
+            runs.start.tolist(),
+            runs.nbytes.tolist(),
+            strict=True,
+        )
+        for done in range(0, nbytes, longest)
+    ]
+    return _page_runs(pieces, runs.page_bytes)
+
+
+def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int) -> PageRuns:
+    offset, stride, start, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 4).T.copy()
+    return PageRuns(offset, stride, start, nbytes, page_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Runs of bytes to copy; int64 ``[copies]`` each.
+
+    Attributes:
+        storage: where each begins in the storage.
+        slab: where each begins in the slab.
+        nbytes: how long each is.
+    """
+
+    storage: Numbers
+    slab: Numbers
+    nbytes: Numbers
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
+    """Which pages go on where the one before ended, on both sides; bool ``[pages - 1]``.
+
+    Only neighbours in the job are looked at: pages come in the order of their blocks, and
+    slots are given out in order as long as there are fresh ones.
+    """
+    end = runs.offset[-1] + pages.blocks[:-1] * runs.stride[-1] + runs.nbytes[-1]
+    begin = runs.offset[0] + pages.blocks[1:] * runs.stride[0]
+    joined: NDArray[np.bool_] = (end == begin) & (np.diff(pages.slots) == 1)
+    return joined
+
+
+def count_copies(runs: PageRuns, pages: Pages) -> int:
+    """How many copies :func:`plan_copies` would give, without making them."""
+    return len(pages) * len(runs) - int(joints(runs, pages).sum())
+
+
+def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
+    """Every byte of the pages once. What is contiguous on both sides is one copy."""
+    storage = (runs.offset + pages.blocks[:, None] * runs.stride).ravel()
+    slab = (runs.start + pages.slots[:, None] * runs.page_bytes).ravel()
+    nbytes = np.broadcast_to(runs.nbytes, (len(pages), len(runs))).ravel()
+    joined = joints(runs, pages)
+    if not joined.any():
+        return Copies(storage, slab, nbytes)
+    begins = np.ones(len(nbytes), dtype=np.bool_)
+    begins[len(runs) :: len(runs)] = ~joined
+    first = np.flatnonzero(begins)
+    return Copies(storage[first], slab[first], np.add.reduceat(nbytes, first))
