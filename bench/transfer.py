@@ -33,7 +33,7 @@ from rich.table import Table
 from bench.copies import CpuSide, CudaSide, Side, Way
 from bench.output import parser, progress, show
 from tiered_kv.layout import PageLayout, Placement, page_layout
-from tiered_kv.transfer.base import CopyJob, Direction
+from tiered_kv.transfer.base import CopyJob
 
 TOKENS = 16
 COUNTS_FROM = 256

@@ -1,7 +1,7 @@
 """Transfer on machines without a GPU, where "VRAM" is the engine's CPU tensor.
 
 Forward passes are over when they return, so ordering against compute is free. Copies
-run on one thread; numpy releases the GIL while it copies.
+run on one thread, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import threading
 import time
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+from tiered_kv.transfer.copy_plan import Pages, page_runs, plan_copies, sort_out
+from tiered_kv.transfer.streaming import copy_runs
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,10 @@ class CpuTransfer(TransferBackend):
             )
         if pool.slots.shape[1] != layout.page_bytes:
             raise ValueError(f"slots of {pool.slots.shape[1]} B for pages of {layout.page_bytes} B")
-        self._pairs = _views(layout, storage, pool.slots)
-        self._page_bytes = layout.page_bytes
+        self._storage = storage.reshape(-1)
+        self._slab = pool.slots.reshape(-1)
+        self._num_blocks, self._num_slots = layout.num_blocks, len(pool.slots)
+        self._runs = page_runs(layout)
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
         self._pending = 0
@@ -74,7 +77,7 @@ class CpuTransfer(TransferBackend):
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
-        self._pairs = []
+        self._storage = self._slab = np.empty(0, dtype=np.uint8)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -84,40 +87,24 @@ class CpuTransfer(TransferBackend):
                 self._idle.notify_all()
 
     def _copy(self, job: CopyJob) -> CopyResult:
-        """Copy page by page; a page that fails is reported, the others go on."""
+        """Copy the pages that exist; the others are reported."""
         began = time.perf_counter()
-        failed = set()
-        for i, (block, slot) in enumerate(zip(job.blocks, job.slots, strict=True)):
-            try:
-                if block < 0 or slot < 0:
-                    raise IndexError(f"block {block}, slot {slot}")
-                for blocks, slots in self._pairs:
-                    if job.direction is Direction.SAVE:
-                        np.copyto(slots[slot], blocks[block])
-                    else:
-                        np.copyto(blocks[block], slots[slot])
-            except Exception:
-                logger.exception("%s of block %s, slot %s failed", job.direction, block, slot)
-                failed.add(i)
-        nbytes = (len(job.blocks) - len(failed)) * self._page_bytes
-        return CopyResult(job.job_id, frozenset(failed), nbytes, time.perf_counter() - began)
+        pages = sort_out(job, self._num_blocks, self._num_slots)
+        failed = pages.failed
+        if failed:
+            logger.error("%s: %d pages do not exist", job.direction, len(failed))
+        try:
+            if len(pages):
+                self._copy_pages(job.direction, pages)
+        except Exception:
+            logger.exception("%s of %d pages failed", job.direction, len(pages))
+            failed = frozenset(range(len(job.blocks)))
+        nbytes = (len(job.blocks) - len(failed)) * self._runs.page_bytes
+        return CopyResult(job.job_id, failed, nbytes, time.perf_counter() - began)
 
-
-def _views(layout: PageLayout, storage: Bytes, slots: Bytes) -> list[tuple[Bytes, Bytes]]:
-    """For each region the same bytes twice: ``[blocks, count, nbytes]`` and ``[slots, …]``."""
-    pairs = []
-    start = 0
-    for region in layout.regions:
-        blocks = as_strided(
-            storage[region.offset :],
-            shape=(layout.num_blocks, region.count, region.nbytes),
-            strides=(region.block_stride, region.run_stride, 1),
-        )
-        parts = as_strided(
-            slots[:, start:],
-            shape=(len(slots), region.count, region.nbytes),
-            strides=(layout.page_bytes, region.nbytes, 1),
-        )
-        pairs.append((blocks, parts))
-        start += region.bytes_per_block
-    return pairs
+    def _copy_pages(self, direction: Direction, pages: Pages) -> None:
+        copies = plan_copies(self._runs, pages)
+        if direction is Direction.SAVE:
+            copy_runs(self._slab, copies.slab, self._storage, copies.storage, copies.nbytes)
+        else:
+            copy_runs(self._storage, copies.storage, self._slab, copies.slab, copies.nbytes)

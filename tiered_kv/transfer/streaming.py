@@ -1,0 +1,111 @@
+"""Runs of bytes copied between pieces of CPU memory at the speed of one large memcpy.
+
+Pages are larger than caches and are not read again soon. So the target is written past the
+caches (non-temporal stores), which spares reading it first; memcpy does so for large copies
+only, not for runs of some KiB. And while one run is copied, the first lines of the next are
+fetched, which the processor could not guess.
+
+Compiled when imported, without the interpreter lock. Nothing is checked: addresses are the
+caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils  # type: ignore[import-untyped]
+from numba.extending import intrinsic  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from tiered_kv.transfer.copy_plan import Numbers
+
+VECTOR = 32
+STRIP = 8 * VECTOR
+AHEAD = 512
+"""Bytes of the next run that are fetched early."""
+LINE = 64
+
+_BYTES = types.Array(types.uint8, 1, "C")
+_SOURCE = types.Array(types.uint8, 1, "C", readonly=True)
+_NUMBERS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+def _strips(typing: Any, to: Any, source: Any, strips: Any) -> Any:
+    """Copy ``strips`` of ``STRIP`` bytes from address to address; ``to`` is aligned to
+    ``VECTOR``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source, strips = args
+        vector = ir.VectorType(ir.IntType(64), VECTOR // 8)
+        past_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+
+        def pointer(base: Any, strip: Any, i: int) -> Any:
+            offset = builder.mul(strip, ir.Constant(strip.type, STRIP))
+            offset = builder.add(offset, ir.Constant(strip.type, i * VECTOR))
+            return builder.inttoptr(builder.add(base, offset), vector.as_pointer())
+
+        with cgutils.for_range(builder, strips) as loop:
+            indices = range(STRIP // VECTOR)
+            held = [builder.load(pointer(source, loop.index, i), align=1) for i in indices]
+            for i, value in zip(indices, held, strict=True):
+                stored = builder.store(value, pointer(to, loop.index, i), align=VECTOR)
+                stored.set_metadata("nontemporal", past_caches)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
+def _fence(typing: Any) -> Any:
+    """Non-temporal stores are not ordered by themselves, not even before the release of a lock:
+    whoever is told that the copy is done must see it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+_copy_strips = intrinsic(_strips)
+_order_stores = intrinsic(_fence)
+
+
+def _copy(to: Any, to_at: Numbers, source: Any, source_at: Numbers, nbytes: Numbers) -> int:
+    fetched = 0
+    for run in range(len(nbytes)):
+        if run + 1 < len(nbytes):
+            after = source_at[run + 1]
+            for i in range(after, after + min(AHEAD, nbytes[run + 1]), LINE):
+                fetched += source[i]
+        a, b, n = to_at[run], source_at[run], nbytes[run]
+        head = min(n, -(to.ctypes.data + a) % VECTOR)
+        for i in range(head):
+            to[a + i] = source[b + i]
+        strips = (n - head) // STRIP
+        _copy_strips(to.ctypes.data + a + head, source.ctypes.data + b + head, strips)
+        for i in range(head + strips * STRIP, n):
+            to[a + i] = source[b + i]
+    _order_stores()
+    return fetched  # or the compiler would see that nobody needs it
+
+
+_SIGNATURE = types.int64(_BYTES, _NUMBERS, _SOURCE, _NUMBERS, _NUMBERS)
+try:
+    _compiled = numba.njit(_SIGNATURE, nogil=True, cache=True)(_copy)
+except RuntimeError:  # nowhere to write the cache: compile in each process
+    _compiled = numba.njit(_SIGNATURE, nogil=True)(_copy)
+
+
+def copy_runs(
+    to: NDArray[Any], to_at: Numbers, source: NDArray[Any], source_at: Numbers, nbytes: Numbers
+) -> None:
+    """Copy ``nbytes[i]`` bytes from ``source_at[i]`` of ``source`` to ``to_at[i]`` of ``to``.
+
+    Args:
+        to, source: uint8 ``[bytes]``, contiguous, that do not overlap.
+        to_at, source_at, nbytes: int64 ``[runs]``; every run lies inside its array.
+    """
+    _compiled(to, to_at, source, source_at, nbytes)
