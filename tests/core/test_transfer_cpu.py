@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from tests.random_transfers import RandomTransfers
 from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.testing.transfer import TransferConformance
+from tiered_kv.testing.transfer import Bytes, TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
 
@@ -102,4 +104,21 @@ def test_a_pool_without_slots_fails_every_page_and_serves_on() -> None:
     layout = page_layout([Placement(1, 5 * 64, 64, 0)], 5)
     backend = CpuTransfer(layout, np.zeros(320, dtype=np.uint8), CpuPool(0, 64))
     assert backend.run(CopyJob(1, Direction.SAVE, (0,), (0,))).failed == {0}
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "place", [Placement(3, 12 * 700, 700, 0), Placement(3, 700, 2100, 0)], ids=["layers", "blocks"]
+)
+def test_random_operations_leave_every_page_as_it_should_be(place: Placement) -> None:
+    layout = page_layout([place], 12)
+    storage = np.zeros(layout.storage_bytes, dtype=np.uint8)
+    pool = CpuPool(16, layout.page_bytes)
+    backend = CpuTransfer(layout, storage, pool)
+
+    def write(block: int, where: NDArray[np.int64], page: Bytes) -> None:
+        storage[where] = page
+
+    RandomTransfers(layout, pool, backend, write, storage.copy).go(4000)
+
     backend.close()

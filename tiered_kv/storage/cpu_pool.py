@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
-_FOR_KERNELS = 1 | 2
+REGISTER_FLAGS = 1 | 2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and reachable
 from kernels."""
 
@@ -59,7 +59,7 @@ class CpuPool:
         import torch
 
         address = self.slots.ctypes.data
-        error = torch.cuda.cudart().cudaHostRegister(address, self.slots.nbytes, _FOR_KERNELS)
+        error = torch.cuda.cudart().cudaHostRegister(address, self.slots.nbytes, REGISTER_FLAGS)
         if int(error) != 0:
             logger.warning(
                 "the CPU tier could not be pinned (CUDA error %s): copies will be slower; "

@@ -1,7 +1,8 @@
 """Which of two ways to copy is faster, from what each was measured to cost.
 
-A way of copying has a cost to begin at all, one for each contiguous run, and one for each
-byte. The runs are set up while earlier bytes travel, so the larger of the last two counts.
+A way of copying has a cost to begin and make the first contiguous run, one for each further
+run, and one for each byte. Runs are set up while earlier bytes travel, so the larger of the
+last two counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CopyCost:
     byte_s: float
 
     def seconds(self, runs: int, nbytes: int) -> float:
-        return self.begin_s + max(runs * self.run_s, nbytes * self.byte_s)
+        return self.begin_s + max((runs - 1) * self.run_s, nbytes * self.byte_s)
 
 
 def measure_cost(seconds: Callable[[int, int], float]) -> CopyCost:

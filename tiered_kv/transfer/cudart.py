@@ -14,9 +14,9 @@ from tiered_kv.transfer.copy_plan import Numbers
 
 BATCHES_SINCE = 13
 """cudaMemcpyBatchAsync is in CUDA 12.8 too, with another signature."""
-_KINDS = {Direction.LOAD: 1, Direction.SAVE: 2}  # cudaMemcpyHostToDevice, -DeviceToHost
-_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute
+KINDS = {Direction.LOAD: 1, Direction.SAVE: 2}  # cudaMemcpyHostToDevice, -DeviceToHost
+STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+PREFER_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute
 
 
 class CudaError(RuntimeError):
@@ -77,7 +77,7 @@ class CudaRuntime:
             CudaError: it was not enqueued.
         """
         self._check(
-            self._library.cudaMemcpyAsync(to, source, nbytes, _KINDS[direction], stream or None)
+            self._library.cudaMemcpyAsync(to, source, nbytes, KINDS[direction], stream or None)
         )
 
     def copy_batch(self, to: Numbers, source: Numbers, nbytes: Numbers, stream: int) -> None:
@@ -92,7 +92,7 @@ class CudaRuntime:
             CudaError: some were not enqueued; others may have been.
         """
         # Sources are read in the order of the stream: what was enqueued before has written them.
-        attributes = MemcpyAttributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
+        attributes = MemcpyAttributes(source_order=STREAM_ORDER, flags=PREFER_OVERLAP)
         first = c_size_t(0)
         self._check(
             self._library.cudaMemcpyBatchAsync(
