@@ -28,7 +28,8 @@ class RandomTransfers:
     """One run.
 
     Args:
-        write: puts bytes at indices of the storage, behind all work enqueued so far.
+        write: puts a page at indices of the storage, behind all work enqueued so far; the
+            same pages come again and again.
         read: a copy of the storage, when all work enqueued so far is done.
     """
 
@@ -47,7 +48,7 @@ class RandomTransfers:
         self._where = [addresses(layout, block) for block in range(layout.num_blocks)]
         size = (PATTERNS, layout.page_bytes)
         self._patterns = self._rng.integers(0, 256, size, dtype=np.uint8)
-        self._sums = [xxhash.xxh3_64_intdigest(pattern) for pattern in self._patterns]
+        self._sums = [xxhash.xxh3_64_intdigest(pattern.data) for pattern in self._patterns]
         self._blocks = [0] * layout.num_blocks
         self._slots = [0] * len(pool.slots)
         for block in range(layout.num_blocks):
@@ -140,7 +141,7 @@ class RandomTransfers:
                 self._check_slot(slot)
 
     def _check_slot(self, slot: int) -> None:
-        found = xxhash.xxh3_64_intdigest(self._pool.slots[slot])
+        found = xxhash.xxh3_64_intdigest(self._pool.slots[slot].data)
         assert found == self._sums[self._slots[slot]], f"slot {slot}"
 
     def _check(self) -> None:
@@ -151,5 +152,5 @@ class RandomTransfers:
         for slot in range(len(self._slots)):
             self._check_slot(slot)
         for block, pattern in enumerate(self._blocks):
-            found = xxhash.xxh3_64_intdigest(storage[self._where[block]])
+            found = xxhash.xxh3_64_intdigest(storage[self._where[block]].data)
             assert found == self._sums[pattern], f"block {block}"

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tiered_kv.layout import PageLayout
+from tests.gpu.memory import NEEDS_CUDA, WAYS, make_backend, pinned_pool, vram
+from tiered_kv.layout import PageLayout, Placement, Region, page_layout
 from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.testing.transfer import Bytes, TransferConformance
-from tiered_kv.transfer.base import TransferBackend
+from tiered_kv.testing.transfer import Bytes, TransferConformance, addresses
+from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_CUDA
+
+BLOCKS = 24
+TOKENS = 16
+KV = Placement(6, BLOCKS * 2 * TOKENS * 4 * 128 * 2, 2 * TOKENS * 4 * 128 * 2, 0)
+LAYOUTS = {
+    "keys and values, 2 bytes": page_layout([KV], BLOCKS),
+    "keys and values, 1 byte": page_layout(
+        [Placement(6, BLOCKS * TOKENS * 4 * 128 * 2, TOKENS * 4 * 128 * 2, 0)], BLOCKS
+    ),
+    "head groups": page_layout([Placement(3, 4 * BLOCKS * TOKENS * 256, TOKENS * 256, 0)], BLOCKS),
+    "MLA": page_layout([Placement(61, BLOCKS * TOKENS * 1152, TOKENS * 1152, 0)], BLOCKS),
+    "MLA, blocks outermost": page_layout(
+        [Placement(61, TOKENS * 1152, 61 * TOKENS * 1152, 0)], BLOCKS
+    ),
+    "odd": PageLayout((Region(5, 3, BLOCKS * 9001 + 7, 9001, 8999),), BLOCKS),
+    "four bytes at a time": PageLayout((Region(4, 3, BLOCKS * 1004, 1004, 1004),), BLOCKS),
+}
 
 
-class TestCudaTransfer(TransferConformance):
+class OnCuda(TransferConformance):
+    way: str
+
     def make_backend(self, layout: PageLayout, storage: Any, pool: CpuPool) -> TransferBackend:
-        from tiered_kv.transfer.cuda import CudaTransfer
-
-        return CudaTransfer(layout, storage, pool)
+        return make_backend(self.way, layout, storage, pool)
 
     def make_pool(self, num_slots: int, page_bytes: int) -> CpuPool:
-        pool = CpuPool(num_slots, page_bytes, pin=True)
-        assert pool.pinned
-        return pool
+        return pinned_pool(num_slots, page_bytes)
 
     def make_storage(self, nbytes: int) -> Any:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
@@ -39,3 +53,94 @@ class TestCudaTransfer(TransferConformance):
 
     def write(self, storage: Any, content: Bytes) -> None:
         storage.copy_(torch.from_numpy(content))
+
+
+class TestByTheKernel(OnCuda):
+    way = "kernel"
+
+
+class TestByTheCopyEngines(OnCuda):
+    way = "engines"
+
+
+class TestByTheFaster(OnCuda):
+    way = "faster"
+
+
+class TestMemoryThatCouldNotBePinned(OnCuda):
+    way = "faster"
+
+    def make_pool(self, num_slots: int, page_bytes: int) -> CpuPool:
+        return CpuPool(num_slots, page_bytes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_pages_of_every_kind_come_back_bit_for_bit(kind: str, way: str) -> None:
+    with vram(way, LAYOUTS[kind], BLOCKS) as gpu:
+        before = gpu.read()
+        blocks, slots = (gpu.rng.permutation(BLOCKS).tolist() for _ in range(2))
+        others = gpu.rng.permutation(BLOCKS).tolist()
+
+        assert not gpu.backend.run(CopyJob(1, Direction.SAVE, blocks, slots)).failed
+        gpu.storage.zero_()
+        assert not gpu.backend.run(CopyJob(2, Direction.LOAD, others, slots)).failed
+
+        after = np.zeros_like(before)
+        for block, other in zip(blocks, others, strict=True):
+            after[addresses(gpu.layout, other)] = before[addresses(gpu.layout, block)]
+        assert np.array_equal(gpu.read(), after), "and nothing beside the pages has changed"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_tensor_of_every_dtype_is_what_it_was(dtype: str, way: str) -> None:
+    """Every bit pattern there is, NaNs of all payloads among them."""
+    kind = getattr(torch, dtype)
+    shape = (3, BLOCKS, 2, TOKENS, 2, 64)  # layers, blocks, keys and values, tokens, heads
+    page = int(np.prod(shape[2:])) * kind.itemsize
+    layout = page_layout([Placement(3, BLOCKS * page, page, 0)], BLOCKS)
+    with vram(way, layout, BLOCKS) as gpu:
+        kv = gpu.storage.view(kind).reshape(shape)
+        before = kv.view(torch.uint8).clone()
+        gpu.backend.run(CopyJob(1, Direction.SAVE, range(BLOCKS), range(BLOCKS)))
+        gpu.storage.zero_()
+
+        gpu.backend.run(CopyJob(2, Direction.LOAD, range(BLOCKS)[::-1], range(BLOCKS)))
+
+        assert torch.equal(kv.view(torch.uint8), before.flip(1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_more_pages_than_one_launch_takes_are_copied_all_the_same(way: str) -> None:
+    many = 10_000
+    with vram(way, page_layout([Placement(2, many * 64, 64, 0)], many), many) as gpu:
+        pages = gpu.read().reshape(2, many, 64)
+        order = gpu.rng.permutation(many)
+
+        gpu.backend.run(CopyJob(1, Direction.SAVE, order.tolist(), range(many)))
+        gpu.backend.drain()
+
+        assert np.array_equal(gpu.pool.slots.reshape(many, 2, 64), pages[:, order].swapaxes(0, 1))
+
+
+def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
+    from tiered_kv.transfer.cuda import CudaTransfer
+
+    layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
+    storage = torch.zeros(639, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match="has 639 bytes, its layout spans 640"):
+        CudaTransfer(layout, storage, CpuPool(1, 128))
+    with pytest.raises(ValueError, match="slots of 127 B for pages of 128 B"):
+        CudaTransfer(layout, torch.zeros(640, dtype=torch.uint8, device="cuda"), CpuPool(1, 127))
+
+
+def test_what_copies_cost_was_measured_both_ways() -> None:
+    from tiered_kv.transfer.cuda_costs import copy_costs
+
+    pytest.importorskip("cupy", reason="the kernel needs cupy")
+    for costs in copy_costs(torch.device("cuda", torch.cuda.current_device())).values():
+        assert costs.kernel is not None
+        for cost in (costs.kernel, costs.engines):
+            assert 1e-6 < cost.begin_s < 1e-2
+            assert 1e9 < 1 / cost.byte_s < 1e12

@@ -1,0 +1,90 @@
+"""VRAM and pinned memory for tests, and which ways to copy there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tiered_kv.layout import PageLayout
+from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.testing.transfer import Bytes
+from tiered_kv.transfer.base import TransferBackend
+
+WAYS = ["kernel", "engines", "faster"]
+NEEDS_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make_backend(
+    way: str, layout: PageLayout, storage: torch.Tensor, pool: CpuPool
+) -> TransferBackend:
+    from tiered_kv.transfer.cuda import CopyBy, CudaTransfer
+
+    if way == "kernel":
+        pytest.importorskip("cupy", reason="the kernel needs cupy")
+    return CudaTransfer(layout, storage, pool, CopyBy(way))
+
+
+def pinned_pool(num_slots: int, page_bytes: int) -> CpuPool:
+    pool = CpuPool(num_slots, page_bytes, pin=True)
+    assert pool.pinned
+    return pool
+
+
+@dataclass
+class Vram:
+    """A backend over a storage in VRAM and a pinned pool, both full of random bytes."""
+
+    layout: PageLayout
+    storage: Any
+    pool: CpuPool
+    backend: Any
+    rng: np.random.Generator
+
+    def read(self) -> Bytes:
+        """When all work enqueued so far is done."""
+        torch.cuda.synchronize()
+        copied: Bytes = self.storage.cpu().numpy()
+        return copied
+
+    def writer(self) -> Callable[[int, NDArray[np.int64], Bytes], None]:
+        """Writes pages on the compute stream, which the CPU does not wait for: what was written
+        once is in VRAM already."""
+        indices: dict[int, Any] = {}
+        pages: dict[int, Any] = {}
+
+        def write(block: int, where: NDArray[np.int64], page: Bytes) -> None:
+            if block not in indices:
+                indices[block] = torch.from_numpy(where).cuda()
+            name = page.ctypes.data
+            if name not in pages:
+                pages[name] = torch.from_numpy(page).cuda()
+            self.storage[indices[block]] = pages[name]
+
+        return write
+
+
+@contextmanager
+def vram(way: str, layout: PageLayout, num_slots: int) -> Iterator[Vram]:
+    rng = np.random.default_rng(0)
+    content = rng.integers(0, 256, layout.storage_bytes, dtype=np.uint8)
+    storage = torch.from_numpy(content).cuda()
+    pool = pinned_pool(num_slots, layout.page_bytes)
+    try:
+        pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
+        backend = make_backend(way, layout, storage, pool)
+        try:
+            yield Vram(layout, storage, pool, backend, rng)
+        finally:
+            backend.close()
+    finally:
+        pool.close()
