@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -19,7 +19,7 @@ from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 
 MATRIX = 8192
-MATMULS = 20
+MATMULS = 100
 
 
 class Way(Enum):
@@ -50,9 +50,12 @@ class Side(ABC):
 
     def use(self, layout: PageLayout, slots: int) -> None:
         """Make the backend for a layout."""
-        self.close()
-        self.pool = self.make_pool(slots, layout.page_bytes)
-        self.pool.slots[:] = 1
+        if self.pool is not None and self.pool.slots.shape == (slots, layout.page_bytes):
+            self._close_backend()  # pinning takes seconds: the pool is kept where it fits
+        else:
+            self.close()
+            self.pool = self.make_pool(slots, layout.page_bytes)
+            self.pool.slots[:] = 1
         self.backend = self.make_backend(layout, self.pool)
 
     @abstractmethod
@@ -87,12 +90,16 @@ class Side(ABC):
 
     @abstractmethod
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
-        """Seconds of matrix products beside these copies, over their seconds alone."""
+        """Seconds of matrix products beside these copies, over and over, by their seconds
+        alone; None where there is no GPU."""
 
-    def close(self) -> None:
+    def _close_backend(self) -> None:
         if self.backend is not None:
             self.backend.close()
             self.backend = None
+
+    def close(self) -> None:
+        self._close_backend()
         if self.pool is not None:
             self.pool.close()
             self.pool = None
@@ -193,30 +200,40 @@ class CudaSide(Side):
         return self._blocks * len(kernels)
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
-        """Copies begin before the products, which they would otherwise wait for, and must
-        outlast them.
-
-        Raises:
-            RuntimeError: they did not.
         """
-        assert self.backend is not None
-        alone = self._matmuls_s()
-        for job in jobs:
-            self.backend.submit(job)
-        beside = self._matmuls_s()
-        outlasted = len(self.backend.poll()) < len(jobs)
-        self.backend.drain()
-        self.backend.poll()
-        if not outlasted:
-            raise RuntimeError("the copies were over before the matrix products: more jobs, please")
+        Raises:
+            RuntimeError: not one copy was made meanwhile.
+        """
+        alone = self._matmuls_s(lambda: None)
+        under_way = finished = 0
+
+        def keep_copying() -> None:
+            """As from another request: copies do not wait for these products."""
+            nonlocal under_way, finished
+            assert self.backend is not None
+            done = len(self.backend.poll())
+            finished += done
+            under_way -= done
+            while under_way < 2 * len(jobs):
+                with self._torch.cuda.stream(self._streams[0]):
+                    for job in jobs:
+                        self.backend.submit(job)
+                under_way += len(jobs)
+
+        keep_copying()
+        beside = self._matmuls_s(keep_copying)
+        self.seconds([])
+        if not finished:
+            raise RuntimeError("the matrix products were over before a single copy was")
         return beside / alone
 
-    def _matmuls_s(self) -> float:
+    def _matmuls_s(self, meanwhile: Callable[[], None]) -> float:
         torch = self._torch
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(MATMULS):
             self._matrices[0] @ self._matrices[1]
         done.record()
-        done.synchronize()
+        while not done.query():
+            meanwhile()
         return float(began.elapsed_time(done)) / 1e3

@@ -10,8 +10,8 @@ memories take turns. Seconds are those of the caller: from the first call until 
 is there. Small batches are submitted back to back.
 
 ``sms``: the multiprocessors that copies may occupy at once; 0 where the copy engines make
-them. ``compute_slowdown``: bf16 matrix products of 8192³ beside saves and loads, over the same
-alone; the worst median over shapes and layouts.
+them. ``compute_slowdown``: seconds of bf16 matrix products of 8192³ beside copies of 256 pages
+that follow each other, by their seconds alone; the worst median over shapes, layouts and ways.
 
 Without CUDA the CPU backend runs beside memcpy, with fewer pages. ``fraction`` is the least
 of the three fractions.
@@ -36,12 +36,11 @@ from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob
 
 TOKENS = 16
+TABLE_WIDTH = 110
 COUNTS_FROM = 256
 """Pages of a batch, from which on fractions count."""
 SAMPLE_BYTES = 64 << 20
 """Smaller batches are repeated until a sample has so many."""
-SLOWDOWN_BYTES = 8 << 30
-"""Copied each way beside the matrix products: longer than they take."""
 
 Tick = Callable[[str], None]
 
@@ -60,7 +59,7 @@ class Shape:
 
     def layout(self, order: str, num_blocks: int) -> PageLayout:
         run = self.layer_bytes * TOKENS
-        if order == "layers outermost":
+        if order == "layers":
             place = Placement(self.layers, num_blocks * run, run, 0)
         else:
             place = Placement(self.layers, run, self.layers * run, 0)
@@ -69,11 +68,12 @@ class Shape:
 
 SHAPES = [
     Shape("Llama-3.1-8B", 32, 2 * 8 * 128 * 2),
-    Shape("Llama-3.1-70B, TP 4", 80, 2 * 2 * 128 * 2),
-    Shape("Llama-3.1-70B, TP 8", 80, 2 * 1 * 128 * 2),
-    Shape("DeepSeek-V3 (MLA)", 61, 576 * 2),
+    Shape("Llama-3.1-70B TP4", 80, 2 * 2 * 128 * 2),
+    Shape("Llama-3.1-70B TP8", 80, 2 * 1 * 128 * 2),
+    Shape("DeepSeek-V3 MLA", 61, 576 * 2),
 ]
-ORDERS = ["layers outermost", "blocks outermost"]
+ORDERS = ["layers", "blocks"]
+"""What lies outermost in the engine's allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Row:
     """One shape, layout, batch and way; medians of the rounds."""
 
     shape: str
-    order: str
+    outermost: str
     page_kib: float
     pages: int
     way: str
@@ -108,6 +108,16 @@ class Row:
     one_copy_gbs: float
     fraction: float
     sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What copies make of matrix products; median of the rounds."""
+
+    shape: str
+    outermost: str
+    way: str
+    slowdown: float
 
 
 def jobs_of(way: Way, pages: int, there: int, rng: np.random.Generator) -> list[CopyJob]:
@@ -154,9 +164,9 @@ def layouts(scale: Scale) -> Iterator[tuple[Shape, str, PageLayout]]:
             yield shape, order, shape.layout(order, there)
 
 
-def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], float | None]:
-    """All rows, and the worst slowdown of the matrix products."""
-    rows, slowdowns = [], []
+def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], list[Beside]]:
+    """All rows, and the matrix products beside each shape and layout; none without a GPU."""
+    rows, beside = [], []
     for shape, order, layout in layouts(scale):
         side.use(layout, layout.num_blocks)
         for pages in scale.batches:
@@ -165,19 +175,15 @@ def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], float | No
                 kib = layout.page_bytes / 1024
                 rows.append(Row(shape.name, order, kib, pages, way.value, *figures))
             tick(f"{shape.name}, {order}")
-        slowdowns.append(_slowdown(side, layout, scale.rounds))
+        for way in Way:
+            jobs = jobs_of(way, COUNTS_FROM, layout.num_blocks, np.random.default_rng(0))
+            seen = [side.slowdown(jobs) for _ in range(scale.rounds)]
+            known = [one for one in seen if one is not None]
+            if known:
+                slowdown = statistics.median(known)
+                beside.append(Beside(shape.name, order, way.value, slowdown))
     side.close()
-    measured = [one for one in slowdowns if one is not None]
-    return rows, max(measured, default=None)
-
-
-def _slowdown(side: Side, layout: PageLayout, rounds: int) -> float | None:
-    pages = layout.num_blocks // 2
-    jobs = jobs_of(Way.BOTH, pages, layout.num_blocks, np.random.default_rng(0))
-    many = jobs * -(-SLOWDOWN_BYTES // (pages * layout.page_bytes))
-    seen = [side.slowdown(many) for _ in range(rounds)]
-    known = [one for one in seen if one is not None]
-    return statistics.median(known) if known else None
+    return rows, beside
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
@@ -191,15 +197,14 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     return {**least, "fraction": min(least.values())}
 
 
-def show_rows(rows: Sequence[Row]) -> None:
-    table = Table(title="Batches of pages", title_justify="left")
+def show_rows(title: str, rows: Sequence[Row] | Sequence[Beside]) -> None:
+    table = Table(title=title, title_justify="left")
     for name in asdict(rows[0]):
-        table.add_column(name, justify="left" if name in ("shape", "order", "way") else "right")
+        table.add_column(name)
     for row in rows:
-        table.add_row(
-            *(f"{v:.3g}" if isinstance(v, float) else str(v) for v in asdict(row).values())
-        )
-    Console().print(table)
+        values = asdict(row).values()
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
+    Console(width=TABLE_WIDTH).print(table)
 
 
 def main() -> None:
@@ -221,20 +226,23 @@ def main() -> None:
     with progress() as bar:
         bar.disable = not sys.stderr.isatty()
         task = bar.add_task("copying", total=len(SHAPES) * len(ORDERS) * len(scale.batches))
-        rows, slowdown = measure(
+        rows, beside = measure(
             side, scale, lambda what: bar.update(task, advance=1, description=what)
         )
     result: dict[str, Any] = {
         **summary(rows),
         "sms": max(row.sms for row in rows),
-        "compute_slowdown": slowdown,
+        "compute_slowdown": max((one.slowdown for one in beside), default=None),
         "on": side.name,
         "rounds": scale.rounds,
     }
     if args.json:
         result["rows"] = [asdict(row) for row in rows]
+        result["slowdowns"] = [asdict(one) for one in beside]
     else:
-        show_rows(rows)
+        show_rows("Batches of pages", rows)
+        if beside:
+            show_rows("Matrix products beside copies", beside)
     show("Pages between VRAM and CPU memory, over one large copy", result, args.json)
 
 

@@ -58,6 +58,23 @@ def _strips(typing: Any, to: Any, source: Any, strips: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), generate
 
 
+def _prefetch(typing: Any, address: Any) -> Any:
+    """Ask for a cache line and go on. A load would do so too, but wait, if it has to, for the
+    walk through the page tables that a run far away takes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        read, soon, data = 0, 3, 1
+        settings = [ir.Constant(number, one) for one in (read, soon, data)]
+        builder.call(function, [builder.inttoptr(args[0], pointer), *settings])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
 def _fence(typing: Any) -> Any:
     """Non-temporal stores are not ordered by themselves, not even before the release of a lock:
     whoever is told that the copy is done must see it."""
@@ -70,29 +87,29 @@ def _fence(typing: Any) -> Any:
 
 
 _copy_strips = intrinsic(_strips)
+_fetch = intrinsic(_prefetch)
 _order_stores = intrinsic(_fence)
 
 
-def _copy(to: Any, to_at: Numbers, source: Any, source_at: Numbers, nbytes: Numbers) -> int:
-    fetched = 0
+def _copy(to: Any, to_at: Numbers, source: Any, source_at: Numbers, nbytes: Numbers) -> None:
+    to_address, source_address = to.ctypes.data, source.ctypes.data
     for run in range(len(nbytes)):
         if run + 1 < len(nbytes):
-            after = source_at[run + 1]
-            for i in range(after, after + min(AHEAD, nbytes[run + 1]), LINE):
-                fetched += source[i]
+            after = source_address + source_at[run + 1]
+            for line in range(0, min(AHEAD, nbytes[run + 1]), LINE):
+                _fetch(after + line)
         a, b, n = to_at[run], source_at[run], nbytes[run]
-        head = min(n, -(to.ctypes.data + a) % VECTOR)
+        head = min(n, -(to_address + a) % VECTOR)
         for i in range(head):
             to[a + i] = source[b + i]
         strips = (n - head) // STRIP
-        _copy_strips(to.ctypes.data + a + head, source.ctypes.data + b + head, strips)
+        _copy_strips(to_address + a + head, source_address + b + head, strips)
         for i in range(head + strips * STRIP, n):
             to[a + i] = source[b + i]
     _order_stores()
-    return fetched  # or the compiler would see that nobody needs it
 
 
-_SIGNATURE = types.int64(_BYTES, _NUMBERS, _SOURCE, _NUMBERS, _NUMBERS)
+_SIGNATURE = types.void(_BYTES, _NUMBERS, _SOURCE, _NUMBERS, _NUMBERS)
 try:
     _compiled = numba.njit(_SIGNATURE, nogil=True, cache=True)(_copy)
 except RuntimeError:  # nowhere to write the cache: compile in each process
