@@ -92,7 +92,7 @@ class Scale:
 
 
 GPU = Scale((1, 4, 16, 64, 256, 1024, 4096), 4 << 30, 5)
-CPU = Scale((1, 4, 16, 64, 256), 512 << 20, 5)
+CPU = Scale((1, 4, 16, 64, 256), 512 << 20, 9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ STRIP = 8 * VECTOR
 AHEAD = 512
 """Bytes of the next run that are fetched early."""
 LINE = 64
+PAGE = 4096
+"""Of each page of the next run one line is fetched too: finding the page takes longest."""
 
 _BYTES = types.Array(types.uint8, 1, "C")
 _SOURCE = types.Array(types.uint8, 1, "C", readonly=True)
@@ -96,6 +98,8 @@ def _copy(to: Any, to_at: Numbers, source: Any, source_at: Numbers, nbytes: Numb
     for run in range(len(nbytes)):
         if run + 1 < len(nbytes):
             after = source_address + source_at[run + 1]
+            for page in range(0, nbytes[run + 1], PAGE):
+                _fetch(after + page)
             for line in range(0, min(AHEAD, nbytes[run + 1]), LINE):
                 _fetch(after + line)
         a, b, n = to_at[run], source_at[run], nbytes[run]
