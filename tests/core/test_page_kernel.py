@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.page_layouts import Move, moves
+from tiered_kv.layout import PageLayout, Region
 from tiered_kv.testing.transfer import Bytes
-from tiered_kv.transfer.base import Direction
+from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import cut, page_runs
 
 HERE = Path(__file__).parent
@@ -104,6 +105,25 @@ def test_the_kernel_moves_every_byte_once_and_touches_no_other(
     assert np.array_equal(slab, move.moved[1])
     assert (counts.misaligned, counts.outside) == (0, 0)
     assert counts.written == move.nbytes
+
+
+@pytest.mark.parametrize("word", [1, 4, 8, 16])
+def test_runs_of_every_length_end_where_they_end(run: Run, word: int) -> None:
+    """The turns of the loops: whole rounds of words, single words, and the bytes behind."""
+    rng = np.random.default_rng(word)
+    for nbytes in range(word, 300 * word):
+        stride = -(-nbytes // word) * word
+        layout = PageLayout((Region(0, 1, 0, stride, nbytes),), 3)
+        storage = rng.integers(0, 256, layout.storage_bytes, dtype=np.uint8)
+        slab = np.zeros((1, nbytes), dtype=np.uint8)
+        page = storage[stride : stride + nbytes]
+        job = CopyJob(1, Direction.SAVE, (1,), (0,))
+        move = Move(layout, job, storage, slab, (storage, page.reshape(1, -1)))
+
+        counts, _, saved = launch(run, move, 8192, (1, 32), 0)
+
+        assert np.array_equal(saved, move.moved[1])
+        assert (counts.misaligned, counts.outside, counts.written) == (0, 0, nbytes)
 
 
 @pytest.fixture
