@@ -1,7 +1,7 @@
 """Digests of files: which weights made this KV.
 
-Hashing tens of gigabytes at every start would be felt, so digests are cached by path,
-size and mtime. xxh3-128 is enough: it guards against mistakes, not against a forger,
+Hashing tens of gigabytes at every start would be felt, so digests of large files are cached by
+path, size and mtime. xxh3-128 is enough: it guards against mistakes, not against a forger,
 who could write the cache directory as well.
 """
 
@@ -18,6 +18,8 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
+CACHED_BYTES = 16 << 20
+"""Smaller files are read within milliseconds, and are not cached: the cache would only grow."""
 _CHUNK = 8 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
@@ -39,16 +41,17 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
 
     Args:
         paths: files, in an order that is the same every time.
-        cache: JSON file of earlier digests; None looks at every byte.
+        cache: JSON file of earlier digests of large files; None looks at every byte.
 
     Raises:
         OSError: a file cannot be read.
     """
-    known = _read_cache(cache)
+    stats = [path.stat() for path in paths]
+    large = any(stat.st_size >= CACHED_BYTES for stat in stats)
+    known = _read_cache(cache) if large else {}
     fresh: dict[str, list[object]] = {}
     whole = xxhash.xxh3_128()
-    for path in paths:
-        stat = path.stat()
+    for path, stat in zip(paths, stats, strict=True):
         signature = [stat.st_size, stat.st_mtime_ns]
         where = str(path.resolve())
         entry = known.get(where)
@@ -56,10 +59,12 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
             digest = str(entry[2])
         else:
             digest = _digest_file(path)
-            fresh[where] = [*signature, digest]
+            if stat.st_size >= CACHED_BYTES:
+                fresh[where] = [*signature, digest]
         whole.update(f"{path.name}:{digest}\n".encode())
     if cache is not None and fresh:
-        _write_cache(cache, {**known, **fresh})
+        there = {where: entry for where, entry in known.items() if Path(where).exists()}
+        _write_cache(cache, {**there, **fresh})
     return whole.hexdigest()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ NO_TOOL_STOP = "end_turn"
 Request = Mapping[str, Any]
 
 
+@cache
 def coding_agents(path: Path) -> Workload:
     """All jobs of a recording, in its order.
 

@@ -13,6 +13,12 @@ from tiered_kv.digests import default_cache, digest_files, model_files
 
 
 @pytest.fixture
+def all_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are."""
+    monkeypatch.setattr(digests, "CACHED_BYTES", 0)
+
+
+@pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose bytes are looked at, as it happens."""
     names: list[str] = []
@@ -54,6 +60,7 @@ def test_files_larger_than_a_chunk_are_read_to_their_end(
     assert first != second
 
 
+@pytest.mark.usefixtures("all_are_cached")
 def test_the_second_time_nothing_is_read(tmp_path: Path, read: list[str]) -> None:
     paths, cache = weights(tmp_path, a=b"1", b=b"2"), tmp_path / "cache" / "digests.json"
 
@@ -63,6 +70,7 @@ def test_the_second_time_nothing_is_read(tmp_path: Path, read: list[str]) -> Non
     assert read == ["a.safetensors", "b.safetensors"]
 
 
+@pytest.mark.usefixtures("all_are_cached")
 def test_a_change_that_keeps_the_size_is_noticed_by_its_time(
     tmp_path: Path, read: list[str]
 ) -> None:
@@ -78,6 +86,7 @@ def test_a_change_that_keeps_the_size_is_noticed_by_its_time(
     assert len(read) == 2
 
 
+@pytest.mark.usefixtures("all_are_cached")
 def test_a_change_that_keeps_the_time_is_noticed_by_its_size(tmp_path: Path) -> None:
     (path,) = weights(tmp_path, a=b"old")
     cache = tmp_path / "digests.json"
@@ -90,6 +99,7 @@ def test_a_change_that_keeps_the_time_is_noticed_by_its_size(tmp_path: Path) -> 
     assert digest_files([path], cache) != before
 
 
+@pytest.mark.usefixtures("all_are_cached")
 def test_a_new_file_does_not_cost_the_old_ones(tmp_path: Path, read: list[str]) -> None:
     cache = tmp_path / "digests.json"
     digest_files(weights(tmp_path, a=b"1"), cache)
@@ -100,9 +110,29 @@ def test_a_new_file_does_not_cost_the_old_ones(tmp_path: Path, read: list[str]) 
     assert read == ["a.safetensors", "b.safetensors"]
 
 
+def test_small_files_are_read_each_time_and_leave_nothing_in_the_cache(
+    tmp_path: Path, read: list[str]
+) -> None:
+    paths, cache = weights(tmp_path, small=b"1", large=b""), tmp_path / "digests.json"
+    os.truncate(paths[1], digests.CACHED_BYTES)
+    assert digest_files(paths, cache) == digest_files(paths, cache)
+    assert read == ["small.safetensors", "large.safetensors", "small.safetensors"]
+    assert set(json.loads(cache.read_text())) == {str(paths[1].resolve())}
+
+
+@pytest.mark.usefixtures("all_are_cached")
+def test_files_that_are_gone_leave_the_cache(tmp_path: Path) -> None:
+    paths, cache = weights(tmp_path, a=b"1", b=b"2"), tmp_path / "digests.json"
+    digest_files(paths[:1], cache)
+    paths[0].unlink()
+    digest_files(paths[1:], cache)
+    assert set(json.loads(cache.read_text())) == {str(paths[1].resolve())}
+
+
 JUNK = [b"", b"{", b"\xff\xfe", b"[]", b"3", b'"text"', b"null", b'{"/a": 3}', b'{"/a": [1, 2]}']
 
 
+@pytest.mark.usefixtures("all_are_cached")
 @pytest.mark.parametrize("junk", JUNK)
 def test_a_corrupt_cache_is_ignored_and_replaced(
     tmp_path: Path, junk: bytes, read: list[str]
@@ -117,6 +147,7 @@ def test_a_corrupt_cache_is_ignored_and_replaced(
     assert set(json.loads(cache.read_text())) == {str(paths[0].resolve())}
 
 
+@pytest.mark.usefixtures("all_are_cached")
 @pytest.mark.parametrize("digest", [None, 7, ["x"]])
 def test_a_corrupt_entry_is_no_digest(tmp_path: Path, digest: object) -> None:
     """Two models whose digest is "null" would share their pages."""
@@ -127,6 +158,7 @@ def test_a_corrupt_entry_is_no_digest(tmp_path: Path, digest: object) -> None:
     assert digest_files([path], cache) == digest_files([path])
 
 
+@pytest.mark.usefixtures("all_are_cached")
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, read: list[str]) -> None:
     (path,) = weights(tmp_path, a=b"1")
     nowhere = path / "is a file" / "digests.json"
