@@ -231,12 +231,15 @@ class Admission:
         return True
 
     def _fits(self, need: float) -> bool:
-        """Whether a new job has room: in VRAM, or all that has begun in CPU memory, from where
-        what VRAM lacks comes back."""
-        share = self.allowance.share
-        if self.demand(need) <= share * (self._facts.num_blocks - 1):
-            return True
-        return self._slots > 0 and self._peak(self._whole, need) <= share * self._slots
+        """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for
+        all of it, VRAM or CPU memory; or all of it in CPU memory, from where what VRAM lacks comes
+        back."""
+        share, pool = self.allowance.share, self._facts.num_blocks - 1
+        fits = self.demand(need) <= share * pool
+        if not self._slots:
+            return fits
+        whole = self._peak(self._whole, need)
+        return whole <= share * self._slots or (fits and whole <= max(pool, self._slots))
 
     def _behind_older(self, turn: Turn, now: float) -> bool:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM

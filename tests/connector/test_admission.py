@@ -181,6 +181,27 @@ def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: Ma
         rig.check_clean()
 
 
+def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) -> None:
+    """Jobs that are away need no VRAM now, but one of VRAM and CPU memory must hold them all."""
+    for slots, waiting in ((40, ["d"]), (120, [])):
+        rig = holding_rig(
+            make_rig, in_job_order=True, pin_fraction=0, cpu_gib=slots * 16 * 8 / 2**30
+        )
+        for name in "abc":
+            begin(rig, name, last=False)
+            rig.step()
+            rig.now += 1
+            rig.run()
+        rig.now += 9
+        goes_on(rig, "a")
+        rig.step()
+        begin(rig, "d", tokens=60)
+        assert rig.half.admission.demand(5) < BLOCKS - 1
+        assert held(rig) == waiting
+        rig.run()
+        rig.check_clean()
+
+
 def test_a_job_that_waited_for_too_long_is_let_in(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True, admission_max_wait_s=5)
     for name in "abcd":
