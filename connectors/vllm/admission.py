@@ -212,7 +212,7 @@ class Admission:
         if not (idle or self._changed) and now - self._refused_at < LOOK_EVERY_S:
             return True
         self._changed = False
-        patient = not idle and now - turn.arrived_at < self._max_wait_s
+        patient = not (idle or self._waited(turn, now))
         if not turn.new:
             if not (patient and self._behind_older(turn, now)):
                 return False
@@ -221,14 +221,28 @@ class Admission:
             return True
         need = max(1.0, self._blocks_of(turn) - self._shared.mean)
         if not patient or self._fits(need):
-            self._entering[turn.request_id] = need
-            self._changed = True
+            self._let_in(turn, need)
             return False
         self._refused_at = now
         self.refuse(turn)
         if self._pool.get_num_free_blocks() > 2 * need + self._loose():
             self._spare()
         return True
+
+    def lets_overdue_in(self, turn: Turn) -> bool:
+        """Let a turn in that was held for as long as it may be; whether it was."""
+        if not self._waited(turn, self._clock()):
+            return False
+        if turn.new:
+            self._let_in(turn, max(1.0, self._blocks_of(turn) - self._shared.mean))
+        return True
+
+    def _waited(self, turn: Turn, now: float) -> bool:
+        return now - turn.arrived_at >= self._max_wait_s
+
+    def _let_in(self, turn: Turn, need: float) -> None:
+        self._entering[turn.request_id] = need
+        self._changed = True
 
     def _fits(self, need: float) -> bool:
         """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for

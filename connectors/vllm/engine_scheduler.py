@@ -11,6 +11,7 @@ first. And whoever must be preempted is the one that loses least. Without our co
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class _InJobOrder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parked: dict[str, Any] = {}  # requests by id, in the order they are let in
+        self._came: deque[str] = deque()  # the same, first come first; some are gone
         self._unsorted = False
         half = getattr(self.connector, "scheduler_half", None)
         self._half: SchedulerHalf | None = half
@@ -59,6 +61,7 @@ class _InJobOrder:
         assert self._half is not None
         queue, last = self._half.queue, next(reversed(self._parked), None)
         self._parked[request.request_id] = request
+        self._came.append(request.request_id)
         rank = queue.parked_rank(request.request_id)
         if last is not None and rank < queue.parked_rank(last):
             order = sorted(self._parked, key=queue.parked_rank)
@@ -93,16 +96,25 @@ class _InJobOrder:
 
     def _let_in(self) -> None:
         assert self._half is not None
+        queue, came = self._half.queue, self._came
         while self._parked:
             request_id = next(iter(self._parked))
-            if self._half.queue.holds(request_id):
-                return
-            self.waiting.add_request(self._parked.pop(request_id))
-            self._unsorted = True
+            if queue.holds(request_id):
+                break
+            self._unpark(request_id)
+        # Nobody waits for longer because others go first.
+        while came and (came[0] not in self._parked or queue.lets_overdue_in(came[0])):
+            request_id = came.popleft()
+            if request_id in self._parked:
+                self._unpark(request_id)
+
+    def _unpark(self, request_id: str) -> None:
+        self.waiting.add_request(self._parked.pop(request_id))
+        self._unsorted = True
 
     def _unpark_all(self) -> None:
         while self._parked:
-            self.waiting.add_request(self._parked.pop(next(iter(self._parked))))
+            self._unpark(next(iter(self._parked)))
 
     def _put_in_order(self) -> None:
         half, waiting = self._half, self.waiting

@@ -63,6 +63,12 @@ class JobQueue:
             return True
         return self._admission.holds(turn)
 
+    def lets_overdue_in(self, request_id: str) -> bool:
+        """Let a held request in that has waited for as long as it may, whoever is to go before it;
+        whether it was."""
+        turn = self._turns.get(request_id)
+        return turn is None or self._admission is None or self._admission.lets_overdue_in(turn)
+
     def holds_in_queue(self, turn: Turn) -> bool:
         """Whether vLLM shall ask again for a new job, of which its queue can hold a few."""
         if self.parks or self._admission is None or not turn.new:

@@ -1,4 +1,4 @@
-"""New jobs wait for room; those that have begun do not."""
+"""New jobs wait for room, and later turns for older jobs."""
 
 from __future__ import annotations
 
@@ -6,34 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.connector.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.admission import AWAY_S
-from tiered_kv.policies.signals import JobKey
 from tiered_kv.testing.vllm_rig import Rig, expected, text
-
-TOKENS, BLOCKS = 300, 64
-"""A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
-
-
-def holding_rig(make_rig: MakeRig, *, in_job_order: bool, **settings: Any) -> Rig:
-    extra = {"cpu_gib": 0.0, "admission": "auto", **settings}
-    return make_rig(blocks=BLOCKS, max_model_len=512, extra=extra, in_job_order=in_job_order)
-
-
-def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed: int = 0) -> None:
-    """The first turn of a new job."""
-    params = {"job_id": name, "is_last_step": last}
-    rig.add(name, text(tokens, seed=seed or sum(name.encode())), max_tokens=40, params=params)
-
-
-def held(rig: Rig) -> list[str]:
-    """Requests parked, or held in vLLM's queue."""
-    parked = list(getattr(rig.scheduler, "_parked", ()))
-    return parked or sorted(rig.half.queue._held)
-
-
-def running(rig: Rig) -> list[str]:
-    return sorted(request.request_id for request in rig.scheduler.running)
 
 
 @pytest.mark.parametrize("in_job_order", [True, False], ids=["parked", "in vLLM's queue"])
@@ -143,6 +119,23 @@ def test_a_turn_waits_no_longer_than_a_client_does(make_rig: MakeRig) -> None:
     rig.now += 0.2
     rig.step()
     assert held(rig) == []
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_new_job_waits_no_longer_because_turns_go_before_it(make_rig: MakeRig) -> None:
+    rig = begun(make_rig, admission_max_wait_s=5)
+    goes_on(rig, "a")
+    rig.step()
+    begin(rig, "d")
+    rig.now += 3
+    for name in "bc":
+        goes_on(rig, name)
+    rig.step()
+    assert held(rig) == ["c2", "d"]
+    rig.now += 2.1
+    rig.step()
+    assert held(rig) == ["c2"]
     rig.run()
     rig.check_clean()
 
@@ -304,150 +297,3 @@ def test_requests_without_a_job_count_while_they_run(make_rig: MakeRig) -> None:
     rig.run()
     assert len(rig.half.admission) == 0
     rig.check_clean()
-
-
-# -- the order of jobs ------------------------------------------------------------------------
-
-
-def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:
-    """A turn of an old job goes before the first of a young one, though it came later."""
-    rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
-    begin(rig, "old", tokens=20, last=False)
-    rig.run()
-    begin(rig, "running", tokens=20)
-    rig.step()
-    rig.now += 1
-    begin(rig, "young", tokens=20)
-    rig.now += 1
-    context = rig.prompts["old"] + rig.outputs["old"]
-    rig.add("old2", context, max_tokens=4, params={"job_id": "old"})
-    rig.run()
-    finished = list(rig.finished)
-    assert finished.index("old2") < finished.index("young")
-
-
-def test_blocks_of_a_job_that_is_over_go_before_those_of_jobs_that_go_on(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0, "pin_fraction": 0})
-    for name, last in (("goes on", False), ("ends", True)):
-        context = text(100, seed=len(name))
-        rig.ask(f"{name}1", context, max_tokens=40, params={"job_id": name})
-        context += rig.outputs[f"{name}1"] + text(60, seed=9)
-        params = {"job_id": name, "is_last_step": last}
-        rig.ask(f"{name}2", context, max_tokens=100, params=params)
-    rig.ask("rival", text(450, seed=77), max_tokens=4)
-    hits = {}
-    for name in ("goes on", "ends"):
-        context = rig.prompts[f"{name}2"] + rig.outputs[f"{name}2"]
-        hits[name] = cached_blocks(rig, context)
-    assert hits["goes on"] > 16, "though it was used before the other"
-    assert 6 <= hits["ends"] <= 7, "its first prompt, which others may begin with"
-
-
-def cached_blocks(rig: Rig, context: list[int]) -> int:
-    """Leading blocks of a context that VRAM still has."""
-    request = rig.add("probe", context, max_tokens=1)
-    rig.abort("probe")
-    found = [rig.pool.get_cached_block(one, [0]) is not None for one in request.block_hashes]
-    del rig.prompts["probe"]
-    return found.index(False) if False in found else len(found)
-
-
-def test_who_began_last_is_preempted_but_nobody_in_the_last_turn(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=20, max_model_len=256, max_batched_tokens=256, in_job_order=True)
-    for name, last in (("old", False), ("ends", True), ("young", False)):
-        rig.now += 1
-        params = {"job_id": name, "is_last_step": last}
-        rig.add(name, text(80, seed=ord(name[0])), max_tokens=60, params=params)
-        rig.step()
-    order = [request.request_id for request in sorted(rig.scheduler.running, key=rank(rig))]
-    assert order == ["ends", "old", "young"]
-    requests = dict(rig.scheduler.requests)
-    rig.run()
-    assert requests["young"].num_preemptions > 0
-    assert requests["ends"].num_preemptions == 0
-    for name, prompt in rig.prompts.items():
-        assert rig.outputs[name] == expected(prompt, 60)
-
-
-def rank(rig: Rig) -> Any:
-    return rig.half.queue.running_rank
-
-
-def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
-    begin(rig, "older", tokens=40, last=False)
-    rig.now += 1
-    begin(rig, "pinned", tokens=40, last=False)
-    rig.run()
-    rig.half.pins.release(JobKey("", "older"))
-    begin(rig, "running", tokens=20)
-    rig.step()
-    for name in ("older", "pinned"):
-        context = rig.prompts[name] + rig.outputs[name]
-        rig.add(f"{name}2", context, max_tokens=4, params={"job_id": name})
-    rig.run()
-    finished = list(rig.finished)
-    assert finished.index("pinned2") < finished.index("older2")
-
-
-def test_a_scheduler_that_cannot_ask_goes_on_as_vllm_s_own(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = holding_rig(make_rig, in_job_order=True)
-    for name in "abcd":
-        begin(rig, name)
-        rig.step()
-    assert held(rig) == ["d"]
-
-    def broken(_: str) -> bool:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(rig.half.queue, "holds", broken)
-    rig.step()
-    assert held(rig) == []
-    assert rig.count("hook_errors") == 1
-    rig.run()
-    assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
-
-
-def test_when_nothing_happens_for_long_everything_held_is_given_up(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fault that nobody has thought of: here, one that holds jobs although nothing runs."""
-    rig = holding_rig(make_rig, in_job_order=True)
-    begin(rig, "pinned", last=False)
-    rig.run()
-    monkeypatch.setattr(rig.half.admission, "holds", lambda turn: turn.new)
-    begin(rig, "stuck")
-    for _ in range(5):
-        rig.step()
-        rig.now += 5
-    assert held(rig) == ["stuck"]
-    for _ in range(5):
-        rig.step()
-        rig.now += 5
-    assert held(rig) == []
-    assert rig.half.pins.held_blocks == 0
-    assert rig.count("watchdog_barks") == 1
-    rig.run()
-    assert rig.outputs["stuck"] == expected(text(TOKENS, seed=sum(b"stuck")), 40)
-
-
-def test_stock_vllm_s_priorities_are_left_alone(make_rig: MakeRig) -> None:
-    rig = make_rig(
-        blocks=200, max_model_len=512, max_num_seqs=1, policy="priority", in_job_order=True
-    )
-    begin(rig, "running", tokens=20)
-    rig.step()
-    rig.add("late", text(20, seed=3), max_tokens=2, priority=5)
-    rig.add("urgent", text(20, seed=4), max_tokens=2, priority=1)
-    rig.run()
-    finished = list(rig.finished)
-    assert finished.index("urgent") < finished.index("late")
-
-
-def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=64, max_model_len=256, extra=None, in_job_order=True)
-    assert rig.ask("a", text(50, seed=1)) == expected(text(50, seed=1), 4)
