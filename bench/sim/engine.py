@@ -32,6 +32,8 @@ LEAP_WAITING_S = 0.1
 """While requests wait that could not be admitted: the connector may let one in by the clock."""
 BEGIN_S = 1000.0
 """The clock's begin: connectors may take 0 for never."""
+LONGEST_WAIT_S = 86_400.0
+"""The most that may be set. No run lasts as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Engine:
         if server.policy is not None:
             extra = {"policy": "lru" if policy is not None else server.policy}
             extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
+            if server.patient:
+                extra["admission_max_wait_s"] = LONGEST_WAIT_S
             if server.ssd:
                 (folder / "ssd").mkdir(parents=True)
                 extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}

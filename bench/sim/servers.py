@@ -12,7 +12,8 @@ are:
 - ``clairvoyant``: pins for exactly the gap, which it knows.
 - ``infinite``: stock vLLM with a pool that holds everything.
 
-``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own.
+``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own, and
+``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
 it; ``lru+cpu`` is offloading alone.
 """
@@ -48,6 +49,7 @@ class Server:
         gated: whole programs are paused, as ThunderAgent does.
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
         in_job_order: it runs ``ContinuumScheduler``.
+        patient: it may hold a job for as long as it takes.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Server:
     gated: bool = False
     chunk: int = 0
     in_job_order: bool = False
+    patient: bool = False
 
 
 CLAIRVOYANT = "clairvoyant"
@@ -71,8 +74,8 @@ _STOCK = {
 }
 _JOB_ORDERED = ("continuum", "continuum-fixed")
 OURS = "occupancy"
-CONNECTOR_ALONE = "occupancy-alone"
-BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, *POLICIES)
+CONNECTOR_ALONE, PATIENT = "occupancy-alone", "occupancy-patient"
+BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, *POLICIES)
 
 
 def server(name: str) -> Server:
@@ -94,6 +97,8 @@ def server(name: str) -> Server:
         return Server(name, "lru", cpu=True, ssd=ssd, chunk=CHUNK)
     if base == CONNECTOR_ALONE:
         return Server(name, OURS, cpu=cpu, ssd=ssd)
+    if base == PATIENT:
+        return Server(name, OURS, cpu=cpu, ssd=ssd, in_job_order=True, patient=True)
     order = Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL
     return Server(name, base, cpu, ssd, order, in_job_order=base == OURS)
 
