@@ -67,6 +67,12 @@ class Demand:
             rows.append((weight * one.blocks, weight * one.grows, one.left))
         self._rows = np.array(rows, dtype=np.float64).reshape(-1, 3)
 
+    def of_first(self, jobs: int) -> Demand:
+        """What so many of them are heading for, the first ones."""
+        demand = Demand(())
+        demand._rows = self._rows[:jobs]
+        return demand
+
     def peak(self, spread: float = 0.0, more: Collection[Share] = ()) -> float:
         """The most blocks that the jobs, and ``more`` of them, take at any time on their way.
 

@@ -33,7 +33,8 @@ class TierConfig:
         io_threads: of each rank, for pages on SSD; 0 takes what the cores allow.
         policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
             every tier off.
-        pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
+        pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1; room for one request of
+            maximum length is left in any case.
         admission: ``auto`` holds new jobs while their working set does not fit, ``off`` does not;
             always ``off`` under another policy than the default.
         admission_max_wait_s: seconds after which a held job is let in.
@@ -46,7 +47,7 @@ class TierConfig:
     codec: str = "auto"
     io_threads: int = 0
     policy: str = "occupancy"
-    pin_fraction: float = 0.5
+    pin_fraction: float = 1.0
     admission: str = "auto"
     admission_max_wait_s: float = 60.0
     trace: Path | None = None

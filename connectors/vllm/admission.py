@@ -115,6 +115,8 @@ class Admission:
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
         self._demand, self._whole, self._shared_blocks = Demand(()), Demand(()), 0
+        self._places: dict[JobKey, int] = {}  # of the jobs counted, in the order they began
+        self._shared_until = [0]  # blocks shared by the jobs before each place
         self._counted_until = -math.inf
         self._refused_at = -math.inf
         self._changed = True
@@ -288,11 +290,7 @@ class Admission:
     def demand(self, new_blocks: float = 0.0) -> float:
         """The most blocks that the jobs that have begun are heading for, beside a new one if that
         takes some."""
-        now = self._clock()
-        if now >= self._counted_until:
-            self._count(now)
-            if len(self._members) >= MANY:
-                self._counted_until = now + COUNTED_S * len(self._members)
+        self._count()
         return self._peak(self._demand, new_blocks)
 
     def _peak(self, demand: Demand, new_blocks: float) -> float:
@@ -301,26 +299,45 @@ class Admission:
         more = [Share(blocks, grows, left) for blocks in new]
         return self._shared_blocks + demand.peak(self.pace.spread, more)
 
-    def _count(self, now: float) -> None:
+    def _count(self) -> None:
         """What the jobs that have begun are heading for."""
+        now = self._clock()
+        if now < self._counted_until:
+            return
         self._pass_over_silent(now)
         families: dict[bytes, int] = {}
-        shares = []
+        self._places, self._shared_until, shared = {}, [0], 0
+        shares: list[Share] = []
         for key, member in self._members.items():
-            families[member.family] = max(families.get(member.family, 0), member.shared)
+            more = member.shared - families.get(member.family, 0)
+            if more > 0:
+                families[member.family] = member.shared
+                shared += more
+            self._shared_until.append(shared)
+            self._places[key] = len(shares)
             own = (member.grown + self.growth.mean) / max(1, member.turns)
             left, blocks = self.lengths.left(member.turns), member.blocks
             if not member.running:
                 left, blocks = max(0.0, left - 1), blocks + own
             shares.append(Share(blocks, own, left, self._weight(key, member, now)))
-        self._demand, self._shared_blocks = Demand(shares), sum(families.values())
+        self._demand, self._shared_blocks = Demand(shares), shared
         if self._slots:
             self._whole = Demand(shares, whole=True)
+        if len(shares) >= MANY:
+            self._counted_until = now + COUNTED_S * len(shares)
 
-    def demand_with_pin(self, blocks: int) -> float:
-        """The same if a job whose turn has just ended keeps so many blocks while it is away."""
+    def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
+        """The same if a job whose turn has just ended keeps so many blocks while it is away.
+
+        Those that began after it are left out: room is first theirs who began first.
+        """
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
-        return self.demand() + away * blocks
+        self._count()
+        place = self._places.get(job) if job is not None else None
+        if place is None:
+            return self._peak(self._demand, 0.0) + away * blocks
+        peak = self._demand.of_first(place + 1).peak(self.pace.spread)
+        return self._shared_until[place + 1] + peak + away * blocks
 
     def _pass_over_silent(self, now: float) -> None:
         """Clients may have gone without a word."""

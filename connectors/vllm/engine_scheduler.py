@@ -43,6 +43,7 @@ class _InJobOrder:
         self._half: SchedulerHalf | None = half
         if half is not None:
             half.queue.parks = True
+            half.room.in_job_order = self.policy is SchedulingPolicy.FCFS
 
     def add_request(self, request: Any) -> None:
         known = request.request_id in self.requests

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiered_kv.connectors.vllm.admission import Admission
 from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.turn import Turn, born
 
 MOST_HELD_IN_QUEUE = 8
 """New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""
@@ -97,7 +97,7 @@ class JobQueue:
         turn = self._turns.get(request_id)
         if turn is None:
             return True, self._clock()
-        return turn.new, turn.arrived_at if turn.new else _born(turn)
+        return turn.new, turn.arrived_at if turn.new else born(turn)
 
     def waiting_rank(self, request: Any) -> tuple[int, float, float]:
         """In which order waiting requests are taken: those that were preempted, those whose KV
@@ -107,7 +107,7 @@ class JobQueue:
             return 2, self._clock(), request.arrival_time
         ready = bool(turn.awaits) or (turn.job is not None and turn.job.key in self._pins)
         group = 0 if request.num_preemptions else 1 if ready else 2
-        return group, _born(turn), request.arrival_time
+        return group, born(turn), request.arrival_time
 
     def is_tight(self, running: int) -> bool:
         """Whether one of so many running requests may be preempted in this step."""
@@ -119,8 +119,4 @@ class JobQueue:
         turn = self._turns.get(request.request_id)
         if turn is None:
             return True, self._clock()
-        return not turn.hints.is_last_step, _born(turn)
-
-
-def _born(turn: Turn) -> float:
-    return turn.job.born if turn.job is not None else turn.arrived_at
+        return not turn.hints.is_last_step, born(turn)

@@ -7,6 +7,7 @@ somebody needs the blocks more. Only the scheduler thread may touch the block po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -134,17 +135,24 @@ class PinTable:
         )
         return len(late)
 
-    def make_room(self, enough: Callable[[], bool], spare: JobKey | None = None) -> int:
-        """Release pins, the one that saves least first, until ``enough()``; returns how many
-        went.
+    def make_room(
+        self, enough: Callable[[], bool], spare: JobKey | None = None, after: float = -math.inf
+    ) -> int:
+        """Release pins, the one that saves least first, until ``enough()`` or there are no more;
+        returns how many went.
 
-        ``spare`` goes last: it is the pin of the job that the room is for.
+        Args:
+            spare: goes last; it is the pin of the job that the room is for.
+            after: only pins of jobs that were born later.
         """
+        younger = {job: pin for job, pin in self._pins.items() if pin.born > after}
+        order = sorted(
+            younger, key=lambda job: (job == spare, younger[job].worth, -younger[job].born)
+        )
         released = 0
-        while self._pins and not enough():
-            job, _ = min(
-                self._pins.items(), key=lambda one: (one[0] == spare, one[1].worth, -one[1].born)
-            )
+        for job in order:
+            if enough():
+                break
             self.release(job)
             released += 1
         return released

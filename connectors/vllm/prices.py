@@ -18,7 +18,7 @@ from tiered_kv.policies.costs import (
     ShadowPrice,
     Survival,
 )
-from tiered_kv.policies.signals import Costs
+from tiered_kv.policies.signals import Costs, JobKey
 
 STAY_EVERY_S = 5.0
 """Between two looks at how fast slots are taken."""
@@ -31,8 +31,8 @@ class Prices:
         fit: seconds of prefills.
         pool: vLLM's block pool.
         with_ssd: whether there is an SSD tier.
-        demand: blocks that jobs are heading for if so many more are pinned; None if nobody
-            counts them.
+        demand: blocks that jobs are heading for if so many more are pinned for one of them, those
+            that began after it left out; None if nobody counts them.
         running: requests that have blocks, now.
         clock: monotonic seconds.
     """
@@ -45,7 +45,7 @@ class Prices:
         pins: PinTable,
         pool: Any,
         with_ssd: bool,
-        demand: Callable[[int], float] | None,
+        demand: Callable[[int, JobKey | None], float] | None,
         running: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
@@ -85,8 +85,8 @@ class Prices:
         waiting = -(-waiting_tokens // self._facts.block_size)
         self.price.observe(max(0, in_use - self._pins.held_blocks) + waiting, self._clock())
 
-    def costs(self, context_tokens: int) -> Costs:
-        """For a context of so many tokens, of a turn that is ending."""
+    def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
+        """For a context of so many tokens, of a job's turn that is ending."""
         facts, planner = self._facts, self._planner
         blocks = -(-context_tokens // facts.block_size)
         offloaded = planner.index.num_slots > 0
@@ -99,7 +99,7 @@ class Prices:
             ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self._price(blocks, self._held_up(copy_s, recompute_s)),
+            vram_price=self._price(blocks, job, self._held_up(copy_s, recompute_s)),
             cpu_stay_s=self.cpu_stay_s(),
             survival=self.survival.share,
         )
@@ -113,13 +113,13 @@ class Prices:
         running = max(1, self._running())
         return (alone_s + running * computed_s) / max(alone_s + computed_s, SHORTEST_S)
 
-    def _price(self, blocks: int, held_up: float) -> float:
+    def _price(self, blocks: int, job: JobKey | None, held_up: float) -> float:
         """λ for a turn's blocks, of which a pin saves B for ``held_up`` requests."""
         pool = self._facts.num_blocks - 1
         mine = min(blocks, self._pins.job_share)
         if self._demand is None:
             return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
-        return self.price.of(self._demand(mine), pool) / held_up
+        return self.price.of(self._demand(mine, job), pool) / held_up
 
     def cpu_stay_s(self) -> float:
         """How long a page stays in CPU memory at the present rate before it is evicted;

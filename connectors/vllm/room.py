@@ -1,5 +1,8 @@
 """Room: pins give way before a request is refused, preempted or left waiting.
 
+Where jobs are taken in their order, a pin gives way to those that began before its own. Others wait
+for it while something runs: they would be the next to lose their KV to the one that returns.
+
 The three places of vLLM's step at which blocks are found missing, in its order: a running
 request cannot grow (``for_running``), a waiting one asks to be admitted (``for_waiting``),
 a restored one cannot be scheduled and never asks again (``for_restored``).
@@ -8,12 +11,13 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.turn import Turn, born
 from tiered_kv.metrics import Counters
 
 logger = logging.getLogger(__name__)
@@ -27,6 +31,11 @@ class Room:
 
     Args:
         watermark: blocks that vLLM keeps free when it admits a request.
+        running: requests that have blocks, now.
+
+    Attributes:
+        in_job_order: whether vLLM is given waiting requests in the order of their jobs. In any
+            other, an older one may be behind the one that waits.
     """
 
     def __init__(
@@ -37,7 +46,10 @@ class Room:
         pool: Any,
         blocks_of: Mapping[str, Sequence[Any]],
         watermark: int,
+        running: Callable[[], int],
     ) -> None:
+        self.in_job_order = False
+        self._running = running
         self._facts = facts
         self._pins = pins
         self._counters = counters
@@ -55,7 +67,8 @@ class Room:
         return freed
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
-        """Release pins, the one that saves least first, until the request can be admitted."""
+        """Release pins, the one that saves least first, until the request can be admitted, or
+        only those of older jobs are left."""
         asked_before = turn.asked_at == step - 1
         turn.asked_at = step
         if not len(self._pins):
@@ -67,12 +80,19 @@ class Room:
             free: int = self._pool.get_num_free_blocks()
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
-        released = self._pins.make_room(enough, spare)
+        after = self._ahead(turn)
+        released = self._pins.make_room(enough, spare, after)
         self._counters.add("pins_released", released)
         if asked_before and not released and turn.hit is not None:
             # Refused in the step before although its blocks were free: an async restore
             # must leave what running prefills still need. Give way one by one.
-            self._release_one(spare)
+            self._release_one(spare, after)
+
+    def _ahead(self, turn: Turn) -> float:
+        """Pins of jobs born until then stay, whatever the turn needs."""
+        if not (self.in_job_order and self._running()) or turn.request.num_preemptions:
+            return -math.inf
+        return born(turn)
 
     def for_restored(self, turns: Sequence[Turn]) -> None:
         """Release pins until each restored request has the blocks it lacks."""
@@ -87,9 +107,11 @@ class Room:
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))
 
-    def _release_one(self, spare: Any) -> bool:
+    def _release_one(self, spare: Any, after: float = -math.inf) -> bool:
         before = self._pool.get_num_free_blocks()
-        released = self._pins.make_room(lambda: self._pool.get_num_free_blocks() > before, spare)
+        released = self._pins.make_room(
+            lambda: self._pool.get_num_free_blocks() > before, spare, after
+        )
         self._counters.add("pins_released", released)
         return bool(self._pool.get_num_free_blocks() > before)
 

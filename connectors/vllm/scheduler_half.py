@@ -140,10 +140,10 @@ class SchedulerHalf:
         managers = manager.coordinator.single_type_managers
         self._blocks_of = blocks_of = managers[self.facts.group].req_to_blocks
         self.pins = pin_table(self.facts, pool, self._config.pin_fraction, watermark)
-        self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark)
         with_ssd = self._config.ssd_path is not None and self.index.num_slots > 0
         clock = lambda: self._clock()  # noqa: E731 - of tests, perhaps
         running = lambda: self._running  # noqa: E731
+        self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark, running)
         self.admission: Admission | None = None
         if self._config.admission != "off":
             max_wait_s = self._config.admission_max_wait_s

@@ -114,3 +114,8 @@ class Turn:
         self.shared = 0
         self.hit = None
         self.keys.clear()
+
+
+def born(turn: Turn) -> float:
+    """When its job began, or it did if it has none; of the clock of ``arrived_at``."""
+    return turn.job.born if turn.job is not None else turn.arrived_at

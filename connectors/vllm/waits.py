@@ -103,7 +103,7 @@ class Waits:
             away: whether the job is waited for now: no other turn of it is running, and this
                 one got as far as having KV.
         """
-        costs = self._prices.costs(end.context_tokens)
+        costs = self._prices.costs(end.context_tokens, end.job)
         decision = self.policy.decide(end, costs)
         now = self._clock()
         wait = Wait(request_id, end, costs, decision, pages, marks, save, now, unread)

@@ -28,7 +28,7 @@ def refusal(env: dict[str, str] | None = None, extra: dict[str, object] | None =
 
 def test_nothing_set_gives_the_defaults() -> None:
     config = load_config({"PATH": "/bin", "TIERED": "no"})
-    assert config == TierConfig(cpu_gib=4.0, pin_fraction=0.5, trace=None)
+    assert config == TierConfig(cpu_gib=4.0, pin_fraction=1.0, trace=None)
 
 
 def test_settings_come_from_the_environment_or_from_the_extra_config(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
 def test_a_pin_fraction_is_a_share(value: float) -> None:
     sentence = refusal(extra={"pin_fraction": value})
     assert "is outside 0 to 1 of VRAM blocks" in sentence
-    assert sentence.endswith("write TIERED_KV_PIN_FRACTION=0.5.")
+    assert sentence.endswith("write TIERED_KV_PIN_FRACTION=1.")
 
 
 @pytest.mark.parametrize("value", [3, True, ["trace.jsonl"]])
