@@ -29,6 +29,33 @@ def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> Non
     assert finished.index("old2") < finished.index("young")
 
 
+@pytest.mark.parametrize("in_job_order", [False, True])
+def test_a_pin_outlasts_younger_jobs_while_something_runs(
+    make_rig: MakeRig, in_job_order: bool
+) -> None:
+    """They would be the next to lose their KV to the one that returns. vLLM's own scheduler may
+    have the older job wait behind the younger one, so there pins give way to whoever is first."""
+    rig = make_rig(blocks=56, max_model_len=256, extra={"cpu_gib": 0.0}, in_job_order=in_job_order)
+    for name in ("old", "middle", "young"):
+        rig.ask(name, text(200, seed=len(name)), params={"job_id": name})
+        rig.now += 0.1
+    rig.add("busy", text(60, seed=9), max_tokens=60)
+    rig.step()
+
+    pinned = lambda: [one.name for one in rig.half.pins._pins]  # noqa: E731
+    for seed in (5, 6, 7):
+        rig.add(f"middle{seed}", text(240, seed=seed), params={"job_id": "middle"})
+    rig.step()
+    if in_job_order:
+        assert "old" in pinned() and "young" not in pinned()
+        assert len(rig.scheduler.waiting) == 1, "the room of the youngest is enough for two"
+    else:
+        assert "old" not in pinned()
+        assert not rig.scheduler.waiting
+    rig.run()
+    assert rig.outputs["middle7"] == expected(text(240, seed=7), 4)
+
+
 def test_blocks_of_a_job_that_is_over_go_before_those_of_jobs_that_go_on(
     make_rig: MakeRig,
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.connector.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore
@@ -66,7 +68,7 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(make_rig: M
 
 
 def test_pins_leave_room_for_the_longest_request(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0, "pin_fraction": 1.0})
+    rig = make_rig(blocks=64, max_model_len=512, extra=VRAM_ONLY)
     for i in range(10):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
 
@@ -79,9 +81,12 @@ def test_pins_leave_room_for_the_longest_request(make_rig: MakeRig) -> None:
     assert rig.outputs["longest"] == expected(longest, 4)
 
 
-def test_pins_over_the_whole_pool_give_way_to_a_new_request(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("in_job_order", [False, True])
+def test_pins_over_the_whole_pool_give_way_to_a_new_request(
+    make_rig: MakeRig, in_job_order: bool
+) -> None:
     """The budget is taken away here: release before refusal must hold by itself."""
-    rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0, "pin_fraction": 1.0})
+    rig = make_rig(blocks=64, max_model_len=512, extra=VRAM_ONLY, in_job_order=in_job_order)
     rig.half.pins._budget = rig.half.pins.job_share = 10_000
     for i in range(6):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))

@@ -224,6 +224,12 @@ def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
     assert A not in engine.pins
 
 
+def test_only_pins_of_younger_jobs_give_way_if_so_asked() -> None:
+    engine = crowded()
+    assert engine.pins.make_room(lambda: engine.free >= 16, after=20.0) == 1
+    assert [job in engine.pins for job in (A, B, C)] == [False, True, True]
+
+
 def test_a_job_to_be_spared_that_has_no_pin_changes_nothing() -> None:
     engine = crowded()
     assert engine.pins.make_room(lambda: engine.free >= 12, spare=D) == 1
@@ -317,18 +323,26 @@ class PinsMachine(RuleBasedStateMachine):
         for job in late:
             del self.model[job]
 
-    @rule(wanted=st.integers(1, 30), spare=st.none() | st.sampled_from(JOBS))
-    def make_room(self, wanted: int, spare: JobKey | None) -> None:
+    @rule(
+        wanted=st.integers(1, 30),
+        spare=st.none() | st.sampled_from(JOBS),
+        after=st.just(-math.inf) | st.integers(0, 9).map(float),
+    )
+    def make_room(self, wanted: int, spare: JobKey | None, after: float) -> None:
         before = dict(self.model)
-        released = self.pins.make_room(lambda: self.pool.get_num_free_blocks() >= wanted, spare)
+        released = self.pins.make_room(
+            lambda: self.pool.get_num_free_blocks() >= wanted, spare, after
+        )
 
         for job in [job for job in self.model if job not in self.pins]:
             del self.model[job]
         assert released == len(before) - len(self.model)
-        if self.model:
+        younger = {job: worth for job, (_, _, worth) in before.items() if -worth[1] > after}
+        assert set(before) - set(self.model) <= set(younger)
+        if self.model.keys() & younger.keys():
             assert self.pool.get_num_free_blocks() >= wanted
         gone = [before[job][2] for job in before if job not in self.model and job != spare]
-        stayed = [worth for job, (_, _, worth) in self.model.items() if job != spare]
+        stayed = [younger[job] for job in self.model if job in younger and job != spare]
         most, least = max(gone, default=(-1.0, 0.0)), min(stayed, default=(9.0, 0.0))
         assert most <= least, "what saves least gives way first, of that the youngest"
         if spare in before and spare not in self.model:

@@ -15,6 +15,7 @@ from tiered_kv.connectors.vllm.profile import measure_copies, measure_flops, pre
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.costs import TOP_PRICE
+from tiered_kv.policies.signals import JobKey
 from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.vllm_rig import Rig, text
 from tiered_kv.transfer.cpu import CpuTransfer
@@ -54,6 +55,20 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
     rig.now += 120.0
     rig.half._look_at_demand()
     assert rig.half.prices.costs(320).vram_price == 0.0
+
+
+def test_room_is_first_theirs_who_began_first(make_rig: MakeRig) -> None:
+    """A pin of the oldest job costs nothing, however many have begun after it."""
+    extra = {"cpu_gib": 0.0, "admission": "auto"}
+    rig = make_rig(blocks=64, max_model_len=512, extra=extra)
+    names = ("first", "second", "third", "fourth")
+    for name in names:
+        rig.ask(name, text(300, seed=len(name)), params={"job_id": name})
+        rig.now += 0.01
+    prices = [rig.half.prices.costs(304, JobKey("", name)).vram_price for name in names]
+    assert prices[0] == 0.0 and prices[-1] > 0.0
+    assert prices == sorted(prices)
+    assert rig.half.prices.costs(304).vram_price == prices[-1], "a job unknown pays for all"
 
 
 def test_the_cheapest_restore_is_the_one_that_counts(rig: Rig) -> None:
