@@ -42,15 +42,16 @@ def test_a_pin_outlasts_younger_jobs_while_something_runs(
     rig.add("busy", text(60, seed=9), max_tokens=60)
     rig.step()
 
-    pinned = lambda: [one.name for one in rig.half.pins._pins]  # noqa: E731
+    old, young = JobKey("", "old"), JobKey("", "young")
     for seed in (5, 6, 7):
         rig.add(f"middle{seed}", text(240, seed=seed), params={"job_id": "middle"})
     rig.step()
     if in_job_order:
-        assert "old" in pinned() and "young" not in pinned()
+        assert old in rig.half.pins
+        assert young not in rig.half.pins
         assert len(rig.scheduler.waiting) == 1, "the room of the youngest is enough for two"
     else:
-        assert "old" not in pinned()
+        assert old not in rig.half.pins
         assert not rig.scheduler.waiting
     rig.run()
     assert rig.outputs["middle7"] == expected(text(240, seed=7), 4)
