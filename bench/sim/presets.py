@@ -62,7 +62,7 @@ TABLES = {"scheduling": scheduling}
 
 def paper(traces: str) -> Study:
     """Coding agents and SWE-agents on every machine and model."""
-    coding, swe = Source(CODING_AGENTS, 30, traces), Source("swe-agent", 75)
+    coding, swe = Source(CODING_AGENTS, 36, traces), Source("swe-agent", 75)
     scenes = tuple((place, source) for place in PLACES for source in (coding, swe))
     servers = (*WITHOUT_OFFLOAD, "occupancy-patient", "lmcache", *WITH_OFFLOAD)
     return Study(scenes, (servers,) * len(scenes), (0.7, 1.1, 1.3), 2)

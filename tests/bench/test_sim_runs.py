@@ -71,6 +71,16 @@ def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
     assert mean["lru+cpu"] < 0.8 * mean["fcfs"]
 
 
+def test_only_clients_who_never_time_out_are_held_for_longer_than_a_minute() -> None:
+    workload = generate("original", 40, 0).at(RATE, 0)
+    longest = {
+        name: max(job.turns[0].first_s - job.began_s for job in run(name, workload).jobs)
+        for name in ("occupancy", "occupancy-patient")
+    }
+    assert 60 < longest["occupancy"] < 75, "held for a minute, then in turn"
+    assert longest["occupancy-patient"] > 80
+
+
 def test_where_prompts_came_from_is_told() -> None:
     shares = run("lru+cpu").summary()
     assert sum(shares[tier] for tier in ("vram", "cpu", "ssd", "recomputed")) == pytest.approx(1.0)
