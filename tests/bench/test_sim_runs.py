@@ -90,7 +90,8 @@ def test_where_prompts_came_from_is_told() -> None:
 
 def test_pages_come_back_from_ssd_when_cpu_memory_is_short() -> None:
     tiers = Tiers(cpu=2**30, ssd=2**36)
-    assert run("occupancy+cpu+ssd", tiers=tiers).summary()["ssd"] > 0.05
+    assert run("lru+cpu+ssd", tiers=tiers).summary()["ssd"] > 0.3
+    assert run("occupancy+cpu+ssd", tiers=tiers).summary()["ssd"] > 0, "most of it stays in VRAM"
 
 
 def test_a_parent_goes_on_when_its_sub_agents_are_done() -> None:
