@@ -115,8 +115,7 @@ class Admission:
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
         self._demand, self._whole, self._shared_blocks = Demand(()), Demand(()), 0
-        self._places: dict[JobKey, int] = {}  # of the jobs counted, in the order they began
-        self._shared_until = [0]  # blocks shared by the jobs before each place
+        self._until: dict[JobKey, tuple[int, int]] = {}  # jobs up to it, and blocks they share
         self._counted_until = -math.inf
         self._refused_at = -math.inf
         self._changed = True
@@ -221,7 +220,7 @@ class Admission:
             self._refused_at = now
             self.refuse(turn)
             return True
-        need = max(1.0, self._blocks_of(turn) - self._shared.mean)
+        need = self._need(turn)
         if not patient or self._fits(need):
             self._let_in(turn, need)
             return False
@@ -236,7 +235,7 @@ class Admission:
         if not self._waited(turn, self._clock()):
             return False
         if turn.new:
-            self._let_in(turn, max(1.0, self._blocks_of(turn) - self._shared.mean))
+            self._let_in(turn, self._need(turn))
         return True
 
     def _waited(self, turn: Turn, now: float) -> bool:
@@ -306,20 +305,19 @@ class Admission:
             return
         self._pass_over_silent(now)
         families: dict[bytes, int] = {}
-        self._places, self._shared_until, shared = {}, [0], 0
+        self._until, shared = {}, 0
         shares: list[Share] = []
         for key, member in self._members.items():
             more = member.shared - families.get(member.family, 0)
             if more > 0:
                 families[member.family] = member.shared
                 shared += more
-            self._shared_until.append(shared)
-            self._places[key] = len(shares)
             own = (member.grown + self.growth.mean) / max(1, member.turns)
             left, blocks = self.lengths.left(member.turns), member.blocks
             if not member.running:
                 left, blocks = max(0.0, left - 1), blocks + own
             shares.append(Share(blocks, own, left, self._weight(key, member, now)))
+            self._until[key] = len(shares), shared
         self._demand, self._shared_blocks = Demand(shares), shared
         if self._slots:
             self._whole = Demand(shares, whole=True)
@@ -327,17 +325,17 @@ class Admission:
             self._counted_until = now + COUNTED_S * len(shares)
 
     def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
-        """The same if a job whose turn has just ended keeps so many blocks while it is away.
+        """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away.
 
         Those that began after it are left out: room is first theirs who began first.
         """
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
         self._count()
-        place = self._places.get(job) if job is not None else None
-        if place is None:
+        until = self._until.get(job) if job is not None else None
+        if until is None:
             return self._peak(self._demand, 0.0) + away * blocks
-        peak = self._demand.of_first(place + 1).peak(self.pace.spread)
-        return self._shared_until[place + 1] + peak + away * blocks
+        jobs, shared = until
+        return shared + self._demand.of_first(jobs).peak(self.pace.spread) + away * blocks
 
     def _pass_over_silent(self, now: float) -> None:
         """Clients may have gone without a word."""
@@ -366,6 +364,10 @@ class Admission:
             for key, member in self._members.items()
             if not (member.running or key in self._pins)
         )
+
+    def _need(self, turn: Turn) -> float:
+        """Blocks of a new job's first turn that it will share with nobody."""
+        return max(1.0, self._blocks_of(turn) - self._shared.mean)
 
     def _blocks_of(self, turn: Turn) -> float:
         tokens: int = turn.request.num_prompt_tokens

@@ -145,16 +145,18 @@ class PinTable:
             spare: goes last; it is the pin of the job that the room is for.
             after: only pins of jobs that were born later.
         """
+        if enough():  # as nearly always: it is asked for every waiting request in every step
+            return 0
         younger = {job: pin for job, pin in self._pins.items() if pin.born > after}
         order = sorted(
             younger, key=lambda job: (job == spare, younger[job].worth, -younger[job].born)
         )
         released = 0
         for job in order:
-            if enough():
-                break
             self.release(job)
             released += 1
+            if enough():
+                break
         return released
 
     def release_all(self) -> int:
