@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -131,6 +132,8 @@ class ServerOptions:
             env["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()
             # GiB set aside before the override applies; the default is most of the memory.
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        # Outlives the scratch folder that a server gets: compiled code is good for the next one.
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))
         return env | dict(self.env)
 
 
@@ -162,6 +165,7 @@ class VllmServer:
         self._start_timeout_s = start_timeout_s
         self._on_wait = on_wait
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def url(self) -> str:
@@ -193,9 +197,12 @@ class VllmServer:
         command = [*_parent_guard(), *self.options.command(self.port, on_cpu=on_cpu)]
         env = self.options.environment(os.environ, on_cpu=on_cpu)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = _spawn(command, env, log)
+        # vLLM leaves its sockets and a file of its process group in the temporary folder.
+        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
+        env["TMPDIR"] = self._scratch.name
         try:
+            with self.log_path.open("wb") as log:
+                self._process = _spawn(command, env, log)
             self._wait_healthy()
         except BaseException:
             self._end(START_GRACE_S)
@@ -243,19 +250,13 @@ class VllmServer:
 
     def _end(self, grace_s: float) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
+        scratch, self._scratch = self._scratch, None
         try:
-            _signal_group(process.pid, signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
-            # The API server does not wait for the engine, which may be writing still.
-            while group_members(process.pid) and time.monotonic() < deadline:
-                time.sleep(POLL_S / 4)
+            if process is not None:
+                _end_group(process, grace_s)
         finally:
-            _signal_group(process.pid, signal.SIGKILL)  # also when the wait is interrupted
-            process.wait()
+            if scratch is not None:
+                scratch.cleanup()
 
     def _wait_healthy(self) -> None:
         began = time.monotonic()
@@ -290,6 +291,20 @@ def _spawn(command: list[str], env: dict[str, str], log: IO[bytes]) -> subproces
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        _signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        # The API server does not wait for the engine, which may be writing still.
+        while group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 4)
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)  # also when the wait is interrupted
+        process.wait()
 
 
 def _parent_guard() -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -142,6 +143,20 @@ def test_a_server_is_there_inside_the_block_and_gone_after_it(tmp_path: Path) ->
     server.stop()
 
 
+def test_what_a_server_leaves_in_the_temporary_folder_goes_with_it(tmp_path: Path) -> None:
+    leaves = "import os, pathlib, tempfile\n"
+    leaves += "scratch = pathlib.Path(tempfile.gettempdir())\n"
+    leaves += "(scratch / 'vllm_dist').write_text('')\nprint('scratch', scratch, flush=True)\n"
+    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{leaves}{HEALTHY}")
+    with VllmServer(options, tmp_path / "a.log") as server:
+        scratch = Path(server.log_text().split("scratch ")[1].split()[0])
+        assert (scratch / "vllm_dist").exists()
+    assert not scratch.exists()
+    kept = Path(options.environment({}, on_cpu=True)["TORCHINDUCTOR_CACHE_DIR"])
+    assert kept.is_relative_to(tempfile.gettempdir())
+    assert not kept.is_relative_to(scratch)
+
+
 def test_a_child_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +206,7 @@ print(server.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root)}
+    env = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", parent], env=env, capture_output=True, text=True, check=False
     )

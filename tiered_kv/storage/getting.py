@@ -57,10 +57,20 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Bad:
-    """A page that could not be read, and why."""
+    """A page that could not be read, and why.
+
+    Attributes:
+        reason: not the error itself, which would hold this, and the buffer, by its traceback.
+        unread: whether the disk failed; otherwise what it gave is not the page.
+    """
 
     item: _Wanted
-    error: OSError | FormatError
+    reason: str
+    unread: bool
+
+    @classmethod
+    def of(cls, item: _Wanted, error: OSError | FormatError) -> _Bad:
+        return cls(item, str(error), isinstance(error, OSError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,7 @@ class _Read:
                 else:
                     decode_record(header, table_id, segment.codec, key, record, out)
             except FormatError as error:
-                bad.append(_Bad(item, error))
+                bad.append(_Bad.of(item, error))
         return bad
 
 
@@ -155,7 +165,7 @@ class Getter:
                         try:
                             fd = self._catalogue.open(run[0].entry.segment)
                         except OSError as error:
-                            bad.extend(_Bad(item, error) for item in run)
+                            bad.extend(_Bad.of(item, error) for item in run)
                             continue
                     self._read_run(fd, run, read, bad)
             finally:
@@ -193,7 +203,7 @@ class Getter:
         try:
             buffer = means.buffers.take(sum(sizes))
         except OSError as error:  # no memory
-            bad.extend(_Bad(item, error) for item in run)
+            bad.extend(_Bad.of(item, error) for item in run)
             return
         done = _Read(run, direct, sizes, buffer)
         try:
@@ -206,7 +216,7 @@ class Getter:
             if error.errno == errno.EFAULT and any(direct):  # memory that a disk cannot fill
                 self._read_run(fd, run, read, bad, in_place=False)
             elif len(run) == 1:
-                bad.append(_Bad(run[0], error))
+                bad.append(_Bad.of(run[0], error))
             else:  # one page that cannot be read must not take its neighbours with it
                 for item in run:
                     self._read_run(fd, [item], read, bad, in_place=in_place)
@@ -226,10 +236,9 @@ class Getter:
     def _drop(self, bad: Sequence[_Bad]) -> None:
         for found in bad:
             self._means.stats.pages_bad += 1
-            if isinstance(found.error, OSError):
-                self._means.stats.read_errors += 1
+            self._means.stats.read_errors += found.unread
             entry = found.item.entry
-            logger.warning("a page in %s is dropped: %s", entry.segment.path, found.error)
+            logger.warning("a page in %s is dropped: %s", entry.segment.path, found.reason)
             if self._catalogue.pages.get(entry.place.key) is entry:  # not dropped already
                 self._catalogue.forget(entry.place.key)
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 
 from tiered_kv.codecs.base import Bytes
@@ -106,7 +107,7 @@ class Putter:
     def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
         """Begin to write a batch, in as many segments as it takes; False if that ends here."""
         means, records = self._means, batch.records
-        writes = list[Future[None]]()
+        earlier = list[Future[None]]()
         while records:
             active = self._catalogue.active
             if active is None or active is self._full:
@@ -126,16 +127,19 @@ class Putter:
                 write = active.writer.append(
                     batch.buffer, records[:count], means.threads, 2 * means.options.io_threads
                 )
-                writes.append(write)
                 records = records[count:]
-                if not records:
-                    write.add_done_callback(lambda _: self._give(batch.buffer, writes))
+                if records:
+                    earlier.append(write)
+                else:
+                    # A future keeps what is called when it is done: if that led back to it, both
+                    # would hold the buffer until Python looks for cycles, minutes later.
+                    write.add_done_callback(partial(self._give, batch.buffer, tuple(earlier)))
         return True
 
-    def _give(self, buffer: Bytes, writes: Sequence[Future[None]]) -> None:
+    def _give(self, buffer: Bytes, earlier: Sequence[Future[None]], _: Future[None]) -> None:
         """The buffer of writes of which the last is done. The others began before it, but each
         goes to a segment of its own, and may take longer."""
-        wait(writes)
+        wait(earlier)
         self._means.buffers.give(buffer)
 
     def _commit_full(self, stored: set[int]) -> bool:
