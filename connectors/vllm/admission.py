@@ -40,6 +40,8 @@ COUNTED_S, MANY = 1e-4, 200
 """Of that many jobs, what they take is not counted again for so long, times the jobs, unless one
 begins or goes: to count a job takes some microseconds, and every turn's end asks. Of few, each turn
 that ends makes a difference."""
+MOST_SILENT = 8192
+"""Jobs remembered that may have ended. The one longest away is forgotten first."""
 AWAY_S = 10.0
 """A job that is away for longer keeps no younger one waiting: its tool is one of the slow ones."""
 PACE = 0.9
@@ -58,6 +60,7 @@ class _Member:
         grown: blocks that its turns have added, the first left out.
         shared: blocks that it found in VRAM when it began.
         family: the first block of what it shares; jobs of one share the same.
+        began: when it did.
         asked, since: when its last turn arrived, and when one last ended.
     """
 
@@ -66,6 +69,7 @@ class _Member:
     blocks: float
     shared: int
     family: bytes
+    began: float
     asked: float
     since: float
     ended: float = 0.0
@@ -109,7 +113,7 @@ class Admission:
         self._running = running
         self._clock = clock
         self._members: dict[JobKey, _Member] = {}
-        self._silent: dict[JobKey, _Member] = {}  # for so long that they may have ended
+        self._silent: dict[JobKey, _Member] = {}  # away for so long, or so, that they may be over
         self._entering: dict[str, float] = {}  # requests let in, until they have blocks
         self._output = Growth()
         self._shared = Growth()
@@ -132,7 +136,8 @@ class Admission:
         key = _key(turn)
         if (back := self._silent.pop(key, None)) is not None:
             self._members[key] = back
-            turn.kept = False  # so late that no room was kept for it
+            self._members = dict(sorted(self._members.items(), key=lambda one: one[1].began))
+            turn.kept = False  # no room was kept for it
             self._counted_until = -math.inf
         member = self._members.get(key)
         if member is None:
@@ -149,13 +154,12 @@ class Admission:
     def began(self, turn: Turn) -> None:
         """A turn has its first blocks."""
         self._changed = True
-        was_new, turn.new = turn.new, False
+        turn.new = False
         self._entering.pop(turn.request_id, None)
         key, size = _key(turn), self._facts.block_size
         member = self._members.get(key)
         if member is not None:
             member.turns += 1
-            member.running += was_new  # another turn of it has begun meanwhile
             if turn.kept and turn.vram_tokens + turn.cpu_tokens + size < turn.shared:
                 self._lost()
             return
@@ -164,12 +168,22 @@ class Admission:
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared
         now = self._clock()
-        self._members[key] = _Member(1, 1, blocks, shared, family, now, now)
+        self._members[key] = _Member(1, 1, blocks, shared, family, now, now, now)
         self._counted_until = -math.inf
         self._shared.observe(shared)
 
-    def ended(self, turn: Turn, *, over: bool) -> None:
-        """A turn ended; ``over`` if its job did as well, or nobody will say."""
+    def joined(self, turn: Turn) -> None:
+        """Another turn of a new one's job has begun, and so has the job."""
+        member = self._members.get(_key(turn))
+        if turn.new and member is not None:
+            self._changed = True
+            turn.new = False
+            member.running += 1
+            member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
+
+    def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
+        """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
+        for good."""
         self._changed = True
         turn.new = False
         self._entering.pop(turn.request_id, None)
@@ -192,6 +206,8 @@ class Admission:
         self._turn_s = _mean(self._turn_s, now - turn.arrived_at)
         if turn.job is None or (over and not member.running):
             self.over(key)
+        elif gone and not member.running:
+            self._pass_over(key)
 
     def over(self, job: JobKey) -> None:
         """The job has no further turn, or is not waited for any longer."""
@@ -210,10 +226,10 @@ class Admission:
             return False
         now = self._clock()
         idle = not (self._running() or self._entering)
-        if not (idle or self._changed) and now - self._refused_at < LOOK_EVERY_S:
+        patient = not (idle or self._waited(turn, now))
+        if patient and not self._changed and now - self._refused_at < LOOK_EVERY_S:
             return True
         self._changed = False
-        patient = not (idle or self._waited(turn, now))
         if not turn.new:
             if not (patient and self._behind_older(turn, now)):
                 return False
@@ -222,7 +238,7 @@ class Admission:
             return True
         need = self._need(turn)
         if not patient or self._fits(need):
-            self._let_in(turn, need)
+            self.let_in(turn)
             return False
         self._refused_at = now
         self.refuse(turn)
@@ -235,14 +251,15 @@ class Admission:
         if not self._waited(turn, self._clock()):
             return False
         if turn.new:
-            self._let_in(turn, self._need(turn))
+            self.let_in(turn)
         return True
 
     def _waited(self, turn: Turn, now: float) -> bool:
         return now - turn.arrived_at >= self._max_wait_s
 
-    def _let_in(self, turn: Turn, need: float) -> None:
-        self._entering[turn.request_id] = need
+    def let_in(self, turn: Turn) -> None:
+        """A new job may begin: what its first turn needs is taken from now on."""
+        self._entering[turn.request_id] = self._need(turn)
         self._changed = True
 
     def _fits(self, need: float) -> bool:
@@ -346,8 +363,15 @@ class Admission:
             if not member.running and now - member.since >= late_s and key not in self._pins
         ]
         for key in late:
-            member = self._silent[key] = self._members.pop(key)
-            self.lengths.ended(member.turns)
+            self._pass_over(key)
+
+    def _pass_over(self, key: JobKey) -> None:
+        """The job may have ended: it takes no room until it returns, as one that has begun."""
+        member = self._silent[key] = self._members.pop(key)
+        self._counted_until = -math.inf
+        self.lengths.ended(member.turns)
+        if len(self._silent) > MOST_SILENT:
+            del self._silent[next(iter(self._silent))]
 
     def _weight(self, key: JobKey, member: _Member, now: float) -> float:
         """Of the time until its next turn has ended, the share in which the job needs VRAM."""

@@ -39,6 +39,7 @@ class _InJobOrder:
         self._parked: dict[str, Any] = {}  # requests by id, in the order they are let in
         self._came: deque[str] = deque()  # the same, first come first; some are gone
         self._unsorted = False
+        self._counts_parked = True
         half = getattr(self.connector, "scheduler_half", None)
         self._half: SchedulerHalf | None = half
         if half is not None:
@@ -52,21 +53,33 @@ class _InJobOrder:
             return
         self._unsorted = True
         try:
-            if self._half.queue.holds(request.request_id, behind=bool(self._parked)):
+            if self._half.queue.holds(request.request_id, behind=self._is_behind(request)):
                 self.waiting.remove_request(request)
                 self._park(request)
         except Exception:
             self._half.scheduler_failed()
 
+    def _is_behind(self, request: Any) -> bool:
+        """Whether somebody is parked who goes before a new job."""
+        if self.policy is SchedulingPolicy.FCFS:
+            return bool(self._parked)
+        return any(one.priority <= request.priority for one in self._parked.values())
+
     def _park(self, request: Any) -> None:
-        assert self._half is not None
-        queue, last = self._half.queue, next(reversed(self._parked), None)
+        last = next(reversed(self._parked.values()), None)
         self._parked[request.request_id] = request
         self._came.append(request.request_id)
-        rank = queue.parked_rank(request.request_id)
-        if last is not None and rank < queue.parked_rank(last):
-            order = sorted(self._parked, key=queue.parked_rank)
-            self._parked = {request_id: self._parked[request_id] for request_id in order}
+        if last is not None and self._parked_rank(request) < self._parked_rank(last):
+            self._sort_parked()
+
+    def _sort_parked(self) -> None:
+        order = sorted(self._parked.values(), key=self._parked_rank)
+        self._parked = {one.request_id: one for one in order}
+
+    def _parked_rank(self, request: Any) -> tuple[float, ...]:
+        assert self._half is not None
+        priority = 0 if self.policy is SchedulingPolicy.FCFS else request.priority
+        return priority, *self._half.queue.parked_rank(request.request_id)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
@@ -76,7 +89,7 @@ class _InJobOrder:
 
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()  # type: ignore[misc]
-        return running, waiting + len(self._parked)
+        return running, waiting + (len(self._parked) if self._counts_parked else 0)
 
     def get_num_unfinished_requests(self) -> int:
         unfinished: int = super().get_num_unfinished_requests()  # type: ignore[misc]
@@ -93,11 +106,18 @@ class _InJobOrder:
             except Exception:
                 self._half.scheduler_failed()
                 self._unpark_all()
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._counts_parked = False  # vLLM shares the step's tokens among those it counts
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._counts_parked = True
 
     def _let_in(self) -> None:
         assert self._half is not None
         queue, came = self._half.queue, self._came
+        if queue.ranks_changed:
+            queue.ranks_changed = False
+            self._sort_parked()
         while self._parked:
             request_id = next(iter(self._parked))
             if queue.holds(request_id):

@@ -19,7 +19,7 @@ from tiered_kv.connectors.vllm.prices import Prices
 from tiered_kv.connectors.vllm.returns import Returns
 from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
-from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.turn import Turn, ended_by_itself
 from tiered_kv.connectors.vllm.waits import Marks, Wait, Waits
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
@@ -122,7 +122,7 @@ class Gaps:
         if not wait.end.aborted:  # how far that had come is not known
             shared = wait.marks.common_blocks(Marks.of(request.block_hashes))
         kept = _to_stay(wait, gap_s)
-        return Arrival(job, wait.end.context_tokens, shared, kept, bool(wait.pages))
+        return Arrival(job, wait.end.context_tokens, shared, kept, wait.saved)
 
     def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
         """As the client says, or as the prompt tells."""
@@ -161,6 +161,8 @@ class Gaps:
         if job is not None:
             if away:
                 wait.pinned = self._act(job, turn, wait)
+                if not wait.unread:
+                    wait.pages = ()
             self._turn_ended(job, turn, end, pages)
         self._accounts.decision(wait)
         return wait, wait.pinned
@@ -245,6 +247,7 @@ class Gaps:
             else:
                 self._release(wait.end.job)
                 self._send_down(wait)
+            wait.pages = ()
 
     def look_around(self) -> None:
         """What need not be looked at in every step."""
@@ -289,23 +292,16 @@ def _to_stay(wait: Wait, gap_s: float) -> bool:
     made = wait.decision
     if made.tier is Tier.PIN and gap_s <= made.ttl_s:
         return True
-    return bool(wait.pages) and made.tier is not Tier.DROP
+    return wait.saved and made.tier is not Tier.DROP
 
 
 def _turn_end(turn: Turn, now: float) -> TurnEnd:
-    from vllm.v1.request import RequestStatus
-
-    by_itself = (
-        RequestStatus.FINISHED_STOPPED,
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_REPETITION,
-    )
     request = turn.request
     return TurnEnd(
         job=turn.job.key if turn.job else None,
         turn=turn.number,
         is_last_step=turn.hints.is_last_step or (turn.job is not None and turn.job.over),
-        aborted=request.status not in by_itself,
+        aborted=not ended_by_itself(request),
         context_tokens=request.num_tokens,
         new_tokens=max(0, request.num_prompt_tokens - turn.context_before),
         output_tokens=request.num_output_tokens,

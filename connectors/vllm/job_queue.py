@@ -32,6 +32,7 @@ class JobQueue:
 
     Attributes:
         parks: the scheduler parks those that are held, so that the match hook need not.
+        ranks_changed: of parked requests, since somebody looked.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class JobQueue:
         tight_blocks: int,
         clock: Callable[[], float],
     ) -> None:
-        self.parks = False
+        self.parks = self.ranks_changed = False
         self._turns = turns
         self._admission = admission
         self._pins = pins
         self._pool = pool
         self._tight_blocks = tight_blocks
         self._clock = clock
-        self._held: set[str] = set()
+        self._held: dict[str, None] = {}  # in vLLM's queue, the longest held first
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
         """Whether a request has to wait for room; one of a new job also ``behind`` others that came
@@ -73,14 +74,15 @@ class JobQueue:
         """Whether vLLM shall ask again for a new job, of which its queue can hold a few."""
         if self.parks or self._admission is None or not turn.new:
             return False
-        known = turn.request_id in self._held
-        if not known and len(self._held) >= MOST_HELD_IN_QUEUE:
+        if not self._admission.holds(turn):
+            self.left(turn.request_id)
             return False
-        if self._admission.holds(turn):
-            self._held.add(turn.request_id)
-            return True
-        self._held.discard(turn.request_id)
-        return False
+        self._held.setdefault(turn.request_id)
+        if len(self._held) > MOST_HELD_IN_QUEUE:
+            longest = next(iter(self._held))
+            self._admission.let_in(self._turns[longest])
+            self.left(longest)
+        return True
 
     def let_all_in(self) -> None:
         """Nobody is held any more, for good."""
@@ -89,7 +91,7 @@ class JobQueue:
 
     def left(self, request_id: str) -> None:
         """A request was admitted, or is over."""
-        self._held.discard(request_id)
+        self._held.pop(request_id, None)
 
     def parked_rank(self, request_id: str) -> tuple[bool, float]:
         """In which order held requests are let in: those in mid-course, by when their jobs began,

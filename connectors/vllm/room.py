@@ -19,6 +19,7 @@ from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn, born
 from tiered_kv.metrics import Counters
+from tiered_kv.orders import RestoreMode
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +84,19 @@ class Room:
         after = self._ahead(turn)
         released = self._pins.make_room(enough, spare, after)
         self._counters.add("pins_released", released)
-        if asked_before and not released and turn.hit is not None:
+        hit = turn.hit
+        if asked_before and not released and hit is not None and hit.mode is RestoreMode.ASYNC:
             # Refused in the step before although its blocks were free: an async restore
             # must leave what running prefills still need. Give way one by one.
             self._release_one(spare, after)
 
     def _ahead(self, turn: Turn) -> float:
         """Pins of jobs born until then stay, whatever the turn needs."""
-        if not (self.in_job_order and self._running()) or turn.request.num_preemptions:
+        if not self._running() or turn.request.num_preemptions:
             return -math.inf
-        return born(turn)
+        if self.in_job_order:
+            return born(turn)
+        return math.inf if turn.new else -math.inf
 
     def for_restored(self, turns: Sequence[Turn]) -> None:
         """Release pins until each restored request has the blocks it lacks."""

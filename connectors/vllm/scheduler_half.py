@@ -35,7 +35,7 @@ from tiered_kv.connectors.vllm.room import Room, pin_table
 from tiered_kv.connectors.vllm.saves import Saves
 from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
-from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.turn import Turn, ended_by_itself
 from tiered_kv.connectors.vllm.waits import Waits
 from tiered_kv.connectors.vllm.watchdog import STUCK_S, Watchdog
 from tiered_kv.index import PageIndex
@@ -131,6 +131,7 @@ class SchedulerHalf:
         self.stats_due = True
         """A busy engine asks for stats in every step and is told in some of them."""
         self._watchdog = Watchdog()
+        self._ordering_failed = False
         self._last_report = clock()
 
     def bind(self, manager: Any) -> None:
@@ -232,6 +233,8 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """``on_new_request``."""
+        if request.resumable:  # input that is streamed: vLLM changes what it has said
+            return
         hints = _hints(request)
         self.counters.add("hints_ignored", hints.ignored)
         found, size = self.gaps.arrived(request, hints), self.facts.block_size
@@ -271,8 +274,7 @@ class SchedulerHalf:
             return None, False
         if self.queue.holds_in_queue(turn):
             return None, False
-        if not (turn.new and self._running):  # jobs that have begun do not give way to new ones
-            self.room.for_waiting(turn, num_computed, self._step)
+        self.room.for_waiting(turn, num_computed, self._step)
         turn.hit = None
         if not turn.admitted:
             turn.vram_tokens = num_computed
@@ -302,8 +304,7 @@ class SchedulerHalf:
             self.prices.admitted(turn)
             turn.ssd_tokens = min(num_external, self._came_up(turn))
             self.queue.left(turn.request_id)
-            if self.admission is not None:
-                self.admission.began(turn)
+            self._began(turn)
         if self.ssd is not None:
             self.ssd.claimed(turn)
         if turn.job is not None and self.pins.release(turn.job.key):
@@ -312,6 +313,17 @@ class SchedulerHalf:
             self.restores.order(turn, blocks.get_block_ids()[self.facts.group], num_external)
         if not turn.loading:
             self.saves.watch(turn, self._step + 1)
+
+    def _began(self, turn: Turn) -> None:
+        """A turn has its first blocks; if those are its job's first, the job has begun."""
+        if self.admission is None:
+            return
+        first = turn.new
+        self.admission.began(turn)
+        for request_id in turn.job.running if first and turn.job is not None else ():
+            if (beside := self._turns.get(request_id)) is not None:
+                self.admission.joined(beside)
+                self.queue.ranks_changed = True
 
     def _came_up(self, turn: Turn) -> int:
         """Tokens of the restore about to be ordered whose pages were on SSD only."""
@@ -333,6 +345,7 @@ class SchedulerHalf:
     def build(self, scheduler_output: Any) -> TieredMetadata:
         """``build_connector_meta``: this step's orders."""
         self._step += 1
+        self.room.defer_new = False
         self.stats_due = not (self._running and self._step % STATS_EVERY)
         if scheduler_output.total_num_scheduled_tokens or not self._turns:
             self._watchdog.worked()
@@ -357,7 +370,6 @@ class SchedulerHalf:
         if self.prefills.running:
             self.prefills.look(self._clock())
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
-        self.room.defer_new = False
         return self.take_orders()
 
     def _give_everything_up(self) -> None:
@@ -439,6 +451,17 @@ class SchedulerHalf:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return None
+        try:
+            return self._turn_ended(turn, block_ids)
+        except Exception:
+            if turn.job is not None:  # what is not known to have ended would run for ever
+                turn.job.running.discard(turn.request_id)
+                if self.admission is not None:
+                    self.admission.over(turn.job.key)
+            raise
+
+    def _turn_ended(self, turn: Turn, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        request = turn.request
         self._restored.pop(request.request_id, None)
         self.queue.left(request.request_id)
         self._running -= turn.admitted
@@ -452,14 +475,17 @@ class SchedulerHalf:
         if turn.hints.is_last_step:
             self._let_go_first(turn)
         if self.admission is not None:
-            self.admission.ended(turn, over=turn.hints.is_last_step or _aborted(request))
+            over, gone = turn.hints.is_last_step, not ended_by_itself(request)
+            self.admission.ended(turn, over=over, gone=gone)
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
         return self.accounts.turn(turn, wait.decision, pinned)
 
     def scheduler_failed(self) -> None:
         """``ContinuumScheduler`` could not ask us: it goes on as vLLM's own."""
         self.counters.add("hook_errors")
-        logger.exception("ordering requests failed; those held are let in")
+        if not self._ordering_failed:
+            self._ordering_failed = True
+            logger.exception("ordering requests failed; those held are let in (logged once)")
 
     def _let_go_first(self, turn: Turn) -> None:
         """The job is over: its blocks are taken before those of jobs that go on, as vLLM reuses
@@ -539,12 +565,6 @@ class SchedulerHalf:
         self.gaps.close()
         self._fingerprints.close()
         self.accounts.close()
-
-
-def _aborted(request: Any) -> bool:
-    from vllm.v1.request import RequestStatus
-
-    return bool(request.status == RequestStatus.FINISHED_ABORTED)
 
 
 def _hints(request: Any) -> TurnHints:

@@ -116,6 +116,24 @@ class Turn:
         self.keys.clear()
 
 
+def ended_by_itself(request: Any) -> bool:
+    """Whether a finished request was answered, rather than cancelled or failed.
+
+    The engine does not look for stop strings: the API server does, and then has the engine abort
+    the request. So one that has some, and has said anything, is taken to have met one.
+    """
+    from vllm.v1.request import RequestStatus
+
+    if request.status is RequestStatus.FINISHED_ABORTED:
+        sampling = request.sampling_params
+        return bool(sampling is not None and sampling.stop and request.num_output_tokens)
+    return request.status in (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_REPETITION,
+    )
+
+
 def born(turn: Turn) -> float:
     """When its job began, or it did if it has none; of the clock of ``arrived_at``."""
     return turn.job.born if turn.job is not None else turn.arrived_at

@@ -46,7 +46,8 @@ class Wait:
     """A job whose last turn ended.
 
     Attributes:
-        pages: of its context, first to last; none if they are not saved.
+        pages: of its context, first to last, while it is not decided for good what becomes of
+            them; those of all who wait would take much memory. saved: whether there were any.
         marks: of its context, see ``Marks``.
         save: the order that saves the last of them, if there is one.
         since: when the turn ended, on the scheduler half's clock.
@@ -63,6 +64,7 @@ class Wait:
     save: OrderId | None
     since: float
     unread: bool
+    saved: bool
     pinned: int = 0
 
 
@@ -106,7 +108,8 @@ class Waits:
         costs = self._prices.costs(end.context_tokens, end.job)
         decision = self.policy.decide(end, costs)
         now = self._clock()
-        wait = Wait(request_id, end, costs, decision, pages, marks, save, now, unread)
+        saved = bool(pages)
+        wait = Wait(request_id, end, costs, decision, pages, marks, save, now, unread, saved)
         if end.job is not None and away:
             self._waits[end.job] = wait
             self._waits.move_to_end(end.job)
@@ -179,7 +182,7 @@ class Waits:
         """A cache reset: what jobs wait with is gone, the waiting goes on."""
         for job, wait in self._waits.items():
             self._order.over(job)
-            wait.pages, wait.marks, wait.save = (), Marks(), None
+            wait.pages, wait.marks, wait.save, wait.saved = (), Marks(), None, False
 
     def jobs(self) -> list[JobKey]:
         """Those that are waited for."""

@@ -11,9 +11,16 @@ TOKENS, BLOCKS = 300, 64
 """A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
 
 
-def holding_rig(make_rig: MakeRig, *, in_job_order: bool, **settings: Any) -> Rig:
-    extra = {"cpu_gib": 0.0, "admission": "auto", **settings}
-    return make_rig(blocks=BLOCKS, max_model_len=512, extra=extra, in_job_order=in_job_order)
+def holding_rig(
+    make_rig: MakeRig, *, in_job_order: bool, priority: bool = False, **settings: Any
+) -> Rig:
+    return make_rig(
+        blocks=BLOCKS,
+        max_model_len=512,
+        extra={"cpu_gib": 0.0, "admission": "auto", **settings},
+        in_job_order=in_job_order,
+        policy="priority" if priority else "fcfs",
+    )
 
 
 def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed: int = 0) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.connector.admitting import TOKENS, begin, held, holding_rig
+from tests.connector.admitting import TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
 from tiered_kv.policies.signals import JobKey
 from tiered_kv.testing.vllm_rig import Rig, expected, text
@@ -151,14 +151,15 @@ def test_when_nothing_happens_for_long_everything_held_is_given_up(
     begin(rig, "pinned", last=False)
     rig.run()
     monkeypatch.setattr(rig.half.admission, "holds", lambda turn: turn.new)
+    monkeypatch.setattr(rig.half.admission, "lets_overdue_in", lambda turn: not turn.new)
     begin(rig, "stuck")
-    for _ in range(5):
+    for _ in range(10):  # at rest, but for a step now and then: a paused engine
         rig.step()
         rig.now += 5
     assert held(rig) == ["stuck"]
-    for _ in range(5):
+    for _ in range(100):
         rig.step()
-        rig.now += 5
+        rig.now += 0.5
     assert held(rig) == []
     assert rig.half.pins.held_blocks == 0
     assert rig.count("watchdog_barks") == 1
@@ -177,6 +178,41 @@ def test_stock_vllm_s_priorities_are_left_alone(make_rig: MakeRig) -> None:
     rig.run()
     finished = list(rig.finished)
     assert finished.index("urgent") < finished.index("late")
+
+
+def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True, priority=True)
+    for name in "abc":
+        begin(rig, name)
+    for name, priority in (("late", 5), ("urgent", 1), ("later", 5)):
+        rig.add(name, text(TOKENS, seed=priority), max_tokens=2, priority=priority)
+    assert held(rig) == ["urgent", "late", "later"]
+    rig.add("small", text(20, seed=3), max_tokens=2, priority=0)
+    assert "small" not in held(rig), "nobody as urgent is held"
+    rig.run()
+    assert list(rig.finished).index("urgent") < list(rig.finished).index("late")
+
+
+def test_vllm_shares_a_step_among_those_in_its_queue(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are parked get nothing of it; everybody else is told of them."""
+    rig = holding_rig(make_rig, in_job_order=True)
+    counts = []
+    match = rig.half.match
+
+    def watched(*args: Any) -> Any:
+        counts.append(rig.scheduler.get_request_counts())
+        return match(*args)
+
+    monkeypatch.setattr(rig.half, "match", watched)
+    for name in "abcde":
+        begin(rig, name)
+    while len(running(rig)) < 3:
+        rig.step()
+    assert {sum(both) for both in counts} == {3}
+    assert rig.scheduler.get_request_counts() == (3, 2)
+    rig.run()
 
 
 def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None:

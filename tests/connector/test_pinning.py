@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.connectors.vllm.turn import Hit
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore
 from tiered_kv.testing.vllm_rig import Rig, expected, text
@@ -99,6 +100,23 @@ def test_pins_over_the_whole_pool_give_way_to_a_new_request(
     rig.run()
     assert rig.outputs["longest"] == expected(longest, 4)
     assert rig.half.pins.held_blocks < 50, "youngest went, the oldest may stay"
+
+
+@pytest.mark.parametrize("mode", RestoreMode)
+def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
+    make_rig: MakeRig, mode: RestoreMode
+) -> None:
+    """vLLM may put a request off that has a hit for reasons of its own. Only with an async restore
+    can those be blocks: it leaves what prefills under way still need."""
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.ask("r1", text(150, seed=1), params=turn("job"))
+    rig.add("waits", text(100, seed=2))
+    waiting = rig.half._turns["waits"]
+    waiting.hit = Hit(0, (), 96, mode)
+    for step in (7, 8, 9):
+        rig.half.room.for_waiting(waiting, 0, step)
+    assert len(rig.half.pins) == (mode is RestoreMode.SYNC)
+    rig.run()
 
 
 def test_a_running_request_takes_from_pins_before_it_preempts(make_rig: MakeRig) -> None:

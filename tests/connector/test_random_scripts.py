@@ -95,7 +95,7 @@ def watch_the_order(rig: Rig) -> None:
             parked = [one.arrival_time for one in rig.scheduler._parked.values()]
             assert request.arrival_time < min(parked, default=float("inf")), "overtaken"
         ranks = [rig.half.queue.parked_rank(request_id) for request_id in rig.scheduler._parked]
-        assert ranks == sorted(ranks)
+        assert ranks == sorted(ranks) or rig.half.queue.ranks_changed
         allocated(request, *args)
 
     rig.half.allocated = watched

@@ -128,6 +128,20 @@ def test_a_five_turn_job_holds_its_blocks_until_its_last_turn(client: httpx.Clie
     assert count(client, "pins_handed_over") >= 4
 
 
+def test_a_turn_that_ends_by_a_stop_string_is_waited_for(client: httpx.Client) -> None:
+    """The engine sees an abort: the API server finds stop strings, and has it end the request."""
+    drain(client)
+    context = texts(client, 1, 400)[0][:300]
+    said = ask(client, context, max_tokens=12, return_token_ids=False)["choices"][0]["text"]
+    word = said.split()[2]
+    answer = ask(client, context, max_tokens=100, stop=[word], **job("stops"))["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert word not in answer["text"]
+    assert usage_in_gap(client) > 0, "its context is pinned"
+    ask(client, context + answer["token_ids"], **job("stops", last=True))
+    assert usage_in_gap(client) == 0
+
+
 def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
     client: httpx.Client, server: VllmServer
 ) -> None:

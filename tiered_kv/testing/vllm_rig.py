@@ -164,6 +164,8 @@ class Rig:
         params: object = None,
         salt: str | None = None,
         priority: int = 0,
+        stop: Sequence[str] = (),
+        resumable: bool = False,
     ) -> Any:
         """Send a request; returns vLLM's. ``params`` are its kv_transfer_params."""
         from vllm.sampling_params import SamplingParams
@@ -174,12 +176,17 @@ class Rig:
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0.0,
+                extra_args=extra,
+                stop=list(stop),
             ),
             pooling_params=None,
             block_hasher=self._hasher,
             cache_salt=salt,
             priority=priority,
+            resumable=resumable,
             arrival_time=float(len(self.prompts)),
         )
         self.prompts[request_id] = list(prompt)
