@@ -120,6 +120,7 @@ class Costs:
         memoryfulness: η, how much of T a pin saves (1: a job that has waited goes on).
         vram_price: λ, seconds charged for a second in VRAM; 0 while nobody wants the room,
             1 where the cost of Continuum (arXiv 2511.02230) is.
+        held_up: requests that lose B if the job returns and its KV has left VRAM.
         cpu_stay_s: how long a page stays in CPU memory at present before it is evicted.
         survival: the share of what waits outside VRAM that is there still when it is wanted.
     """
@@ -130,6 +131,7 @@ class Costs:
     queue_s: float = 0.0
     memoryfulness: float = 1.0
     vram_price: float = 1.0
+    held_up: float = 1.0
     cpu_stay_s: float = math.inf
     survival: float = 1.0
 

@@ -8,11 +8,14 @@ job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.policies.costs import SHORTEST_S
 from tiered_kv.policies.forecast import GRID, Forecast
-from tiered_kv.policies.signals import GapClass
+from tiered_kv.policies.signals import Costs, GapClass
 
 Array = NDArray[np.float64]
 
@@ -50,6 +53,16 @@ def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
 def saved_s(forecast: Forecast | None, benefit_s: float, wait_s: float) -> float:
     """P(X <= τ) B, seconds that a pin until τ is expected to save; 0 if nothing is forecast."""
     return benefit_s * forecast.within(wait_s) if forecast is not None else 0.0
+
+
+def earnings(forecast: Forecast | None, costs: Costs, wait_s: float) -> float:
+    """Seconds of requests that a pin until τ saves in each second that it is held, on average:
+    what it saves its own job, and others that a context that is computed again holds up. Infinite
+    if nothing is forecast."""
+    if forecast is None:
+        return math.inf
+    saved = saved_s(forecast, costs.benefit_s, wait_s) * costs.held_up
+    return saved / max(forecast.held(wait_s), SHORTEST_S)
 
 
 def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:

@@ -60,7 +60,6 @@ class _Member:
         grown: blocks that its turns have added, the first left out.
         shared: blocks that it found in VRAM when it began.
         family: the first block of what it shares; jobs of one share the same.
-        began: when it did.
         asked, since: when its last turn arrived, and when one last ended.
     """
 
@@ -69,7 +68,6 @@ class _Member:
     blocks: float
     shared: int
     family: bytes
-    began: float
     asked: float
     since: float
     ended: float = 0.0
@@ -130,19 +128,23 @@ class Admission:
 
     # -- what happens to jobs -----------------------------------------------------------
 
-    def arrived(self, turn: Turn) -> None:
-        """A turn arrives: of a job that has begun, or of one that may be held."""
+    def arrived(self, turn: Turn) -> bool:
+        """A turn arrives: of a job that has begun, or of one that may be held.
+
+        Returns:
+            Whether it was taken to have ended. It comes after those that are there, now.
+        """
         self._changed = True
         key = _key(turn)
-        if (back := self._silent.pop(key, None)) is not None:
+        back = self._silent.pop(key, None)
+        if back is not None:
             self._members[key] = back
-            self._members = dict(sorted(self._members.items(), key=lambda one: one[1].began))
             turn.kept = False  # no room was kept for it
             self._counted_until = -math.inf
         member = self._members.get(key)
         if member is None:
             turn.new = True
-            return
+            return False
         now = self._clock()
         if not member.running:
             self._gap_s = _mean(self._gap_s, now - member.since)
@@ -150,6 +152,7 @@ class Admission:
         member.asked = now
         member.running += 1
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
+        return back is not None
 
     def began(self, turn: Turn) -> None:
         """A turn has its first blocks."""
@@ -168,7 +171,7 @@ class Admission:
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared
         now = self._clock()
-        self._members[key] = _Member(1, 1, blocks, shared, family, now, now, now)
+        self._members[key] = _Member(1, 1, blocks, shared, family, now, now)
         self._counted_until = -math.inf
         self._shared.observe(shared)
 

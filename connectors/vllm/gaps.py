@@ -29,7 +29,7 @@ from tiered_kv.policies.lineage import Lineage
 from tiered_kv.policies.signals import JobKey, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.tool_calls import ToolCall
 from tiered_kv.policies.tool_use import tool_use
-from tiered_kv.policies.ttl import saved_s
+from tiered_kv.policies.ttl import earnings, saved_s
 from tiered_kv.policies.turns import TurnHints
 
 PROVISIONAL_S = 2.0
@@ -117,7 +117,7 @@ class Gaps:
         wait, gap_s = back
         self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
         # Until it has its blocks, however long it queues: nothing saves more.
-        self._pins.until(key, math.inf, math.inf)
+        self._pins.until(key, math.inf, math.inf, math.inf)
         shared = 0
         if not wait.end.aborted:  # how far that had come is not known
             shared = wait.marks.common_blocks(Marks.of(request.block_hashes))
@@ -191,8 +191,9 @@ class Gaps:
             for block in manager.req_to_blocks.get(turn.request_id, ())
             if block.block_hash is not None and not block.is_null
         ]
-        saves_s = saved_s(wait.decision.forecast, wait.costs.benefit_s, ttl_s)
-        pinned = self._pins.pin(job.key, blocks, self._clock() + ttl_s, job.born, saves_s)
+        pinned = self._pins.pin(
+            job.key, blocks, self._clock() + ttl_s, job.born, *_worth(wait, ttl_s)
+        )
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
         return pinned
@@ -242,8 +243,8 @@ class Gaps:
             self._accounts.decision(wait)
             made = wait.decision
             if made.tier is Tier.PIN:
-                saves_s = saved_s(made.forecast, wait.costs.benefit_s, made.ttl_s)
-                self._pins.until(wait.end.job, wait.since + made.ttl_s, saves_s)
+                worth = _worth(wait, made.ttl_s)
+                self._pins.until(wait.end.job, wait.since + made.ttl_s, *worth)
             else:
                 self._release(wait.end.job)
                 self._send_down(wait)
@@ -285,6 +286,12 @@ class Gaps:
         if self._tools is not None:
             self._tools.close()
         self._keeper.close()
+
+
+def _worth(wait: Wait, ttl_s: float) -> tuple[float, float]:
+    """What a pin for so long saves, and what it earns in a second."""
+    forecast, costs = wait.decision.forecast, wait.costs
+    return saved_s(forecast, costs.benefit_s, ttl_s), earnings(forecast, costs, ttl_s)
 
 
 def _to_stay(wait: Wait, gap_s: float) -> bool:

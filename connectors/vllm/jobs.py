@@ -16,7 +16,8 @@ class Job:
     """A job that has been seen.
 
     Attributes:
-        born: when its first turn arrived, on the scheduler half's clock.
+        born: when its first turn arrived, or the first after it was taken to have ended, on the
+            scheduler half's clock.
         turns: turns arrived so far.
         first_blocks: blocks of the first one's prompt, which other jobs may begin with as well.
         running: ids of its requests that have not finished.

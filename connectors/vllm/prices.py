@@ -93,13 +93,15 @@ class Prices:
         copy_s = planner.copy_seconds(blocks)
         # Unknown, it is no reason to do without a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
+        held_up = self._held_up(copy_s, recompute_s)
         return Costs(
             recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
             ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self._price(blocks, job, self._held_up(copy_s, recompute_s)),
+            vram_price=self._price(blocks, job, held_up),
+            held_up=held_up,
             cpu_stay_s=self.cpu_stay_s(),
             survival=self.survival.share,
         )

@@ -1,7 +1,8 @@
 """Room: pins give way before a request is refused, preempted or left waiting.
 
 Where jobs are taken in their order, a pin gives way to those that began before its own. Others wait
-for it while something runs: they would be the next to lose their KV to the one that returns.
+for it while something runs, if it is worth that: they would be the next to lose their KV to the one
+that returns.
 
 The three places of vLLM's step at which blocks are found missing, in its order: a running
 request cannot grow (``for_running``), a waiting one asks to be admitted (``for_waiting``),
@@ -69,7 +70,7 @@ class Room:
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
-        only those of older jobs are left."""
+        only those of older jobs are left that are worth a wait."""
         asked_before = turn.asked_at == step - 1
         turn.asked_at = step
         if not len(self._pins):
@@ -91,7 +92,7 @@ class Room:
             self._release_one(spare, after)
 
     def _ahead(self, turn: Turn) -> float:
-        """Pins of jobs born until then stay, whatever the turn needs."""
+        """Pins of jobs born until then stay, if they are worth a wait."""
         if not self._running() or turn.request.num_preemptions:
             return -math.inf
         if self.in_job_order:

@@ -252,8 +252,8 @@ class SchedulerHalf:
             kept=found.kept,
             saved=found.saved,
         )
-        if self.admission is not None:
-            self.admission.arrived(turn)
+        if self.admission is not None and self.admission.arrived(turn) and turn.job is not None:
+            turn.job.born = turn.arrived_at  # its room went to others, and so did its place
         if self.ssd is not None and self._may_restore(turn):
             self.ssd.promote(turn, self.prefills.fit)
 

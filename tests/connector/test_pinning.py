@@ -166,7 +166,7 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
     from tiered_kv.connectors.vllm.pins import _Pin
     from tiered_kv.policies.signals import JobKey
 
-    rig.half.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0)
+    rig.half.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)
     rig.run()
 
     assert rig.outputs["back"] == expected(back, 4)

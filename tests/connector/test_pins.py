@@ -27,15 +27,16 @@ class Engine:
         return self.pool.allocate([b"%d" % i for i in range(count)])
 
     def finish_pinned(self, job: JobKey, blocks: list[FakeBlock], deadline: float = 2.0,
-                      born: float = 0.0, saves_s: float = 0.0) -> int:  # fmt: skip
+                      born: float = 0.0, saves_s: float = 0.0,
+                      earns: float = math.inf) -> int:  # fmt: skip
         """A turn ends as vLLM ends it: first our hook, then its own references go."""
-        pinned = self.pins.pin(job, blocks, deadline, born, saves_s)
+        pinned = self.pins.pin(job, blocks, deadline, born, saves_s, earns)
         self.pool.free_blocks(reversed(blocks))
         return pinned
 
     def turn(self, job: JobKey, count: int, *, deadline: float = 2.0, born: float = 0.0,
-             saves_s: float = 0.0) -> int:  # fmt: skip
-        return self.finish_pinned(job, self.ran(count), deadline, born, saves_s)
+             saves_s: float = 0.0, earns: float = math.inf) -> int:  # fmt: skip
+        return self.finish_pinned(job, self.ran(count), deadline, born, saves_s, earns)
 
     @property
     def free(self) -> int:
@@ -134,7 +135,7 @@ def test_without_a_budget_nothing_is_pinned(budget: int) -> None:
 def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
     engine = Engine()
     engine.turn(A, 3)
-    assert engine.pins.pin(A, [], 2.0, 0.0, 0.0) == 0
+    assert engine.pins.pin(A, [], 2.0, 0.0, 0.0, 1.0) == 0
     assert A not in engine.pins, "what it held before is over all the same"
     assert engine.free == 20
 
@@ -202,7 +203,7 @@ def test_the_pin_that_saves_least_with_a_block_gives_way_before_a_younger_job() 
     engine.turn(C, 4, born=20.0, saves_s=6.0)
     assert engine.pins.make_room(lambda: engine.free >= 9) == 1
     assert B not in engine.pins, "it saves the most, and takes the most room for it"
-    engine.pins.until(A, 5.0, saves_s=1.0)
+    engine.pins.until(A, 5.0, saves_s=1.0, earns=1.0)
     assert engine.pins.make_room(lambda: engine.free >= 15) == 1
     assert A not in engine.pins, "less was to be saved when its tool call was read"
 
@@ -211,7 +212,7 @@ def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=1.0)
     engine.turn(B, 4, born=10.0, saves_s=100.0)
-    engine.pins.until(A, math.inf, math.inf)
+    engine.pins.until(A, math.inf, math.inf, math.inf)
     assert engine.pins.make_room(lambda: engine.free >= 16) == 1
     assert A in engine.pins
 
@@ -228,6 +229,16 @@ def test_only_pins_of_younger_jobs_give_way_if_so_asked() -> None:
     engine = crowded()
     assert engine.pins.make_room(lambda: engine.free >= 16, after=20.0) == 1
     assert [job in engine.pins for job in (A, B, C)] == [False, True, True]
+
+
+def test_a_pin_of_an_older_job_gives_way_if_it_is_not_worth_a_wait() -> None:
+    engine = Engine()
+    engine.turn(A, 4, born=10.0, saves_s=9.0, earns=0.4)
+    engine.turn(B, 4, born=10.0, saves_s=1.0, earns=0.6)
+    assert engine.pins.make_room(lambda: engine.free >= 20, after=30.0) == 1
+    assert [job in engine.pins for job in (A, B)] == [False, True]
+    engine.pins.until(B, 5.0, saves_s=1.0, earns=0.1)
+    assert engine.pins.make_room(lambda: engine.free >= 20, after=30.0) == 1
 
 
 def test_a_job_to_be_spared_that_has_no_pin_changes_nothing() -> None:
@@ -298,7 +309,7 @@ class PinsMachine(RuleBasedStateMachine):
         self.model.pop(job, None)
         fits = [n for n in range(len(blocks) + 1) if self.affordable(blocks[:n])]
 
-        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s)
+        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, 1.0)
         self.pool.free_blocks(reversed(blocks))
 
         assert pinned == max(fits), "as much of its start as the budget allows"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.policies.turn_ends import forecast_of
 from tiered_kv.policies.forecast import CELLS, GRID, Forecast, cell_of
-from tiered_kv.policies.signals import GapClass
-from tiered_kv.policies.ttl import WORTHWHILE, best_wait, gap_class, utility
+from tiered_kv.policies.signals import Costs, GapClass
+from tiered_kv.policies.ttl import WORTHWHILE, best_wait, earnings, gap_class, utility
 
 masses = st.lists(st.floats(0, 1), min_size=CELLS, max_size=CELLS).filter(lambda m: sum(m) > 0.01)
 forecasts = masses.map(lambda m: Forecast.of_masses(np.array(m) / sum(m)))
@@ -90,3 +90,12 @@ def test_nothing_to_save_is_nothing_to_wait_for(benefit_s: float) -> None:
 )
 def test_the_class_of_a_gap_depends_on_what_a_restore_costs(wait_s: float, kind: GapClass) -> None:
     assert gap_class(wait_s, 10.0) is kind
+
+
+def test_a_pin_earns_what_it_saves_over_the_time_that_it_is_held() -> None:
+    costs = Costs(recompute_s=6.0, held_up=4.0)
+    soon = forecast_of({1.0: 1.0})
+    assert earnings(soon, costs, 60.0) == pytest.approx(4 * 6.0 / soon.held(60.0))
+    never = Forecast(np.zeros(len(GRID)))
+    assert earnings(never, costs, 60.0) == 0
+    assert earnings(None, costs, 60.0) == np.inf, "who forecasts nothing asks for the room"
