@@ -297,6 +297,7 @@ def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig
     rig.half.pins.release_all()
     begin(rig, "young", tokens=100)
     rig.step()
+    assert rig.half.admission.demand() < 15, "they are taken to have ended"
     for name in "ba":
         context = rig.prompts[name] + rig.outputs[name]
         rig.add(f"{name}2", context, params={"job_id": name, "is_last_step": True})
