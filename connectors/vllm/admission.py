@@ -4,6 +4,11 @@ Counts what every job takes and is heading for (``policies.admission``), from it
 its end. A job is held until its working set fits into VRAM, or with all the others into CPU memory,
 the engine is idle, or it has waited for as long as a client may be left waiting.
 
+Words: a turn is *new* until one of its job has had blocks; then the job has *begun*, and each of
+its turns *runs* from its arrival to its end. Who began first is *older*. A job that may have ended
+(its client hung up, or has been silent for long) is *passed over*: it takes no room. If it returns
+it has begun, and is the youngest.
+
 A job in mid-course is never held behind new ones. But jobs grow, and some were let in because they
 had waited for too long: where the contexts of those that began before it leave it no room, its turn
 waits as well, since each of them would lose its KV to the others.
