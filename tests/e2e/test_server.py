@@ -132,7 +132,7 @@ def test_a_turn_that_ends_by_a_stop_string_is_waited_for(client: httpx.Client) -
     """The engine sees an abort: the API server finds stop strings, and has it end the request."""
     drain(client)
     context = texts(client, 1, 400)[0][:300]
-    said = ask(client, context, max_tokens=12, return_token_ids=False)["choices"][0]["text"]
+    said = ask(client, context, max_tokens=12, **job("before", last=True))["choices"][0]["text"]
     word = said.split()[2]
     answer = ask(client, context, max_tokens=100, stop=[word], **job("stops"))["choices"][0]
     assert answer["finish_reason"] == "stop"
