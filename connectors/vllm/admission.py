@@ -182,12 +182,11 @@ class Admission:
 
     def joined(self, turn: Turn) -> None:
         """Another turn of a new one's job has begun, and so has the job."""
-        member = self._members.get(_key(turn))
-        if turn.new and member is not None:
-            self._changed = True
-            turn.new = False
-            member.running += 1
-            member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
+        member = self._members[_key(turn)]
+        self._changed = True
+        turn.new = False
+        member.running += 1
+        member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
     def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
         """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps

@@ -321,7 +321,8 @@ class SchedulerHalf:
         first = turn.new
         self.admission.began(turn)
         for request_id in turn.job.running if first and turn.job is not None else ():
-            if (beside := self._turns.get(request_id)) is not None:
+            beside = self._turns.get(request_id)
+            if beside is not None and beside.new:
                 self.admission.joined(beside)
                 self.queue.ranks_changed = True
 
