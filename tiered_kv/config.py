@@ -17,6 +17,9 @@ from tiered_kv.errors import ConfigError
 ENV_PREFIX = "TIERED_KV_"
 GIB = 1 << 30
 
+_OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
+"""What it sets in every pod beside a service that is called tiered-kv."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
@@ -72,15 +75,17 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     given: dict[str, object] = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in env.items()
-        if name.startswith(ENV_PREFIX)
+        if name.startswith(ENV_PREFIX) and not _OF_KUBERNETES.fullmatch(name)
     }
     given.update(extra or {})
     known = [field.name for field in fields(TierConfig)]
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+            bare = key.lower().removeprefix(ENV_PREFIX.lower())
+            close = difflib.get_close_matches(bare, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
-            raise ConfigError(f"unknown setting {key!r} ({ENV_PREFIX}{key.upper()}): {hint}")
+            name = ENV_PREFIX + bare.upper()
+            raise ConfigError(f"unknown setting {key!r} ({name}): {hint} Else leave it out.")
     defaults = TierConfig()
     config = TierConfig(
         cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
@@ -158,9 +163,11 @@ def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> 
 
 def _codec(given: Mapping[str, object]) -> str:
     raw = given.get("codec", "auto")
-    if not isinstance(raw, str) or re.fullmatch(r"auto|raw|centred|zstd(:\d{1,2})?", raw) is None:
+    known = r"auto|raw|centred|zstd(:([1-9]|1\d|2[0-2]))?"
+    if not isinstance(raw, str) or re.fullmatch(known, raw) is None:
         raise ConfigError(
-            f"{ENV_PREFIX}CODEC={raw!r} is no codec: write auto, raw, zstd, zstd:LEVEL or centred."
+            f"{ENV_PREFIX}CODEC={raw!r} is no codec: write auto, raw, zstd, zstd:LEVEL (1 to 22) "
+            "or centred."
         )
     return raw
 

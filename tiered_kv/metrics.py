@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens_vram": "Prompt tokens whose KV was found in VRAM.",
-    "prompt_tokens_cpu": "Prompt tokens whose KV was restored from CPU memory.",
-    "prompt_tokens_ssd": "Those of them whose KV came up from SSD for the turn.",
+    "prompt_tokens_cpu": "Prompt tokens whose KV was restored from CPU memory, from SSD or not.",
+    "prompt_tokens_ssd": "Prompt tokens restored from CPU memory that came up from SSD before.",
     "prompt_tokens_recomputed": "Prompt tokens whose KV had to be computed.",
     "turns": "Turns finished.",
     "pages_saved": "Pages saved from VRAM to CPU memory.",
@@ -26,7 +26,7 @@ COUNTERS: Mapping[str, str] = {
     "pages_not_saved": "Pages not saved because no slot was free.",
     "pages_demoted": "Pages written from CPU memory to SSD.",
     "pages_promoted": "Pages read from SSD into CPU memory.",
-    "pages_promoted_ahead": "Those ordered up before their job came back.",
+    "pages_promoted_ahead": "Of the pages read from SSD, those ordered before their job came back.",
     "demotion_failures": "Pages that could not be written to SSD.",
     "promotion_failures": "Pages that could not be read from SSD, or were bad there.",
     "promotions_refused": "Promotions not made because computing is faster.",
@@ -58,7 +58,7 @@ GAUGES: Mapping[str, str] = {
     "cpu_pages": "Pages in CPU memory or on their way there.",
     "cpu_slots": "Page slots of the CPU tier.",
     "ssd_pages": "Pages on SSD.",
-    "ssd_bytes": "Bytes that they take there, over all ranks.",
+    "ssd_bytes": "Bytes that pages take on SSD, over all ranks.",
     "pinned_blocks": "VRAM blocks under a pin.",
     "orders_in_flight": "Orders not yet reported by every rank.",
     "jobs": "Jobs remembered.",

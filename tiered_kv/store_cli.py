@@ -36,7 +36,11 @@ from tiered_kv.store_report import (
 )
 from tiered_kv.terminal import bar, one_sentence, print_json, print_table, refuse, size
 
-app = typer.Typer(help="Look at the pages on SSD.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Look at, check, export and delete pages on SSD.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 DAY_S = 86400.0
 

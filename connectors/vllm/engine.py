@@ -118,8 +118,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
         )
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
-            "TieredContinuumConnector needs prefix caching: remove --no-enable-prefix-caching, "
-            "or serve models for which vLLM switches it off without this connector."
+            "TieredContinuumConnector needs prefix caching: remove --no-enable-prefix-caching. "
+            "vLLM turns it off for some models; serve those without this connector."
         )
 
 

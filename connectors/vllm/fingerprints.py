@@ -114,7 +114,12 @@ def _model_digest(vllm_config: Any) -> str:
         reason = "no weight files found"
     except Exception as error:  # hub caches and remote loaders raise what they like
         reason = str(error)
-    logger.info("the weights of %s cannot be digested (%s)", model.model, reason)
+    logger.warning(
+        "the weights of %s cannot be told from others (%s): pages on SSD are not found again "
+        "after a restart",
+        model.model,
+        reason,
+    )
     return unknown
 
 

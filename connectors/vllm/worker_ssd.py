@@ -80,7 +80,7 @@ class WorkerSsd:
                 )
                 self._open = partial(SegmentStore, codec=codec, codec_from=codec_from)
                 store = self._open(options)
-            except (StoreError, OSError, ValueError) as error:
+            except (StoreError, OSError) as error:
                 raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
             self.io = IoThread(store, pool.slots)
         self.stored = StoredPages(tuple(store.keys()), bandwidth)
@@ -201,7 +201,10 @@ def _choose(name: str, page_format: PageFormat, disk: DiskSpeed, cores: int) -> 
         logger.info("TIERED_KV_CODEC=auto: %s", choice.reason)
         codec = choice.codec
     else:
-        codec = make_codec(name, page_format)
+        try:
+            codec = make_codec(name, page_format)
+        except ValueError as error:
+            raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
     one = measure_codec(codec, synthetic_page(page_format))
     seconds = max(one.stored_bytes / disk.read, one.decode_s / cores)
     return codec, page_format.page_bytes / seconds

@@ -129,7 +129,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"cache_config__enable_prefix_caching": False},
         "needs prefix caching",
-        "vLLM switches it off without this connector.",
+        "vLLM turns it off for some models; serve those without this connector.",
     ),
 ]
 

@@ -64,7 +64,23 @@ def test_zero_turns_the_cpu_tier_or_pinning_off() -> None:
 
 def test_a_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
     sentence = refusal({"TIERED_KV_CPU_GB": "4"})
-    assert sentence == "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib?"
+    assert (
+        sentence
+        == "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib? Else leave it out."
+    )
+    sentence = refusal(extra={"TIERED_KV_CPU_GIB": 4})
+    assert "(TIERED_KV_CPU_GIB): did you mean cpu_gib?" in sentence
+
+
+def test_what_kubernetes_says_of_a_service_of_that_name_is_no_setting() -> None:
+    said = {
+        "TIERED_KV_SERVICE_HOST": "10.0.0.1",
+        "TIERED_KV_SERVICE_PORT": "8000",
+        "TIERED_KV_SERVICE_PORT_HTTP": "8000",
+        "TIERED_KV_PORT": "tcp://10.0.0.1:8000",
+        "TIERED_KV_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    assert load_config(said) == TierConfig()
 
 
 def test_a_strange_key_is_refused_with_the_keys_there_are() -> None:
@@ -183,9 +199,11 @@ def test_codecs_are_named(name: str) -> None:
     assert load_config({"TIERED_KV_CODEC": name}).codec == name
 
 
-@pytest.mark.parametrize("name", ["", "lz4", "zstd:", "zstd:fast", 3, None])
+@pytest.mark.parametrize("name", ["", "lz4", "zstd:", "zstd:0", "zstd:23", "Raw", 3, None])
 def test_a_codec_nobody_knows_is_refused(name: object) -> None:
-    assert "write auto, raw, zstd, zstd:LEVEL or centred" in refusal(extra={"codec": name})
+    assert "write auto, raw, zstd, zstd:LEVEL (1 to 22) or centred" in refusal(
+        extra={"codec": name}
+    )
 
 
 def test_jobs_are_held_under_the_default_policy_only() -> None:
