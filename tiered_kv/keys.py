@@ -18,7 +18,7 @@ from typing import NewType, cast
 PageKey = NewType("PageKey", bytes)
 """Identity of a page over all ranks: 16 bytes of fingerprint, then the block's hash."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever the bytes of a page, or what its key covers, change their meaning."""
 
 UNIDENTIFIED = "unidentified-"
@@ -37,7 +37,7 @@ class Fingerprint:
         dtype: compute dtype of the model, for example ``bfloat16``.
         cache_dtype: dtype in which K and V are stored, for example ``auto`` or ``fp8``.
         kv_scales: where the scales of a quantised cache come from.
-        rope: the position-encoding settings as loaded, overrides included.
+        config: the model's configuration as loaded, overrides included.
         group: the KV cache group the pages belong to.
         block_size: tokens of a page.
         layout: description of a page's byte regions, and of what lies where within them.
@@ -52,7 +52,7 @@ class Fingerprint:
     dtype: str
     cache_dtype: str
     kv_scales: str
-    rope: Mapping[str, object]
+    config: Mapping[str, object]
     group: int
     block_size: int
     layout: str

@@ -15,7 +15,9 @@ class FailedRestores:
     preempted first, the next lookup would hit garbage. So the hashes of the bad blocks, and of
     those computed behind them, go as soon as they are known.
 
-    Saves ordered beside the restore were refused by the workers: they are offered again.
+    Saves ordered beside the restore were refused by the workers: they are offered again, but for
+    requests that hold a bad block. With asynchronous scheduling what vLLM counts as computed of
+    these can be too much, so nothing of them is saved or restored any more.
 
     Args:
         pool: vLLM's block pool. blocks_of: blocks of requests.
@@ -26,13 +28,28 @@ class FailedRestores:
         self._blocks_of = blocks_of
         self._saves = saves
 
-    def clear(self, bad: set[int], turns: Iterable[Turn], step: int) -> None:
-        """Blocks ``bad`` hold nothing; ``turns`` are those that live."""
+    def clear(
+        self, bad: set[int], restored: Sequence[int], turns: Iterable[Turn], step: int
+    ) -> None:
+        """Blocks ``bad`` hold nothing.
+
+        Args:
+            restored: blocks of the request that the restore was for, first to last; it may be gone.
+            turns: those that live.
+        """
+        self._evict_from(bad, restored)
         for turn in turns:
             if not turn.admitted or turn.loading:
                 continue
             ids = [block.block_id for block in self._blocks_of.get(turn.request_id, ())]
-            first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
-            self._pool.evict_blocks(set(ids[first:]))
-            turn.cursor = 0
-            self._saves.watch(turn, step + 1)
+            if self._evict_from(bad, ids):
+                turn.forget_pages()
+            else:
+                turn.cursor = 0
+                self._saves.watch(turn, step + 1)
+
+    def _evict_from(self, bad: set[int], ids: Sequence[int]) -> bool:
+        """Blocks from the first bad one on are not found any more; False if there is none."""
+        first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
+        self._pool.evict_blocks(set(ids[first:]))
+        return first < len(ids)

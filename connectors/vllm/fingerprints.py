@@ -47,7 +47,7 @@ class Fingerprints:
             return self._digest("")
         where = (lora_request.lora_int_id, lora_request.lora_path)
         if getattr(lora_request, "load_inplace", False) or where not in self._adapters:
-            path = Path(lora_request.lora_path)
+            path = Path(lora_request.lora_path).expanduser()
             self._adapters[where] = self._threads.submit(_digest_adapter, path)
         adapter = self._adapters[where]
         if not adapter.done() or adapter.exception() is not None:
@@ -68,19 +68,13 @@ class Fingerprints:
 def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
     """Fingerprint of the engine's base model. Reads the model's files, unless cached."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    text_config = model.hf_text_config
-    rope = {
-        name: value
-        for name, value in sorted(text_config.to_dict().items())
-        if "rope" in name or name in ("max_position_embeddings", "partial_rotary_factor")
-    }
     return Fingerprint(
         model=_model_digest(vllm_config),
         adapter="",
         dtype=str(model.dtype),
         cache_dtype=str(cache.cache_dtype),
         kv_scales="checkpoint",
-        rope=rope,
+        config=_config(model.hf_text_config),
         group=facts.group,
         block_size=facts.block_size,
         layout=f"{facts.layout.describe()} {facts.arrangement}" if facts.layout else "",
@@ -88,6 +82,12 @@ def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
         hash_algorithm=_hash_algorithm(cache),
         generation="",
     )
+
+
+def _config(text_config: Any) -> dict[str, object]:
+    """All of it: ``--hf-overrides`` may change anything, and no file says so."""
+    said = text_config.to_dict().items()
+    return {k: v for k, v in said if not k.startswith("_") and k != "transformers_version"}
 
 
 def _hash_algorithm(cache: Any) -> str:
@@ -125,7 +125,10 @@ def _model_digest(vllm_config: Any) -> str:
 
 def _digest_adapter(path: Path) -> str:
     try:
-        return digest_files(model_files(path))
+        files = model_files(path)
+        if not files:  # a name that the worker looks up on a hub, whatever is there today
+            raise FileNotFoundError("it has no files here; load it by its local folder")
+        return digest_files(files)
     except OSError as error:
-        logger.warning("adapter %s is neither saved nor restored: %s", path, error)
+        logger.warning("KV of adapter %s is neither saved nor restored: %s", path, error)
         raise

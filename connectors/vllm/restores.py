@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import count
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.turn import Hit, Turn
 from tiered_kv.index import PageState
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import NO_ORDER, NO_SLOT, LoadOrder, RestoreMode
+from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.policies.restore import RestoreCost, RestorePolicy
 from tiered_kv.tails import TailIndex
@@ -39,6 +40,8 @@ class Restores:
         self._tails = tails
         self._counters = counters
         self.unsent: list[LoadOrder] = []
+        self._refusals = count(-1, -1)  # order ids that are nobody's, each another
+        self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self._step_s = ASSUMED_STEP_S
         self._last_look: float | None = None
 
@@ -105,23 +108,33 @@ class Restores:
             raise RuntimeError("vLLM expects a restore that was not offered")
         keys = hit.keys[: -(-tokens // self._facts.block_size)]
         where = block_ids[hit.first : hit.first + len(keys)]
-        self.unsent.append(self._planner.plan_load(turn.request_id, keys, where, hit.mode))
+        order = self._planner.plan_load(turn.request_id, keys, where, hit.mode)
+        self.unsent.append(order)
+        if hit.mode is RestoreMode.SYNC:
+            self._from_there[order.order_id] = tuple(block_ids[hit.first :])
         turn.hit = None
         turn.loading = hit.mode is RestoreMode.ASYNC
         self._counters.add("restores_async" if turn.loading else "restores_sync")
 
-    def refuse(self, request_id: str, hit: Hit | None, block_ids: Sequence[int]) -> None:
+    def refuse(self, request_id: str, hit: Hit | None, block_ids: Sequence[int]) -> tuple[int, ...]:
         """vLLM counts on a restore that cannot be ordered: order one that must fail, so
-        that the workers report its blocks as bad and the tokens are recomputed."""
-        mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
-        bad = tuple(block_ids[first:])
-        self.unsent.append(LoadOrder(NO_ORDER, request_id, bad, (NO_SLOT,) * len(bad), mode))
+        that the workers report its blocks as bad and the tokens are recomputed.
 
-    def settled(self, done: Settled) -> None:
-        """A restore is over on every rank."""
+        Returns:
+            The blocks that will hold nothing.
+        """
+        mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
+        bad, order_id = tuple(block_ids[first:]), OrderId(next(self._refusals))
+        self.unsent.append(LoadOrder(order_id, request_id, bad, (NO_SLOT,) * len(bad), mode))
+        return bad
+
+    def settled(self, done: Settled) -> tuple[int, ...]:
+        """A restore is over on every rank; returns the blocks of its request that vLLM hashed
+        before it was made, and those behind."""
         good = len(done.keys) - len(done.failed)
         self._counters.add("pages_restored", good)
         self._counters.add("bytes_restored", good * self._facts.page_bytes * self._facts.ranks)
         self._counters.add("restore_failures", len(done.failed))
         if done.failed:
             logger.warning("%d pages could not be restored and are recomputed", len(done.failed))
+        return self._from_there.pop(done.order.order_id, ())

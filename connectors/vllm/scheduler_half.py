@@ -204,7 +204,8 @@ class SchedulerHalf:
 
     def _wrap_reset(self, manager: Any) -> None:
         """vLLM refuses to reset its cache while blocks are referenced, and tells the
-        connector too late: so what we hold goes first, inside the manager's own reset."""
+        connector too late: so what we hold goes first, inside the manager's own reset. If it
+        refuses all the same, what is in VRAM must not be found, and saved, by those who come."""
         original = manager.reset_prefix_cache
 
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +214,10 @@ class SchedulerHalf:
             except Exception:
                 self.counters.add("hook_errors")
                 logger.exception("dropping pins and saves before a cache reset failed")
-            return original(*args, **kwargs)
+            done = original(*args, **kwargs)
+            if not done:
+                self._pool.evict_blocks(set(range(len(self._pool.blocks))))
+            return done
 
         manager.reset_prefix_cache = reset_prefix_cache
 
@@ -335,7 +339,10 @@ class SchedulerHalf:
         """``allocated`` failed although vLLM counts on a restore."""
         turn = self._turns.get(request.request_id)
         block_ids = blocks.get_block_ids()[self.facts.group]
-        self.restores.refuse(request.request_id, turn.hit if turn else None, block_ids)
+        bad = self.restores.refuse(request.request_id, turn.hit if turn else None, block_ids)
+        self._pool.evict_blocks(set(bad))  # vLLM has hashed them
+        if turn is not None:
+            turn.forget_pages()
 
     def has_pending_block_frees(self) -> bool:
         """A running request lacks blocks: release a pin rather than preempt."""
@@ -417,6 +424,7 @@ class SchedulerHalf:
         assert isinstance(meta, TieredWorkerMetadata)
         self._last_report = self._clock()
         if meta.failures:
+            self.saves.drop_unsent()  # ordered since then, perhaps of what was computed on nothing
             self._seen_failures = {**self._seen_failures, **meta.failures}
             self._no_orders = TieredMetadata(seen_failures=self._seen_failures)
         settled = self.planner.settle(meta.reports)
@@ -436,14 +444,14 @@ class SchedulerHalf:
                 self.saves.settled(done)
             if not isinstance(done.order, LoadOrder):
                 continue
-            self.restores.settled(done)
+            restored = self.restores.settled(done)
             turn = self._turns.get(done.order.request_id)
             if turn is not None and turn.loading:
                 turn.loading = False
                 self._restored[turn.request_id] = turn
             if done.failed:
                 bad = {done.order.blocks[i] for i in done.failed}
-                self._failed_restores.clear(bad, self._turns.values(), self._step)
+                self._failed_restores.clear(bad, restored, self._turns.values(), self._step)
 
     # -- a turn ends ----------------------------------------------------------------
 

@@ -166,9 +166,10 @@ class WorkerSsd:
         last: list[tuple[PageKey, int]] = []
         if self._lasting:
             stored = self.io.store
-            last = [
-                (key, slot) for slot, (key, _) in reversed(self._holds.items()) if key not in stored
-            ]
+            newest: dict[PageKey, int] = {}
+            for slot, (key, _) in reversed(self._holds.items()):
+                newest.setdefault(key, slot)
+            last = [(key, slot) for key, slot in newest.items() if key not in stored]
         written = self.io.close(last, FLUSH_S, discard=not self._lasting)
         if last:
             logger.info("flushed %d of %d pages to SSD", written, len(last))

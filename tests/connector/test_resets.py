@@ -57,6 +57,21 @@ def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig)
     rig.check_clean()
 
 
+def test_what_vllm_does_not_reset_is_not_found_by_those_who_come(make_rig: MakeRig) -> None:
+    """They would save it for those who come after them, under the keys of the new weights."""
+    rig = make_rig()
+    prompt = text(100, seed=3)
+    rig.add("old", prompt, max_tokens=60)
+    for _ in range(5):
+        rig.step()
+    assert not rig.scheduler.reset_prefix_cache()
+    rig.add("new", prompt)
+    rig.run()
+    assert rig.outputs["new"] == expected(prompt, 4)
+    assert rig.count("prompt_tokens_vram") == 0
+    rig.check_clean()
+
+
 def test_a_reset_that_preempts_lets_the_request_be_saved_again(make_rig: MakeRig) -> None:
     rig = make_rig()
     prompt = text(100, seed=4)
