@@ -423,7 +423,7 @@ class SchedulerHalf:
             return
         assert isinstance(meta, TieredWorkerMetadata)
         self._last_report = self._clock()
-        if meta.failures:
+        if any(n > self._seen_failures.get(rank, 0) for rank, n in meta.failures.items()):
             self.saves.drop_unsent()  # ordered since then, perhaps of what was computed on nothing
             self._seen_failures = {**self._seen_failures, **meta.failures}
             self._no_orders = TieredMetadata(seen_failures=self._seen_failures)

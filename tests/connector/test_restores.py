@@ -179,6 +179,11 @@ def test_what_was_computed_on_a_failed_restore_is_not_saved(make_rig: MakeRig) -
     rig.fill()
     assert rig.ask("once more", longer) == expected(longer, 4)
     assert rig.count("prompt_tokens_cpu") > saved + 300
+    tail = longer + rig.outputs["once more"]
+    rig.fill()
+    before = rig.count("prompt_tokens_cpu")
+    rig.ask("goes on", [*tail, 1, 2, 3])
+    assert rig.count("prompt_tokens_cpu") - before >= len(tail) - 1, "ends are saved as before"
     rig.check_clean()
 
 
