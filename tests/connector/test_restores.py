@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
@@ -327,4 +329,25 @@ def test_a_failed_restore_poisons_nobody_when_its_request_goes_away(make_rig: Ma
     assert faulty.struck == 1
 
     assert rig.ask("next", prompt) == expected(prompt, 4)
+    rig.check_clean()
+
+
+def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> None:
+    """Workers tell of all failures so far in every report; only a new one makes saves doubtful."""
+    rig = make_rig()
+    rig.add("t1", text(200, seed=46))
+    while "t1" not in rig.finished:
+        rig.step()
+    for failures in ({}, {0: 1}, {0: 1}):
+        unsent = list(rig.half.saves.unsent)
+        new = failures.get(0, 0) > rig.half._seen_failures.get(0, 0)
+        meta = TieredWorkerMetadata({}, failures, {})
+        rig.half.completed(SimpleNamespace(kv_connector_worker_meta=meta))
+        assert rig.half.saves.unsent == ([] if new else unsent)
+        if new:
+            rig.add("t2", text(200, seed=47))
+            while "t2" not in rig.finished:
+                rig.step()
+            assert rig.half.saves.unsent
+    rig.run()
     rig.check_clean()
