@@ -32,6 +32,9 @@ class EngineFacts:
             arrange them as it likes, and sizes do not tell.
         replica: index of this engine among data-parallel ones.
         group: the KV cache group whose pages are offloaded; 0 when there is one group.
+        sync_restores: whether restores may be sync. vLLM rewinds a request whose sync restore
+            failed only where no later step was scheduled yet, and only for its older model
+            runner (vllm-project/vllm#49250); elsewhere it would go on with wrong KV.
     """
 
     ranks: int
@@ -43,6 +46,7 @@ class EngineFacts:
     arrangement: str = ""
     replica: int = 0
     group: int = 0
+    sync_restores: bool = True
 
     @property
     def page_bytes(self) -> int:
@@ -141,6 +145,9 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         element=_element(vllm_config),
         arrangement=_arrangement(vllm_config, kv_cache_config),
         replica=vllm_config.parallel_config.data_parallel_index,
+        sync_restores=not (
+            vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner
+        ),
     )
 
 

@@ -81,9 +81,13 @@ class Restores:
             tokens += tail[1]
         if tokens <= num_computed:
             return None
-        copy_s = self._planner.copy_seconds(len(found))
-        mode = self.policy.choose(RestoreCost(copy_s, self._step_s, others))
-        return Hit(first, tuple(found), tokens - num_computed, mode)
+        return Hit(first, tuple(found), tokens - num_computed, self._mode(len(found), others))
+
+    def _mode(self, pages: int, others: int) -> RestoreMode:
+        if not self._facts.sync_restores:
+            return RestoreMode.ASYNC
+        copy_s = self._planner.copy_seconds(pages)
+        return self.policy.choose(RestoreCost(copy_s, self._step_s, others))
 
     def _find_tail(self, turn: Turn, block: int, limit: int) -> tuple[PageKey, int] | None:
         size = self._facts.block_size

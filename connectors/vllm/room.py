@@ -61,10 +61,24 @@ class Room:
         self.defer_new = False
         """Set when pins were released for running requests: vLLM ends its loop over them,
         and the waiting loop of the same step must not take what was freed."""
+        self._coming, self._coming_at = 0, -1
 
-    def for_running(self) -> bool:
-        """Release one pin that frees a block; False if none does."""
-        freed = self._release_one(None)
+    def freed_late(self, blocks: int, step: int) -> None:
+        """So many blocks of a turn that has ended are free only once the step that was scheduled
+        ahead of its end is over: pins need not go for want of them."""
+        before = self._coming_at == step
+        self._coming = blocks + (self._coming if before else 0)
+        self._coming_at = step
+
+    def _free(self, step: int) -> int:
+        """Blocks that are free in the next step at the latest."""
+        free: int = self._pool.get_num_free_blocks()
+        return free + (self._coming if self._coming_at == step else 0)
+
+    def for_running(self, step: int) -> bool:
+        """Release one pin that frees a block, unless some are about to be freed; False if none
+        is."""
+        freed = self._free(step) > self._pool.get_num_free_blocks() or self._release_one(None)
         self.defer_new = self.defer_new or freed
         return freed
 
@@ -79,7 +93,7 @@ class Room:
         wanted = self._blocks(turn) + self._watermark
 
         def enough() -> bool:
-            free: int = self._pool.get_num_free_blocks()
+            free = self._free(step)
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
         after = self._ahead(turn)

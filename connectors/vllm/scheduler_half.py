@@ -346,7 +346,7 @@ class SchedulerHalf:
 
     def has_pending_block_frees(self) -> bool:
         """A running request lacks blocks: release a pin rather than preempt."""
-        return self.room.for_running()
+        return self.room.for_running(self._step)
 
     # -- every step ---------------------------------------------------------------
 
@@ -487,6 +487,9 @@ class SchedulerHalf:
             over, gone = turn.hints.is_last_step, not ended_by_itself(request)
             self.admission.ended(turn, over=over, gone=gone)
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
+        if request.num_in_flight_tokens > 0:
+            own = self._blocks_of.get(turn.request_id, ())
+            self.room.freed_late(sum(block.ref_cnt == 1 for block in own), self._step)
         return self.accounts.turn(turn, wait.decision, pinned)
 
     def scheduler_failed(self) -> None:

@@ -19,7 +19,8 @@ from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.policies.restore import AlwaysRestore, FasterRestore
 from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import CELL, Rig, RigOptions, expected, text
+from tiered_kv.testing.vllm_rig import Rig, RigOptions, expected, text
+from tiered_kv.testing.vllm_runner import CELL, VOCABULARY
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 300
@@ -105,7 +106,7 @@ def play(rig: Rig, rng: random.Random) -> None:
     """Run one script."""
     faulty = rig.inject(FaultyTransfer) if rig.half.index.num_slots else None
     contexts = [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(4)]
-    asked: dict[str, tuple[list[int], int]] = {}
+    asked: dict[str, tuple[list[int], int, Sequence[int]]] = {}
     for i in range(rng.randrange(10, 40)):
         for _ in range(rng.randrange(0, 6)):
             rig.step()
@@ -117,8 +118,10 @@ def play(rig: Rig, rng: random.Random) -> None:
             tokens = rng.randrange(1, 40)
             name = f"r{i}"
             params: Any = {"job_id": f"job{job}", "is_last_step": rng.random() < 0.2}
-            rig.add(name, context, max_tokens=tokens, params=rng.choice([params, None]))
-            asked[name] = (context, tokens)
+            stops = rng.choice([(), range(0, VOCABULARY, 12)])
+            params = rng.choice([params, None])
+            rig.add(name, context, max_tokens=tokens, params=params, stop_ids=stops)
+            asked[name] = (context, tokens, stops)
             if rng.random() < 0.5:
                 longer = contexts[job] + expected(context, 3) + text(20, seed=rng.randrange(10**6))
                 contexts[job] = longer[-190:] if rng.random() < 0.1 else longer[:190]
@@ -138,9 +141,11 @@ def play(rig: Rig, rng: random.Random) -> None:
     for i in range(2):
         rig.wait_for_worker()
         rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
-    for name, (prompt, tokens) in asked.items():
+    for name, (prompt, tokens, stops) in asked.items():
         if rig.finished[name] != "abort":
-            assert rig.outputs[name] == expected(prompt, tokens), name
+            whole = expected(prompt, tokens)
+            end = next((i for i, token in enumerate(whole, 1) if token in stops), tokens)
+            assert rig.outputs[name] == whole[:end], name
 
 
 @pytest.mark.parametrize("seed", range(SCRIPTS))
@@ -167,6 +172,7 @@ def play_script(folder: Path, seed: int) -> None:
         max_batched_tokens=rng.choice([64, 256]),
         max_num_seqs=rng.choice([2, 8]),
         in_job_order=rng.random() < 0.7,
+        ahead=rng.random() < 0.5,
         extra={
             "cpu_gib": slots * 16 * CELL / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),

@@ -12,7 +12,8 @@ from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import Rig, WrongKV, expected, text
+from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.testing.vllm_runner import WrongKV
 from tiered_kv.transfer.base import Direction
 
 BOTH = pytest.mark.parametrize("mode", list(RestoreMode))

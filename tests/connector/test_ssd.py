@@ -14,7 +14,8 @@ from tests.connector.conftest import MakeRig
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
-from tiered_kv.testing.vllm_rig import CELL, Rig, expected, text
+from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.testing.vllm_runner import CELL
 
 PAGE = 16 * CELL
 CONTEXT = text(320, seed=1)

@@ -20,7 +20,8 @@ from tiered_kv.policies.signals import (
     ToolUse,
     TurnEnd,
 )
-from tiered_kv.testing.vllm_rig import CELL, Rig, text
+from tiered_kv.testing.vllm_rig import Rig, text
+from tiered_kv.testing.vllm_runner import CELL
 
 CONTEXT = text(320, seed=1)
 JOB = {"job_id": "j"}

@@ -170,12 +170,13 @@ cudaError_t (*batch)(void *const *, const void *const *, const size_t *, size_t,
     cudaMemcpyAttributes *, size_t *, size_t, cudaStream_t) = cudaMemcpyBatchAsync;
 cudaError_t (*copy)(void *, const void *, size_t, cudaMemcpyKind, cudaStream_t) = cudaMemcpyAsync;
 cudaError_t (*pointer)(void **, void *, unsigned) = cudaHostGetDevicePointer;
+cudaError_t (*pin)(void *, size_t, unsigned) = cudaHostRegister;
+cudaError_t (*unpin)(void *) = cudaHostUnregister;
 """
 
 
 def test_structures_and_numbers_are_those_of_the_cuda_headers(nvcc: str, tmp_path: Path) -> None:
     """ctypes believes whatever it is told: here the compiler compares it with CUDA 13."""
-    from tiered_kv.storage import cpu_pool
     from tiered_kv.transfer import cudart
 
     source = tmp_path / "calls.cu"
@@ -190,7 +191,7 @@ def test_structures_and_numbers_are_those_of_the_cuda_headers(nvcc: str, tmp_pat
             overlap=cudart.PREFER_OVERLAP,
             load=cudart.KINDS[Direction.LOAD],
             save=cudart.KINDS[Direction.SAVE],
-            register=cpu_pool.REGISTER_FLAGS,
+            register=cudart.REGISTER_FLAGS,
         )
     )
     done = subprocess.run(

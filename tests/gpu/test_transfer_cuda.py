@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiered_kv.layout import PageLayout, Placement, Region, page_layout
 from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
+from tiered_kv.transfer.cudart import CudaError, CudaRuntime, cuda_major
 
 pytestmark = NEEDS_CUDA
 
@@ -122,6 +124,45 @@ def test_more_pages_than_one_launch_takes_are_copied_all_the_same(way: str) -> N
         gpu.backend.drain()
 
         assert np.array_equal(gpu.pool.slots.reshape(many, 2, 64), pages[:, order].swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
+    """On both sides, as in any real KV cache: no offset fits into 32 bits."""
+    page = 64 << 20
+    layout = PageLayout((Region(0, 2, 5 << 30, page, page // 2),), 66)
+    storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device="cuda")
+    assert layout.storage_bytes > 2 << 32
+    with closing(pinned_pool(66, layout.page_bytes)) as pool:
+        assert pool.slots.nbytes > 1 << 32
+        with closing(make_backend(way, layout, storage, pool)) as backend:
+            halves = storage[(5 << 30) :], storage
+            for number, block in enumerate((0, 33, 65), 1):
+                for half, where in enumerate(halves):
+                    where[block * page :][: page // 2] = 10 * number + half
+            blocks, slots = (0, 33, 65), (65, 0, 64)
+            assert not backend.run(CopyJob(1, Direction.SAVE, blocks, slots)).failed
+            backend.drain()
+            for number, slot in enumerate(slots, 1):
+                seen = np.unique(pool.slots[slot, : page // 2]), np.unique(
+                    pool.slots[slot, page // 2 :]
+                )
+                assert [one.tolist() for one in seen] == [[10 * number + 1], [10 * number]]
+            storage.zero_()
+            assert not backend.run(CopyJob(2, Direction.LOAD, blocks, slots)).failed
+            torch.cuda.synchronize()
+            for number, block in enumerate(blocks, 1):
+                for half, where in enumerate(halves):
+                    assert (where[block * page :][: page // 2] == 10 * number + half).all()
+            assert int(torch.count_nonzero(storage)) == 3 * page, "and nowhere else"
+
+
+def test_memory_that_cannot_be_pinned_does_no_harm_to_what_comes_after() -> None:
+    """CUDA remembers the error of a call, and torch takes it for that of its next kernel."""
+    with closing(CpuPool(4, 1 << 20, pin=True)) as pool:
+        with pytest.raises(CudaError):
+            CudaRuntime(cuda_major()).register(pool.slots.ctypes.data, pool.slots.nbytes)
+        assert int((torch.ones(8, device="cuda") + 1).sum()) == 16
 
 
 def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:

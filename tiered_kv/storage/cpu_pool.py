@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import logging
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
-
-REGISTER_FLAGS = 1 | 2
-"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and reachable
-from kernels."""
 
 
 def available_memory() -> int:
@@ -47,7 +44,8 @@ class CpuPool:
     def __init__(self, num_slots: int, page_bytes: int, *, pin: bool = False) -> None:
         nbytes = num_slots * page_bytes
         self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of a kernel that has none
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         slab = np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
         slab[:: mmap.PAGESIZE] = 0  # touch every page once
         self.slots: NDArray[np.uint8] = slab.reshape(num_slots, page_bytes)
@@ -56,15 +54,15 @@ class CpuPool:
             self._register()
 
     def _register(self) -> None:
-        import torch
+        from tiered_kv.transfer.cudart import CudaError, CudaRuntime, cuda_major
 
-        address = self.slots.ctypes.data
-        error = torch.cuda.cudart().cudaHostRegister(address, self.slots.nbytes, REGISTER_FLAGS)
-        if int(error) != 0:
+        try:
+            CudaRuntime(cuda_major()).register(self.slots.ctypes.data, self.slots.nbytes)
+        except (CudaError, OSError) as error:
             logger.warning(
-                "the CPU tier could not be pinned (CUDA error %s): copies will be slower; "
+                "the CPU tier could not be pinned (%s): copies will be slower; "
                 "raise the memlock limit or lower TIERED_KV_CPU_GIB",
-                int(error),
+                error,
             )
             return
         self.pinned = True
@@ -72,9 +70,10 @@ class CpuPool:
     def close(self) -> None:
         """Unregister and unmap. Idempotent; no copy may be under way."""
         if self.pinned:
-            import torch
+            from tiered_kv.transfer.cudart import CudaError, CudaRuntime, cuda_major
 
-            torch.cuda.cudart().cudaHostUnregister(self.slots.ctypes.data)
+            with suppress(CudaError):  # of a context that failed; the mapping goes all the same
+                CudaRuntime(cuda_major()).unregister(self.slots.ctypes.data)
             self.pinned = False
         self.slots = np.empty((0, 0), dtype=np.uint8)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,18 +115,17 @@ class TransferConformance:
         storage = self.make_storage(layout.storage_bytes + 32)  # some bytes are nobody's
         self.write(storage, rng.integers(0, 256, layout.storage_bytes + 32, dtype=np.uint8))
         pool = self.make_pool(NUM_SLOTS, layout.page_bytes)
-        pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
-        backend = self.make_backend(layout, storage, pool)
-        yield TransferBench(
-            layout,
-            pool,
-            backend,
-            read_storage=lambda: self.read(storage),
-            write_storage=lambda content: self.write(storage, content),
-            rng=rng,
-        )
-        backend.close()
-        pool.close()
+        with closing(pool):  # also if there is no backend: pinned memory must not stay so
+            pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
+            with closing(self.make_backend(layout, storage, pool)) as backend:
+                yield TransferBench(
+                    layout,
+                    pool,
+                    backend,
+                    read_storage=lambda: self.read(storage),
+                    write_storage=lambda content: self.write(storage, content),
+                    rng=rng,
+                )
 
     # -- the bytes ----------------------------------------------------------------
 
@@ -308,13 +308,12 @@ class TransferConformance:
         before = set(threading.enumerate())
         storage = self.make_storage(layout.storage_bytes)
         self.write(storage, np.full(layout.storage_bytes, 7, dtype=np.uint8))
-        pool = self.make_pool(NUM_SLOTS, layout.page_bytes)
-        backend = self.make_backend(layout, storage, pool)
-        backend.submit(CopyJob(1, Direction.SAVE, (0, 1), (2, 3)))
+        with closing(self.make_pool(NUM_SLOTS, layout.page_bytes)) as pool:
+            backend = self.make_backend(layout, storage, pool)
+            backend.submit(CopyJob(1, Direction.SAVE, (0, 1), (2, 3)))
 
-        backend.close()
-        backend.close()
+            backend.close()
+            backend.close()
 
-        assert (pool.slots[2:4] == 7).all()
-        assert set(threading.enumerate()) <= before
-        pool.close()
+            assert (pool.slots[2:4] == 7).all()
+            assert set(threading.enumerate()) <= before

@@ -24,6 +24,7 @@ class EngineSize:
         kv_bytes: of a token; a multiple of 8.
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
         vocabulary: token ids.
+        ahead: asynchronous scheduling.
     """
 
     blocks: int
@@ -34,6 +35,7 @@ class EngineSize:
     max_batched_tokens: int
     policy: str
     vocabulary: int = 1000
+    ahead: bool = False
 
 
 def engine_config(folder: Path, size: EngineSize, extra: Mapping[str, Any] | None) -> Any:
@@ -81,6 +83,7 @@ def engine_config(folder: Path, size: EngineSize, extra: Mapping[str, Any] | Non
         kv_transfer_config=transfer,
     )
     config.cache_config.num_gpu_blocks = size.blocks
+    config.scheduler_config.async_scheduling = size.ahead  # vLLM itself refuses it on CPUs
     return config
 
 
@@ -121,6 +124,7 @@ def make_scheduler(
     config: Any, kv_cache_config: Any, *, log_stats: bool, in_job_order: bool = False
 ) -> Any:
     """vLLM's scheduler, or ours over it; it makes its connector itself."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
@@ -129,7 +133,8 @@ def make_scheduler(
         accept_tokens=lambda *a, **k: True, should_advance=lambda *a, **k: False
     )
     block_size = config.cache_config.block_size
-    made: Any = ContinuumScheduler if in_job_order else Scheduler
+    stock = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+    made: Any = ContinuumScheduler if in_job_order else stock
     return made(
         config,
         kv_cache_config,

@@ -2,9 +2,9 @@
 
 The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for
 each token, 8 bytes that depend on every token before it, and reads them back whenever
-the token is attended to. So a page with the wrong bytes is noticed in the step that uses
-it, and what the model samples is a function of the context alone: outputs with and
-without the connector can be compared.
+the token is attended to (``vllm_runner``). So a page with the wrong bytes is noticed in the
+step that uses it, and what the model samples is a function of the context alone: outputs with
+and without the connector can be compared.
 
 vLLM and torch are imported when a rig is made.
 """
@@ -12,26 +12,18 @@ vLLM and torch are imported when a rig is made.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
 from tiered_kv.policies.signals import TurnPolicy
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
-
-CELL = 8
-"""Bytes of KV per token."""
-VOCABULARY = 1000
-
-
-class WrongKV(AssertionError):
-    """The model attended to bytes that are not the KV of its context."""
+from tiered_kv.testing.vllm_runner import CELL, VOCABULARY, CheckingRunner, kv, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +36,8 @@ class RigOptions:
         in_job_order: with ``ContinuumScheduler``.
         check_kv: write and check KV; without it the model says the same to everything,
             and large engines are fast.
+        ahead: asynchronous scheduling: a step is scheduled and run before the scheduler hears of
+            the one before it. As vLLM does on GPUs, and not on CPUs.
     """
 
     blocks: int = 64
@@ -55,6 +49,7 @@ class RigOptions:
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
     check_kv: bool = True
     in_job_order: bool = False
+    ahead: bool = False
 
 
 class Rig:
@@ -80,6 +75,7 @@ class Rig:
             max_batched_tokens=opts.max_batched_tokens,
             policy=opts.policy,
             vocabulary=VOCABULARY,
+            ahead=opts.ahead,
         )
         self.config = engine_config(folder, size, opts.extra)
         layout = kv_config(size)
@@ -88,9 +84,10 @@ class Rig:
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(opts.block_size, hash_fn)
         self.memory = torch.zeros(page * opts.blocks, dtype=torch.uint8)
-        self._cells: NDArray[np.uint8] = self.memory.numpy().reshape(
-            opts.blocks, opts.block_size, CELL
+        self._runner = CheckingRunner(
+            self.memory.numpy().reshape(opts.blocks, opts.block_size, CELL)
         )
+        self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
         self.worker: Any = None
         if opts.extra is not None:
             from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -165,6 +162,7 @@ class Rig:
         salt: str | None = None,
         priority: int = 0,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
         resumable: bool = False,
     ) -> Any:
         """Send a request; returns vLLM's. ``params`` are its kv_transfer_params."""
@@ -181,6 +179,7 @@ class Rig:
                 temperature=0.0,
                 extra_args=extra,
                 stop=list(stop),
+                stop_token_ids=list(stop_ids),
             ),
             pooling_params=None,
             block_hasher=self._hasher,
@@ -201,7 +200,8 @@ class Rig:
         self.finished.setdefault(request_id, "abort")
 
     def step(self) -> Any:
-        """One engine step; returns vLLM's SchedulerOutput."""
+        """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler hears of
+        the step before, if there was one."""
         self.steps += 1
         began = time.perf_counter()
         output = self.scheduler.schedule()
@@ -211,15 +211,21 @@ class Rig:
         if backend is not None and not self.options.check_kv:
             backend.drain()  # a worker's copies do not hold the scheduler's interpreter
         executed = time.perf_counter()
-        answers = self.scheduler.update_from_output(output, result)
+        self._unheard.append((output, result))
+        if not self.options.ahead or len(self._unheard) > 1 or not self.scheduler.has_requests():
+            self._hear()
         self.scheduler_s = time.perf_counter() - executed + scheduled - began
+        return output
+
+    def _hear(self) -> None:
+        """Tell the scheduler what came of the oldest step of which it has not heard."""
+        answers = self.scheduler.update_from_output(*self._unheard.popleft())
         for outputs in answers.values():
             self.last_stats = outputs.scheduler_stats
             for one in outputs.outputs:
                 self.outputs[one.request_id].extend(one.new_token_ids)
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = one
-        return output
 
     def run(self, limit: int = 2000) -> None:
         """Step until nothing is left to do.
@@ -229,7 +235,10 @@ class Rig:
         """
         for _ in range(limit):
             if not self.scheduler.has_requests():
-                return
+                if not self._unheard:
+                    return
+                self._hear()
+                continue
             output = self.step()
             if self.worker is not None and not output.total_num_scheduled_tokens:
                 self.wait_for_worker()  # nothing to do but wait for copies
@@ -290,10 +299,9 @@ class Rig:
     def _execute(self, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        sampled: dict[str, list[int]] = {}
         connector_output = None
         if self.worker is None:
-            self._forward(output, sampled)
+            sampled = self._forward(output)
         else:
             worker = self.worker
             worker.handle_preemptions(output.kv_connector_metadata)
@@ -301,8 +309,7 @@ class Rig:
             # Like vLLM's model runners: loads that this forward needs come before it.
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
-            bad = set(worker.worker_half._bad_blocks)
-            self._forward(output, sampled, bad)
+            sampled = self._forward(output, worker.worker_half._bad_blocks)
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(None)
             worker.wait_for_save()
@@ -322,43 +329,16 @@ class Rig:
             kv_connector_output=connector_output,
         )
 
-    def _forward(
-        self, output: Any, sampled: dict[str, list[int]], bad_blocks: Iterable[int] = ()
-    ) -> None:
-        if not self.options.check_kv:
-            for request_id in output.num_scheduled_tokens:
-                request = self.scheduler.requests[request_id]
-                done = request.num_computed_tokens >= request.num_tokens
-                sampled[request_id] = [1] if done else []
-            return
-        bad = set(bad_blocks)
-        # Requests of a batch attend to blocks that others of it fill: write all, then read.
-        work = []
-        for request_id, count in output.num_scheduled_tokens.items():
+    def _forward(self, output: Any, bad: Collection[int] = ()) -> dict[str, list[int]]:
+        if self.options.check_kv:
+            self._runner.update(output)
+            return self._runner.forward(output.num_scheduled_tokens, bad)
+        sampled: dict[str, list[int]] = {}
+        for request_id in output.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
-            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            stop = request.num_computed_tokens  # vLLM has already counted this step
-            tokens = list(request.all_token_ids)
-            cells = _kv(tokens[:stop])
-            self._write(blocks, cells, stop - count, stop)
-            work.append((request_id, blocks, cells, stop, tokens))
-        for request_id, blocks, cells, stop, tokens in work:
-            if not bad & set(blocks):
-                self._check(request_id, blocks, cells, stop)
-            done = stop >= len(tokens)
-            sampled[request_id] = [_sample(cells, stop)] if done else []
-
-    def _write(self, blocks: list[int], cells: NDArray[np.uint8], start: int, stop: int) -> None:
-        size = self.options.block_size
-        for position in range(start, stop):
-            self._cells[blocks[position // size], position % size] = cells[position]
-
-    def _check(self, request_id: str, blocks: list[int], cells: NDArray[np.uint8], n: int) -> None:
-        size = self.options.block_size
-        seen = self._cells[blocks[: -(-n // size)]].reshape(-1, CELL)[:n]
-        wrong = np.flatnonzero((seen != cells[:n]).any(axis=1))
-        if len(wrong):
-            raise WrongKV(f"{request_id}: {len(wrong)} of {n} tokens, first at {wrong[0]}")
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled[request_id] = [1] if done else []
+        return sampled
 
 
 def text(tokens: int, seed: int) -> list[int]:
@@ -370,19 +350,5 @@ def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What the rig's model says to a prompt, computed without any engine."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(_sample(_kv(tokens), len(tokens)))
+        tokens.append(sample(kv(tokens)))
     return tokens[len(prompt) :]
-
-
-def _kv(tokens: Sequence[int]) -> NDArray[np.uint8]:
-    """KV of a context, uint8 ``[tokens, CELL]``: each cell a digest of the prefix up to it."""
-    digest = xxhash.xxh64()
-    cells = bytearray()
-    for token in tokens:
-        digest.update(token.to_bytes(4, "little"))
-        cells += digest.digest()
-    return np.frombuffer(bytes(cells), dtype=np.uint8).reshape(-1, CELL)
-
-
-def _sample(cells: NDArray[np.uint8], stop: int) -> int:
-    return int.from_bytes(cells[stop - 1].tobytes(), "little") % VOCABULARY

@@ -25,8 +25,10 @@ class CopyEngines:
         self._runtime = runtime
         self._runs = runs
         self._storage = storage
-        self._slab = slab
         self._batches = pinned and runtime.has_batches
+        # Of a batch the driver looks no address up: where registered memory has another one for
+        # the GPU, as under WSL2, that is the one to name.
+        self._slab = runtime.device_pointer(slab) if self._batches else slab
 
     def enqueue(self, direction: Direction, pages: Pages, stream: int) -> None:
         """Begin to copy at least one page. Addresses are read before this returns.

@@ -34,8 +34,8 @@ from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBack
 from tiered_kv.transfer.copy_cost import kernel_pays
 from tiered_kv.transfer.copy_engines import CopyEngines
 from tiered_kv.transfer.copy_plan import Pages, count_copies, page_runs, sort_out
-from tiered_kv.transfer.cuda_costs import copy_costs, cuda_major
-from tiered_kv.transfer.cudart import CudaRuntime
+from tiered_kv.transfer.cuda_costs import copy_costs
+from tiered_kv.transfer.cudart import CudaRuntime, cuda_major
 from tiered_kv.transfer.page_kernel import BLOCKS, PageKernel
 
 logger = logging.getLogger(__name__)

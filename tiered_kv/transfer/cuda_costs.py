@@ -23,7 +23,7 @@ from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_cost import CopyCost, measure_cost
 from tiered_kv.transfer.copy_engines import CopyEngines
 from tiered_kv.transfer.copy_plan import PageRuns, Pages, page_runs, sort_out
-from tiered_kv.transfer.cudart import CudaRuntime
+from tiered_kv.transfer.cudart import CudaRuntime, cuda_major
 from tiered_kv.transfer.page_kernel import PageKernel
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,6 @@ def copy_costs(device: torch.device) -> Mapping[Direction, CopyCosts]:
     return costs
 
 
-def cuda_major() -> int:
-    """The version of CUDA that torch was built with."""
-    return int(torch.version.cuda.partition(".")[0])
-
-
 def _engines_s(
     runtime: CudaRuntime, device: torch.device, direction: Direction, runs: int, nbytes: int
 ) -> float:
@@ -77,8 +72,14 @@ def _kernel_s(
 ) -> float:
     with _scratch(device, runs, nbytes) as (page, storage, pool, pages):
         kernel = PageKernel(runtime, page, storage, pool.slots.ctypes.data)
-        held: list[torch.Tensor] = []  # a new one for each round: all stay until the end
-        return _best_s(device, lambda stream: kernel.enqueue(direction, pages, stream, held))
+        held: list[torch.Tensor] = []
+
+        def copy(stream: int) -> None:
+            kernel.reuse(held)  # the round before is over
+            held.clear()
+            kernel.enqueue(direction, pages, stream, held)
+
+        return _best_s(device, copy)
 
 
 @contextmanager

@@ -14,6 +14,9 @@ from tiered_kv.transfer.copy_plan import Numbers
 
 BATCHES_SINCE = 13
 """cudaMemcpyBatchAsync is in CUDA 12.8 too, with another signature."""
+REGISTER_FLAGS = 1 | 2
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and reachable
+from kernels."""
 KINDS = {Direction.LOAD: 1, Direction.SAVE: 2}  # cudaMemcpyHostToDevice, -DeviceToHost
 STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 PREFER_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute
@@ -40,6 +43,13 @@ class MemcpyAttributes(Structure):
     )
 
 
+def cuda_major() -> int:
+    """The version of CUDA that torch was built with."""
+    import torch
+
+    return int(torch.version.cuda.partition(".")[0])
+
+
 class CudaRuntime:
     """The runtime library of CUDA ``major``; calls act on the calling thread's device.
 
@@ -52,6 +62,8 @@ class CudaRuntime:
         self._library = ctypes.CDLL(f"libcudart.so.{major}")
         self.has_batches = major >= BATCHES_SINCE
         self._library.cudaGetErrorString.restype = c_char_p
+        self._library.cudaHostRegister.argtypes = (c_void_p, c_size_t, c_uint)
+        self._library.cudaHostUnregister.argtypes = (c_void_p,)
         self._library.cudaHostGetDevicePointer.argtypes = (POINTER(c_void_p), c_void_p, c_uint)
         self._library.cudaMemcpyAsync.argtypes = (c_void_p, c_void_p, c_size_t, c_int, c_void_p)
         if self.has_batches:
@@ -59,6 +71,22 @@ class CudaRuntime:
                 *(c_void_p, c_void_p, c_void_p, c_size_t),
                 *(POINTER(MemcpyAttributes), POINTER(c_size_t), c_size_t, c_void_p),
             )
+
+    def register(self, host: int, nbytes: int) -> None:
+        """Pin memory of this process.
+
+        Raises:
+            CudaError: it cannot be pinned.
+        """
+        self._check(self._library.cudaHostRegister(host, nbytes, REGISTER_FLAGS))
+
+    def unregister(self, host: int) -> None:
+        """Undo :meth:`register`.
+
+        Raises:
+            CudaError: it was not registered.
+        """
+        self._check(self._library.cudaHostUnregister(host))
 
     def device_pointer(self, host: int) -> int:
         """The address by which kernels reach registered host memory.

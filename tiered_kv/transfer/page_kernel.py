@@ -26,6 +26,9 @@ THREADS = 1024
 PIECE_BYTES = 8192
 MAX_PAGES = 4096
 """Of a launch; larger batches take several."""
+STAGED = 8
+"""Launches under way for which there is pinned memory from the start: to pin more may hold up the
+engine's thread."""
 
 
 @cache
@@ -87,7 +90,7 @@ class PageKernel:
         table = np.stack([pieces.offset, pieces.stride, pieces.start, pieces.nbytes], axis=1)
         self._pieces = torch.from_numpy(table).to(storage.device)
         torch.cuda.synchronize(storage.device)  # the table is there, whichever stream asks
-        self._staging: list[torch.Tensor] = []
+        self._staging = [self._new_staging() for _ in range(STAGED)]
 
     def enqueue(
         self, direction: Direction, pages: Pages, stream: int, held: list[torch.Tensor]
