@@ -9,6 +9,7 @@ import pytest
 from tests.connector.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.admission import AWAY_S
+from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_rig import Rig, expected, text
 
 
@@ -82,9 +83,10 @@ def goes_on(rig: Rig, name: str) -> None:
     rig.add(f"{name}2", context, max_tokens=20, params={"job_id": name, "is_last_step": True})
 
 
-def begun(make_rig: MakeRig, **settings: Any) -> Rig:
+def begun(make_rig: MakeRig, *, pin_fraction: float = 0, **settings: Any) -> Rig:
     """Three jobs have had their first turn; their contexts grow beyond the pool of 63 blocks."""
-    rig = holding_rig(make_rig, in_job_order=True, pin_fraction=0, **settings)
+    rig = holding_rig(make_rig, in_job_order=True, pin_fraction=pin_fraction, **settings)
+    rig.policy = FixedPin(60.0)
     for name in "abc":
         begin(rig, name, last=False)
         rig.run()
@@ -150,6 +152,26 @@ def test_a_turn_does_not_wait_for_an_older_job_with_a_slow_tool(make_rig: MakeRi
         assert held(rig) == waiting, "b is away"
         rig.run()
         rig.check_clean()
+
+
+def test_a_turn_waits_for_an_older_job_whose_kv_is_kept_however_slow_its_tool(
+    make_rig: MakeRig,
+) -> None:
+    rig = begun(make_rig, pin_fraction=1)
+    rig.now += AWAY_S + 1
+    goes_on(rig, "a")
+    rig.step()
+    kept = {job.name: job for job in rig.half.gaps.waits.jobs() if job in rig.half.pins}
+    goes_on(rig, "c")
+    assert "b" in kept
+    assert held(rig) == ["c2"], "b is pinned for a minute"
+    rig.half.pins.release(kept["b"])
+    rig.now += 1
+    rig.step()
+    assert held(rig) == []
+    rig.run()
+    rig.half.let_go()
+    rig.check_clean()
 
 
 def test_a_turn_does_not_wait_while_cpu_memory_has_room_for_the_others(make_rig: MakeRig) -> None:
