@@ -32,6 +32,7 @@ class EngineFacts:
             arrange them as it likes, and sizes do not tell.
         replica: index of this engine among data-parallel ones.
         group: the KV cache group whose pages are offloaded; 0 when there is one group.
+        ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
         sync_restores: whether restores may be sync. vLLM rewinds a request whose sync restore
             failed only where no later step was scheduled yet, and only for its older model
             runner (vllm-project/vllm#49250); elsewhere it would go on with wrong KV.
@@ -46,6 +47,7 @@ class EngineFacts:
     arrangement: str = ""
     replica: int = 0
     group: int = 0
+    ahead: bool = False
     sync_restores: bool = True
 
     @property
@@ -136,6 +138,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
             for t in kv_cache_config.kv_cache_tensors
         ]
         layout = page_layout(placements, kv_cache_config.num_blocks)
+    ahead = bool(vllm_config.scheduler_config.async_scheduling)
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
         block_size=vllm_config.cache_config.block_size,
@@ -145,9 +148,8 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         element=_element(vllm_config),
         arrangement=_arrangement(vllm_config, kv_cache_config),
         replica=vllm_config.parallel_config.data_parallel_index,
-        sync_restores=not (
-            vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner
-        ),
+        ahead=ahead,
+        sync_restores=not (ahead or vllm_config.use_v2_model_runner),
     )
 
 

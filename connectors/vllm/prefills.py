@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.costs import PrefillFit
 
 FEWEST_TOKENS = 128
 """A shorter prefill says more about the step than about its tokens."""
+
+
+@dataclass(slots=True)
+class _Prefill:
+    turn: Turn
+    began: float
+    behind: int
+    tokens: int
+    not_yet: int  # looks until its first step begins
 
 
 class PrefillClock:
@@ -15,29 +26,38 @@ class PrefillClock:
     What other requests of the batch took is in it: a recomputation would go through the
     same.
 
+    Args:
+        ahead: a step is scheduled while the one before it runs, and begins as the next one is
+            scheduled.
+
     Attributes:
         fit: what was learned.
         running: prefills under way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ahead: bool) -> None:
         self.fit = PrefillFit()
-        self.running: list[tuple[Turn, float, int, int]] = []
+        self.running: list[_Prefill] = []
+        self._not_yet = 2 if ahead else 0
 
     def started(self, turn: Turn, now: float) -> None:
         """The request was admitted; what VRAM and CPU memory do not give is computed."""
         behind = turn.vram_tokens + turn.cpu_tokens
         tokens = turn.request.num_prompt_tokens - behind
         if tokens >= FEWEST_TOKENS:
-            self.running.append((turn, now, behind, tokens))
+            self.running.append(_Prefill(turn, now, behind, tokens, self._not_yet))
 
     def look(self, now: float) -> None:
-        """See which of the ``running`` prefills are over."""
+        """See which of the ``running`` prefills are over; once in every step, when it was
+        scheduled."""
         still = []
         for prefill in self.running:
-            turn, began, behind, tokens = prefill
-            if turn.request.num_output_tokens > 0:
-                self.fit.observe(behind, tokens, now - began)
-            elif not turn.request.is_finished():
+            request = prefill.turn.request
+            if prefill.not_yet:
+                prefill.not_yet -= 1
+                prefill.began = now
+            if request.num_output_tokens > 0:
+                self.fit.observe(prefill.behind, prefill.tokens, now - prefill.began)
+            elif not request.is_finished():
                 still.append(prefill)
         self.running = still

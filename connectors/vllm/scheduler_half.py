@@ -109,7 +109,7 @@ class SchedulerHalf:
         self.planner = Planner(self.index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
         self.tails = TailIndex()
         self.restores = Restores(facts, self.planner, self.tails, restores, self.counters)
-        self.prefills = PrefillClock()
+        self.prefills = PrefillClock(ahead=facts.ahead)
         self.ssd: SsdTier | None = None
         self._config = config
         self._fingerprints = fingerprints
@@ -299,12 +299,12 @@ class SchedulerHalf:
         turn = self._turns.get(request.request_id)
         if turn is None:
             return
-        self._restored.pop(request.request_id, None)
+        restored = self._restored.pop(request.request_id, None) is not None
+        computes = restored or not turn.admitted  # but for one that was preempted
         if not turn.admitted:
             turn.admitted = True
             turn.cpu_tokens = num_external
             self._running += 1
-            self.prefills.started(turn, self._clock())
             self.prices.admitted(turn)
             turn.ssd_tokens = min(num_external, self._came_up(turn))
             self.queue.left(turn.request_id)
@@ -315,8 +315,11 @@ class SchedulerHalf:
             self.counters.add("pins_handed_over")
         if num_external > 0:
             self.restores.order(turn, blocks.get_block_ids()[self.facts.group], num_external)
-        if not turn.loading:
-            self.saves.watch(turn, self._step + 1)
+        if turn.loading:
+            return
+        self.saves.watch(turn, self._step + 1)
+        if computes:
+            self.prefills.started(turn, self._clock())
 
     def _began(self, turn: Turn) -> None:
         """A turn has its first blocks; if those are its job's first, the job has begun."""

@@ -82,6 +82,8 @@ def config(**changes: Any) -> SimpleNamespace:
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
         speculative_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        use_v2_model_runner=False,
         cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto"),
         model_config=SimpleNamespace(max_model_len=4096, dtype="torch.bfloat16"),
     )
@@ -215,6 +217,22 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
     )
     assert facts.page_bytes == 128
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("without_vllm")
+@pytest.mark.parametrize(
+    ("changes", "ahead", "sync"),
+    [
+        ({}, False, True),
+        ({"scheduler_config__async_scheduling": True}, True, False),
+        ({"use_v2_model_runner": True}, False, False),
+    ],
+)
+def test_restores_are_sync_only_where_vllm_can_go_back_on_them(
+    changes: dict[str, Any], ahead: bool, sync: bool
+) -> None:
+    facts = read_engine(config(**changes), kv_config(FullAttentionSpec))
+    assert (facts.ahead, facts.sync_restores) == (ahead, sync)
 
 
 @pytest.mark.usefixtures("without_vllm")

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.prefills import FEWEST_TOKENS, PrefillClock
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.restore import AlwaysRestore
+from tiered_kv.testing.vllm_rig import text
 
 
 def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
@@ -18,14 +22,14 @@ def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
 
 
 def test_nothing_is_known_before_a_prefill_was_seen() -> None:
-    clock = PrefillClock()
+    clock = PrefillClock(ahead=False)
     clock.started(turn(1000), now=0.0)
     clock.look(now=1.0)
     assert not clock.fit.measured
 
 
 def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
-    clock = PrefillClock()
+    clock = PrefillClock(ahead=False)
     one = turn(1500, vram=300, cpu=200)
     clock.started(one, now=10.0)
     clock.look(now=11.0)
@@ -37,7 +41,7 @@ def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
 
 
 def test_later_prefills_move_what_is_known() -> None:
-    clock = PrefillClock()
+    clock = PrefillClock(ahead=False)
     for seconds in (1.0, 3.0):
         one = turn(1000)
         clock.started(one, now=0.0)
@@ -47,7 +51,7 @@ def test_later_prefills_move_what_is_known() -> None:
 
 
 def test_short_and_aborted_prefills_say_nothing() -> None:
-    clock = PrefillClock()
+    clock = PrefillClock(ahead=False)
     short, aborted = turn(FEWEST_TOKENS - 1), turn(1000)
     clock.started(short, now=0.0)
     clock.started(aborted, now=0.0)
@@ -56,3 +60,34 @@ def test_short_and_aborted_prefills_say_nothing() -> None:
     clock.look(now=1.0)
     assert not clock.fit.measured
     assert clock.running == []
+
+
+def test_a_step_that_is_scheduled_ahead_begins_when_the_next_one_is_scheduled() -> None:
+    """The step before it runs until then: a prefill of one step does not take two."""
+    clock = PrefillClock(ahead=True)
+    one = turn(1000)
+    clock.started(one, now=10.0)
+    for now in (10.0, 12.0, 14.0):
+        one.request.num_output_tokens = int(now == 14.0)
+        clock.look(now)
+    assert clock.fit.seconds(0, 1000) == pytest.approx(2.0)
+
+
+def test_the_time_that_a_restore_takes_is_not_that_of_the_prefill_behind_it(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    start = text(160, seed=1)
+    rig.ask("first", start)
+    rig.fill()
+    rig.add("longer", start + text(200, seed=2), max_tokens=1)
+    rig.step()
+    rig.now += 60.0
+    while "longer" not in rig.finished:
+        rig.wait_for_worker()
+        rig.step()
+    rig.now += 1.0
+    rig.ask("next", text(1, seed=3), max_tokens=1)  # a step that looks
+    assert rig.count("restores_async") == 1
+    assert rig.half.prefills.fit.seconds(160, 200) == pytest.approx(1.0)

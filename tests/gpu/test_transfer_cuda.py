@@ -144,8 +144,9 @@ def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
             assert not backend.run(CopyJob(1, Direction.SAVE, blocks, slots)).failed
             backend.drain()
             for number, slot in enumerate(slots, 1):
-                seen = np.unique(pool.slots[slot, : page // 2]), np.unique(
-                    pool.slots[slot, page // 2 :]
+                seen = (
+                    np.unique(pool.slots[slot, : page // 2]),
+                    np.unique(pool.slots[slot, page // 2 :]),
                 )
                 assert [one.tolist() for one in seen] == [[10 * number + 1], [10 * number]]
             storage.zero_()
