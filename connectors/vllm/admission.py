@@ -48,8 +48,8 @@ that ends makes a difference."""
 MOST_SILENT = 8192
 """Jobs remembered that may have ended. The one longest away is forgotten first."""
 AWAY_S = 10.0
-"""A job that is away for longer keeps no younger one waiting, unless its KV is pinned: its tool is
-one of the slow ones."""
+"""A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
+tool is one of the slow ones."""
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
 
@@ -289,7 +289,8 @@ class Admission:
             if other == key:
                 room = max(self._facts.num_blocks - 1, self._slots)
                 return taken > self._shared_blocks and taken + member.blocks > room
-            if member.running or now - member.since < AWAY_S or other in self._pins:
+            away = not member.running and now - member.since >= AWAY_S
+            if not away or self._pins.worth_a_wait(other):
                 taken += member.blocks
         return False
 

@@ -16,8 +16,7 @@ class FailedRestores:
     those computed behind them, go as soon as they are known.
 
     Saves ordered beside the restore were refused by the workers: they are offered again, but for
-    requests that hold a bad block. With asynchronous scheduling what vLLM counts as computed of
-    these can be too much, so nothing of them is saved or restored any more.
+    requests that hold a bad block: nothing of these is saved or restored any more.
 
     Args:
         pool: vLLM's block pool. blocks_of: blocks of requests.

@@ -59,6 +59,10 @@ class PinTable:
     def __contains__(self, job: JobKey) -> bool:
         return job in self._pins
 
+    def worth_a_wait(self, job: JobKey) -> bool:
+        """Whether the job has a pin for which a younger one's turn may have to wait."""
+        return job in self._pins and self._pins[job].earns >= WORTH_A_WAIT
+
     @property
     def held_blocks(self) -> int:
         """Distinct blocks under a pin; blocks shared by pins count once."""

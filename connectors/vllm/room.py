@@ -59,13 +59,14 @@ class Room:
         self._blocks_of = blocks_of
         self._watermark = watermark
         self.defer_new = False
-        """Set when pins were released for running requests: vLLM ends its loop over them,
-        and the waiting loop of the same step must not take what was freed."""
+        """Set when pins were released for running requests, or are spared for blocks on their way:
+        vLLM ends its loop over them, and the waiting loop of the same step must not take what is
+        theirs."""
         self._coming, self._coming_at = 0, -1
 
     def freed_late(self, blocks: int, step: int) -> None:
         """So many blocks of a turn that has ended are free only once the step that was scheduled
-        ahead of its end is over: pins need not go for want of them."""
+        ahead of its end is over: pins need not go for want of them in the ``step`` until then."""
         before = self._coming_at == step
         self._coming = blocks + (self._coming if before else 0)
         self._coming_at = step
@@ -85,8 +86,9 @@ class Room:
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
         only those of older jobs are left that are worth a wait."""
-        asked_before = turn.asked_at == step - 1
-        turn.asked_at = step
+        sure = self._coming_at != step  # if not, vLLM refuses it once for want of blocks
+        asked_before = sure and turn.asked_at == step - 1
+        turn.asked_at = step if sure else -1
         if not len(self._pins):
             return
         spare = turn.job.key if turn.job else None
@@ -113,15 +115,13 @@ class Room:
             return born(turn)
         return math.inf if turn.new else -math.inf
 
-    def for_restored(self, turns: Sequence[Turn]) -> None:
+    def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""
         for turn in turns:
             lack = self._blocks(turn) - len(self._blocks_of.get(turn.request_id, ()))
-            self._release_until_free(lack + self._watermark)
-
-    def _release_until_free(self, wanted: int) -> None:
-        released = self._pins.make_room(lambda: self._pool.get_num_free_blocks() >= wanted)
-        self._counters.add("pins_released", released)
+            wanted = lack + self._watermark
+            released = self._pins.make_room(lambda wanted=wanted: self._free(step) >= wanted)  # type: ignore[misc]
+            self._counters.add("pins_released", released)
 
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))

@@ -377,7 +377,8 @@ class SchedulerHalf:
         if self.pins and (late := self.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
         if self._restored:
-            self.room.for_restored(list(self._restored.values()))
+            # Of the step that was just scheduled: what is on its way is there in the next.
+            self.room.for_restored(list(self._restored.values()), self._step - 1)
         if self.prefills.running:
             self.prefills.look(self._clock())
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
@@ -452,7 +453,8 @@ class SchedulerHalf:
             if turn is not None and turn.loading:
                 turn.loading = False
                 self._restored[turn.request_id] = turn
-            if done.failed:
+            # vLLM hashes the blocks of an async restore once they are there, if they are.
+            if done.failed and done.order.mode is RestoreMode.SYNC:
                 bad = {done.order.blocks[i] for i in done.failed}
                 self._failed_restores.clear(bad, restored, self._turns.values(), self._step)
 
@@ -490,7 +492,7 @@ class SchedulerHalf:
             over, gone = turn.hints.is_last_step, not ended_by_itself(request)
             self.admission.ended(turn, over=over, gone=gone)
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
-        if request.num_in_flight_tokens > 0:
+        if self.facts.ahead and request.num_in_flight_tokens > 0:
             own = self._blocks_of.get(turn.request_id, ())
             self.room.freed_late(sum(block.ref_cnt == 1 for block in own), self._step)
         return self.accounts.turn(turn, wait.decision, pinned)

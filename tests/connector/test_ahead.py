@@ -3,7 +3,8 @@ is over."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.connector.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_rig import Rig, expected, text
 from tiered_kv.transfer.base import Direction
 
@@ -56,40 +58,88 @@ def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_no_more_than_i
 
     other = [*prompt, *said, *text(40, seed=4)]
     assert rig.ask("goes on", other) == expected(other, 4)
+    assert rig.count("prompt_tokens_cpu") == len(prompt) + len(said) - 1
     rig.check_clean()
 
 
 @pytest.mark.parametrize("in_job_order", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
 def test_blocks_that_are_free_a_step_later_cost_no_pin(
-    make_rig: MakeRig, in_job_order: bool
+    make_rig: MakeRig, in_job_order: bool, saved: bool
 ) -> None:
     """vLLM gives a turn's blocks back once the step that was scheduled ahead of its end is over;
     who waits for them waits that step."""
+    prompt = text(260, seed=3)
+    rig = tight(make_rig, in_job_order, saved=prompt if saved else ())
+    before = rig.count("pins_released")
+    one_that_stops(rig)
+    run_until_it_stops(rig)
+    rig.add("waits", prompt, params={"job_id": "new"})
+    rig.run()
+
+    assert rig.outputs["waits"] == expected(prompt, 4)
+    assert rig.count("restores_async") == saved
+    assert rig.count("pins_released") == before
+    rig.half.let_go()
+    rig.check_clean()
+
+
+def test_a_running_request_waits_a_step_for_blocks_rather_than_take_a_pin(
+    make_rig: MakeRig,
+) -> None:
+    rig = tight(make_rig, in_job_order=False)
+    one_that_stops(rig)
+    run_until_it_stops(rig)
+    assert rig.half.has_pending_block_frees(), "vLLM need not preempt"
+    assert rig.count("pins_released") == 0
+    rig.step()
+    assert rig.half.has_pending_block_frees()
+    assert rig.count("pins_released") == 1, "now they are there, and were not enough"
+    rig.run()
+
+
+def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
+    make_rig: MakeRig,
+) -> None:
+    """The third place of vLLM's step at which blocks are found missing."""
+    rig = tight(make_rig, in_job_order=False)
+    room, turn = rig.half.room, SimpleNamespace(request=SimpleNamespace(num_tokens=300))
+    turn.request_id = "restored"
+    short = 19 - rig.pool.get_num_free_blocks()
+    taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks() - 10)
+    room.freed_late(short + 30, step=7)
+    room.for_restored([turn], 7)
+    assert rig.count("pins_released") == 0
+    room.for_restored([turn], 8)
+    assert rig.count("pins_released") == 1
+    rig.pool.free_blocks(taken)
+
+
+def tight(make_rig: MakeRig, in_job_order: bool, saved: Sequence[int] = ()) -> Rig:
+    """A rig of which a job that is away has pinned a quarter; ``saved`` is in CPU memory."""
     rig = make_rig(
         blocks=41,
         max_model_len=512,
         ahead=True,
         in_job_order=in_job_order,
-        extra={"cpu_gib": 0, "pin_fraction": 1},
+        extra={"cpu_gib": 0.001 if saved else 0, "pin_fraction": 1},
     )
+    if saved:
+        rig.ask("saves", saved)
+        rig.fill()
     rig.half.pins._budget = rig.half.pins.job_share = 10_000
-    pinned = text(150, seed=1)
-    rig.ask("pinned", pinned, params={"job_id": "away"})
+    rig.policy = FixedPin(3600.0)
+    rig.ask("pinned", text(150, seed=1), params={"job_id": "away"})
     assert len(rig.half.pins) == 1
-    stops = expected(text(250, seed=2), 6)[-1]
-    rig.add("stops", text(250, seed=2), max_tokens=100, stop_ids=[stops])
-    waits(rig)
-    rig.run()
-
-    assert rig.outputs["waits"] == expected(text(260, seed=3), 4)
-    assert rig.count("pins_released") == 0
-    rig.now += 100
-    rig.half.let_go()
-    rig.check_clean()
+    return rig
 
 
-def waits(rig: Rig) -> Any:
-    """A request arrives in the step in which another stops."""
+def one_that_stops(rig: Rig) -> None:
+    prompt = text(250, seed=2)
+    rig.add("stops", prompt, max_tokens=100, stop_ids=[expected(prompt, 6)[-1]])
+
+
+def run_until_it_stops(rig: Rig) -> None:
+    """Its last step was heard of, and the one that was scheduled ahead of that is under way."""
     while "stops" not in rig.finished:
         rig.step()
-    return rig.add("waits", text(260, seed=3), params={"job_id": "new"})

@@ -128,7 +128,7 @@ def test_more_pages_than_one_launch_takes_are_copied_all_the_same(way: str) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
-    """On both sides, as in any real KV cache: no offset fits into 32 bits."""
+    """On both sides, as in any real KV cache: offsets that do not fit into 32 bits."""
     page = 64 << 20
     layout = PageLayout((Region(0, 2, 5 << 30, page, page // 2),), 66)
     storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device="cuda")

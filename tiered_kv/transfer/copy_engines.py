@@ -26,8 +26,8 @@ class CopyEngines:
         self._runs = runs
         self._storage = storage
         self._batches = pinned and runtime.has_batches
-        # Of a batch the driver looks no address up: where registered memory has another one for
-        # the GPU, as under WSL2, that is the one to name.
+        # Where registered memory has another address for the GPU, as under WSL2, batches need it;
+        # elsewhere both are the same.
         self._slab = runtime.device_pointer(slab) if self._batches else slab
 
     def enqueue(self, direction: Direction, pages: Pages, stream: int) -> None:
