@@ -128,7 +128,7 @@ def play(rig: Rig, rng: random.Random) -> None:
         elif what < 0.8 and asked:
             name = rng.choice(list(asked))
             if name not in rig.finished:
-                rig.abort(name)
+                rig.abort(name, late=rng.random() < 0.5)
         elif what < 0.95:
             if faulty is not None:
                 faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})

@@ -88,6 +88,7 @@ class Rig:
             self.memory.numpy().reshape(opts.blocks, opts.block_size, CELL)
         )
         self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
+        self._late_aborts: list[str] = []
         self.worker: Any = None
         if opts.extra is not None:
             from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -193,9 +194,14 @@ class Rig:
         self.scheduler.add_request(request)
         return request
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, late: bool = False) -> None:
+        """Take a request back; ``late``: while the next step is under way, as vLLM does just
+        before it hears of it."""
         from vllm.v1.request import RequestStatus
 
+        if late:
+            self._late_aborts.append(request_id)
+            return
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.finished.setdefault(request_id, "abort")
 
@@ -219,6 +225,10 @@ class Rig:
 
     def _hear(self) -> None:
         """Tell the scheduler what came of the oldest step of which it has not heard."""
+        late, self._late_aborts = self._late_aborts, []
+        for request_id in late:
+            if request_id not in self.finished:
+                self.abort(request_id)
         answers = self.scheduler.update_from_output(*self._unheard.popleft())
         for outputs in answers.values():
             self.last_stats = outputs.scheduler_stats
