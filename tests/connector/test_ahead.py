@@ -140,6 +140,8 @@ def one_that_stops(rig: Rig) -> None:
 
 
 def run_until_it_stops(rig: Rig) -> None:
-    """Its last step was heard of, and the one that was scheduled ahead of that is under way."""
+    """Its last step was heard of, and the one that was scheduled ahead of that is under way. What
+    is being saved is late for longer."""
     while "stops" not in rig.finished:
+        rig.wait_for_worker()
         rig.step()
