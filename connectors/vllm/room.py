@@ -67,26 +67,29 @@ class Room:
     def freed_late(self, blocks: int, step: int) -> None:
         """So many blocks of a turn that has ended are free only once the step that was scheduled
         ahead of its end is over: pins need not go for want of them in the ``step`` until then."""
-        before = self._coming_at == step
-        self._coming = blocks + (self._coming if before else 0)
+        self._coming = blocks + self._late(step)
         self._coming_at = step
+
+    def _late(self, step: int) -> int:
+        """Blocks that are free in the next step, and not yet."""
+        return self._coming if self._coming_at == step else 0
 
     def _free(self, step: int) -> int:
         """Blocks that are free in the next step at the latest."""
         free: int = self._pool.get_num_free_blocks()
-        return free + (self._coming if self._coming_at == step else 0)
+        return free + self._late(step)
 
     def for_running(self, step: int) -> bool:
         """Release one pin that frees a block, unless some are about to be freed; False if none
         is."""
-        freed = self._free(step) > self._pool.get_num_free_blocks() or self._release_one(None)
+        freed = self._late(step) > 0 or self._release_one(None)
         self.defer_new = self.defer_new or freed
         return freed
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
         only those of older jobs are left that are worth a wait."""
-        sure = self._coming_at != step  # if not, vLLM refuses it once for want of blocks
+        sure = not self._late(step)  # if not, vLLM refuses it once for want of blocks
         asked_before = sure and turn.asked_at == step - 1
         turn.asked_at = step if sure else -1
         if not len(self._pins):
@@ -119,9 +122,11 @@ class Room:
         """Release pins until each restored request has the blocks it lacks."""
         for turn in turns:
             lack = self._blocks(turn) - len(self._blocks_of.get(turn.request_id, ()))
-            wanted = lack + self._watermark
-            released = self._pins.make_room(lambda wanted=wanted: self._free(step) >= wanted)  # type: ignore[misc]
-            self._counters.add("pins_released", released)
+            self._release_until_free(lack + self._watermark, step)
+
+    def _release_until_free(self, wanted: int, step: int) -> None:
+        released = self._pins.make_room(lambda: self._free(step) >= wanted)
+        self._counters.add("pins_released", released)
 
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))
