@@ -164,7 +164,7 @@ class Engine:
     def _take_over(self, server: Server, policy: TurnPolicy | None) -> None:
         half, machine = self.half, self.machine
         half._clock = lambda: self.now
-        half._last_report = self.now
+        half.exchange._last_word = self.now
         half.gaps._keeper.close()
         if policy is not None:
             half.gaps.waits.policy = policy

@@ -38,6 +38,7 @@ from tiered_kv.connectors.vllm.profile import prefill_work
 from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
 from tiered_kv.connectors.vllm.stats import TieredPromMetrics, TieredStats
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
+from tiered_kv.connectors.vllm.wiring import Outside
 from tiered_kv.connectors.vllm.worker_half import WorkerHalf
 from tiered_kv.policies import registry
 from tiered_kv.policies.restore import FasterRestore
@@ -93,18 +94,19 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             policy = registry.policy(config.policy)
             keeper = PolicyKeeper(policy, config.ssd_path, config.policy)
             keeper.load()
-            self.scheduler_half = SchedulerHalf(
+            given = Outside(
                 facts,
                 config,
-                Fingerprints(base_fingerprint(vllm_config, facts)),
                 policy,
                 FasterRestore(),
-                prefill_work(vllm_config.model_config),
                 _tool_reader(vllm_config) if policy.reads_tools else None,
                 keeper,
                 time.monotonic,
                 time.time,
             )
+            fingerprints = Fingerprints(base_fingerprint(vllm_config, facts))
+            work = prefill_work(vllm_config.model_config)
+            self.scheduler_half = SchedulerHalf(given, fingerprints, work)
         else:
             self.worker_half = WorkerHalf(
                 facts,

@@ -150,13 +150,14 @@ class Saves:
         self._counters.add("bytes_saved", good * self._facts.page_bytes * self._facts.ranks)
         self._give_up(done.order.blocks)
 
-    def drop_unsent(self) -> None:
-        """Forget the saves that were not sent yet, and give up their blocks."""
-        for order in self.unsent:
+    def drop_unsent(self) -> list[OrderId]:
+        """Forget the saves that were not sent yet, and give up their blocks; returns them."""
+        dropped, self.unsent = self.unsent, []
+        for order in dropped:
             self._planner.cancel(order)
             self._give_up(order.blocks)
             self._last_of_turn.pop(order.order_id, None)
-        self.unsent.clear()
+        return [order.order_id for order in dropped]
 
     def drop_all(self) -> list[OrderId]:
         """Forget every save, sent or not, and give up its blocks at once; returns those sent,

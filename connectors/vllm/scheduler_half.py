@@ -1,4 +1,4 @@
-"""The scheduler half: decides where pages go, and owns every index.
+"""The scheduler half: what each of vLLM's hooks asks of the parts that decide (``wiring``).
 
 All of it runs on the scheduler's thread, between vLLM's hooks, without locks or I/O.
 Hooks come in this order: ``arrived`` once; ``match`` in every step until admitted;
@@ -9,54 +9,27 @@ Hooks come in this order: ``arrived`` once; ``match`` in every step until admitt
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from tiered_kv.config import TierConfig
-from tiered_kv.connectors.vllm.accounts import Accounts
-from tiered_kv.connectors.vllm.admission import Admission
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.failed_restores import FailedRestores
 from tiered_kv.connectors.vllm.fingerprints import Fingerprints
-from tiered_kv.connectors.vllm.gaps import Gaps
-from tiered_kv.connectors.vllm.job_queue import TIGHT_TOKENS, JobQueue
 from tiered_kv.connectors.vllm.metadata import (
     TieredHandshake,
     TieredMetadata,
     TieredWorkerMetadata,
 )
-from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
-from tiered_kv.connectors.vllm.prefills import PrefillClock
-from tiered_kv.connectors.vllm.prices import Prices
 from tiered_kv.connectors.vllm.profile import PrefillWork
-from tiered_kv.connectors.vllm.restores import Restores
-from tiered_kv.connectors.vllm.room import Room, pin_table
-from tiered_kv.connectors.vllm.saves import Saves
-from tiered_kv.connectors.vllm.ssd import SsdTier
-from tiered_kv.connectors.vllm.tool_reader import ToolReader
 from tiered_kv.connectors.vllm.turn import Turn, ended_by_itself
-from tiered_kv.connectors.vllm.waits import Waits
 from tiered_kv.connectors.vllm.watchdog import STUCK_S, Watchdog
-from tiered_kv.index import PageIndex
+from tiered_kv.connectors.vllm.wiring import Outside, wire
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import LoadOrder, RestoreMode, SaveOrder
-from tiered_kv.planner import Planner, Settled
-from tiered_kv.policies.eviction import ByWorth
-from tiered_kv.policies.lineage import Lineage
-from tiered_kv.policies.restore import RestorePolicy
-from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.turns import TurnHints, read_hints
-from tiered_kv.tails import TailIndex
-from tiered_kv.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
-ASSUMED_BANDWIDTH = 4e9
-"""Bytes per second of a rank's copies until the first are measured."""
-MAX_PUSH_S = 30.0
-"""An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
 TIME_EVERY = 8
 """Steps between two looks at how long steps take."""
 LOOK_EVERY_S = 0.25
@@ -64,67 +37,29 @@ LOOK_EVERY_S = 0.25
 STATS_EVERY = 16
 """Steps between two accounts of the counters while requests run."""
 
-Clock = Callable[[], float]
-
 
 class SchedulerHalf:
-    """Pins, index and planner behind vLLM's scheduler-side hooks.
+    """vLLM's scheduler-side hooks. Owns the turns that live, and the parts.
 
     Args:
-        facts: the engine.
-        config: the operator's settings.
+        given: the engine, the operator's settings, policies and clocks.
         fingerprints: keys' first part; owned from now on.
-        turns: where a finished turn's KV waits.
-        restores: sync or async.
         work: of the model's prefills; None if that is not known.
-        tools: reads tool calls; None if answers cannot be decoded.
-        keeper: of ``turns``; owned from now on.
-        clock: monotonic seconds.
-        wall: seconds since the epoch, for the trace.
     """
 
     def __init__(
-        self,
-        facts: EngineFacts,
-        config: TierConfig,
-        fingerprints: Fingerprints,
-        turns: TurnPolicy,
-        restores: RestorePolicy,
-        work: PrefillWork | None,
-        tools: ToolReader | None,
-        keeper: PolicyKeeper,
-        clock: Clock,
-        wall: Clock,
+        self, given: Outside, fingerprints: Fingerprints, work: PrefillWork | None
     ) -> None:
-        self.facts = facts
-        self._clock = clock
+        self.facts = given.facts
         self.counters = Counters()
-        slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
-        on_ssd = config.ssd_bytes if slots and config.ssd_path is not None else 0
-        stored = on_ssd // max(1, facts.ranks * facts.page_bytes)
-        self.order = ByWorth(
-            lambda: self._clock(), lambda: self.prices.cpu_stay_s(), 2 * (slots + stored)
-        )
-        self.index = PageIndex(slots, self.order)
-        self.planner = Planner(self.index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
-        self.tails = TailIndex()
-        self.restores = Restores(facts, self.planner, self.tails, restores, self.counters)
-        self.prefills = PrefillClock(ahead=facts.ahead)
-        self.ssd: SsdTier | None = None
-        self._config = config
+        self._given = given
+        self._clock = given.clock
         self._fingerprints = fingerprints
-        self._policy = turns
         self._work = work
-        self._tools = tools
-        self._tools_read: Collection[Any] = tools.answers if tools is not None else ()
+        self._tools = given.tools
+        self._tools_read: Collection[Any] = given.tools.answers if given.tools is not None else ()
         self._look_at = 0.0
-        self._keeper = keeper
-        trace = TraceWriter(config.trace) if config.trace else None
-        self.accounts = Accounts(self.counters, trace, wall)
         self._turns: dict[str, Turn] = {}
-        self._restored: dict[str, Turn] = {}  # async restore over, not yet scheduled
-        self._seen_failures: dict[int, int] = {}
-        self._no_orders = TieredMetadata()
         self._step = 0
         self._was_idle = True
         self._running = 0
@@ -132,74 +67,17 @@ class SchedulerHalf:
         """A busy engine asks for stats in every step and is told in some of them."""
         self._watchdog = Watchdog()
         self._ordering_failed = False
-        self._last_report = clock()
 
     def bind(self, manager: Any) -> None:
         """Take vLLM's KV cache manager: its pool, the blocks of requests, and its reset."""
-        pool, watermark = manager.block_pool, int(manager.watermark_blocks)
-        self._pool = pool
-        managers = manager.coordinator.single_type_managers
-        self._blocks_of = blocks_of = managers[self.facts.group].req_to_blocks
-        self.pins = pin_table(self.facts, pool, self._config.pin_fraction, watermark)
-        with_ssd = self._config.ssd_path is not None and self.index.num_slots > 0
-        clock = lambda: self._clock()  # noqa: E731 - of tests, perhaps
-        running = lambda: self._running  # noqa: E731
-        self.room = Room(self.facts, self.pins, self.counters, pool, blocks_of, watermark, running)
-        self.admission: Admission | None = None
-        if self._config.admission != "off":
-            max_wait_s = self._config.admission_max_wait_s
-            slots = self.index.num_slots
-            self.admission = Admission(
-                self.facts, max_wait_s, self.pins, pool, slots, running, clock
-            )
-        self.queue = JobQueue(
-            self._turns,
-            self.admission,
-            self.pins,
-            pool,
-            TIGHT_TOKENS // self.facts.block_size,
-            clock,
-        )
-        self.prices = Prices(
-            self.facts,
-            self.planner,
-            self.prefills.fit,
-            self.pins,
-            pool,
-            with_ssd,
-            self.admission.demand_with_pin if self.admission is not None else None,
-            running,
-            clock,
-        )
-        self.saves = Saves(self.facts, self.planner, self.tails, self.counters, pool, blocks_of)
-        self._failed_restores = FailedRestores(pool, blocks_of, self.saves)
-        if with_ssd:
-            groups = [self.facts.group]
-            self.ssd = SsdTier(
-                self.facts,
-                self._config.ssd_bytes,
-                self.planner,
-                self.tails,
-                self.counters,
-                lambda block_hash: pool.get_cached_block(block_hash, groups) is not None,
-                lambda key: self.order.chance(key, math.inf),
-                clock,
-            )
-        self.gaps = Gaps(
-            Lineage(self.facts.block_size),
-            Waits(self._policy, self.prices, self.order, clock),
-            self.prices,
-            self.pins,
-            self.planner,
-            self.ssd,
-            managers,
-            self._tools,
-            self._keeper,
-            self.accounts,
-            self.counters,
-            self.admission.over if self.admission is not None else lambda _: None,
-            clock,
-        )
+        given = replace(self._given, clock=lambda: self._clock())  # a test may put in its own
+        parts = wire(given, manager, self.counters, self._turns, lambda: self._running)
+        self._pool, self._blocks_of = parts.pool, parts.blocks_of
+        self.index, self.planner, self.tails = parts.index, parts.planner, parts.tails
+        self.restores, self.saves, self.ssd = parts.restores, parts.saves, parts.ssd
+        self.pins, self.room, self.admission = parts.pins, parts.room, parts.admission
+        self.queue, self.prices, self.prefills = parts.queue, parts.prices, parts.prefills
+        self.gaps, self.exchange, self.accounts = parts.gaps, parts.exchange, parts.accounts
         self._wrap_reset(manager)
 
     def _wrap_reset(self, manager: Any) -> None:
@@ -299,7 +177,7 @@ class SchedulerHalf:
         turn = self._turns.get(request.request_id)
         if turn is None:
             return
-        restored = self._restored.pop(request.request_id, None) is not None
+        restored = self.exchange.restored.pop(request.request_id, None) is not None
         computes = restored or not turn.admitted  # but for one that was preempted
         if not turn.admitted:
             turn.admitted = True
@@ -376,9 +254,9 @@ class SchedulerHalf:
             self.gaps.hear_tools()
         if self.pins and (late := self.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
-        if self._restored:
+        if restored := self.exchange.restored:
             # Of the step that was just scheduled: what is on its way is there in the next.
-            self.room.for_restored(list(self._restored.values()), self._step - 1)
+            self.room.for_restored(list(restored.values()), self._step - 1)
         if self.prefills.running:
             self.prefills.look(self._clock())
         self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
@@ -414,11 +292,7 @@ class SchedulerHalf:
 
     def take_orders(self) -> TieredMetadata:
         """The orders not yet sent. Also what is sent when ``build`` itself fails."""
-        ssd = self.ssd.take() if self.ssd is not None else None
-        if not (self.saves.unsent or self.restores.unsent or ssd):
-            return self._no_orders
-        self._last_report = self._clock()
-        return TieredMetadata(self.saves.take(), self.restores.take(), self._seen_failures, ssd)
+        return self.exchange.take()
 
     def completed(self, output: Any) -> None:
         """``update_connector_output``: workers reported."""
@@ -426,37 +300,7 @@ class SchedulerHalf:
         if meta is None:
             return
         assert isinstance(meta, TieredWorkerMetadata)
-        self._last_report = self._clock()
-        if any(n > self._seen_failures.get(rank, 0) for rank, n in meta.failures.items()):
-            self.saves.drop_unsent()  # ordered since then, perhaps of what was computed on nothing
-            self._seen_failures = {**self._seen_failures, **meta.failures}
-            self._no_orders = TieredMetadata(seen_failures=self._seen_failures)
-        settled = self.planner.settle(meta.reports)
-        try:
-            self._settled(settled)
-        finally:  # what one of the two does wrong must not cost the other's blocks
-            if self.ssd is not None:
-                self.ssd.heard(meta.ssd)
-                for done in settled:
-                    self.ssd.settled(done)
-                self.ssd.demote_ahead()
-
-    def _settled(self, settled: Sequence[Settled]) -> None:
-        """Saves and loads that every rank has reported."""
-        for done in settled:
-            if isinstance(done.order, SaveOrder):
-                self.saves.settled(done)
-            if not isinstance(done.order, LoadOrder):
-                continue
-            restored = self.restores.settled(done)
-            turn = self._turns.get(done.order.request_id)
-            if turn is not None and turn.loading:
-                turn.loading = False
-                self._restored[turn.request_id] = turn
-            # vLLM hashes the blocks of an async restore once they are there, if they are.
-            if done.failed and done.order.mode is RestoreMode.SYNC:
-                bad = {done.order.blocks[i] for i in done.failed}
-                self._failed_restores.clear(bad, restored, self._turns.values(), self._step)
+        self.exchange.heard(meta, self._step)
 
     # -- a turn ends ----------------------------------------------------------------
 
@@ -476,7 +320,7 @@ class SchedulerHalf:
 
     def _turn_ended(self, turn: Turn, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         request = turn.request
-        self._restored.pop(request.request_id, None)
+        self.exchange.restored.pop(request.request_id, None)
         self.queue.left(request.request_id)
         self._running -= turn.admitted
         if self.ssd is not None:
@@ -543,10 +387,7 @@ class SchedulerHalf:
     def has_pending_push_work(self) -> bool:
         """Keep an otherwise idle engine stepping until copies under way are reported."""
         self.gaps.idle()
-        if self.saves.unsent or self.restores.unsent or (self.ssd is not None and self.ssd.unsent):
-            return True
-        now = self._clock()
-        return self.planner.expected(now) > 0 and now - self._last_report < MAX_PUSH_S
+        return self.exchange.under_way
 
     def take_stats(self) -> dict[str, int]:
         """Counters added since the last call, with the gauges; empty if nothing happened."""

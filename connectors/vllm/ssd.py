@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
@@ -257,6 +257,11 @@ class SsdTier:
             self._after_save[after] = keys
         else:
             self._demote(keys)
+
+    def unsent_saves_dropped(self, saves: Iterable[OrderId]) -> None:
+        """What was to go down behind these saves goes without the pages that they had."""
+        for order_id in saves:
+            self._demote(self._after_save.pop(order_id, ()))
 
     def demote_ahead(self) -> None:
         """Keep the pages that would be evicted next on SSD as well.

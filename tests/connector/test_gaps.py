@@ -277,7 +277,7 @@ def test_what_was_learned_of_gaps_outlives_the_engine(make_rig: MakeRig, tmp_pat
     end = TurnEnd(None, 1, False, False, 300, tool=tool_use([ToolCall("bash", {}, "make check")]))
 
     def median_s(rig: Rig) -> float:
-        found: float = rig.half._policy.model.forecast(end).quantile(0.5)
+        found: float = rig.half._given.policy.model.forecast(end).quantile(0.5)
         return found
 
     rig = make_rig(extra=extra)

@@ -364,7 +364,7 @@ def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> Non
         rig.step()
     for failures in ({}, {0: 1}, {0: 1}):
         unsent = list(rig.half.saves.unsent)
-        new = failures.get(0, 0) > rig.half._seen_failures.get(0, 0)
+        new = failures.get(0, 0) > rig.half.exchange.seen_failures.get(0, 0)
         meta = TieredWorkerMetadata({}, failures, {})
         rig.half.completed(SimpleNamespace(kv_connector_worker_meta=meta))
         assert rig.half.saves.unsent == ([] if new else unsent)

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
@@ -278,6 +280,22 @@ def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: Rig) -> None:
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert rig.count("pages_demoted") >= 20
     assert rig.half.pins.held_blocks == 0
+    rig.check_clean()
+
+
+def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> None:
+    """Another's restore fails as it ends: the save just ordered is dropped, and not waited for."""
+    rig.policy = Long()
+    rig.add("first", CONTEXT, params={"job_id": "j"})
+    while "first" not in rig.finished:
+        rig.step()
+        rig.wait_for_worker()
+    assert rig.half.saves.unsent, "its end"
+    saved = rig.count("pages_saved")
+    meta = TieredWorkerMetadata({}, {0: 1}, {})
+    rig.half.completed(SimpleNamespace(kv_connector_worker_meta=meta))
+    rig.run()
+    assert rig.count("pages_demoted") == rig.count("pages_saved") == saved > 0
     rig.check_clean()
 
 

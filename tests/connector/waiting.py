@@ -111,6 +111,6 @@ def pinned(rig: Rig) -> int:
 
 def events(rig: Rig, name: str) -> list[dict[str, Any]]:
     rig.close()
-    path = Path(rig.half._config.trace)
+    path = Path(rig.half._given.config.trace)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["event"] == name]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,3 +13,14 @@ from bench.model import small_model as prepare
 def small_model() -> Path:
     """The small real model, prepared once for the machine."""
     return prepare()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sockets_go_with_the_session() -> Iterator[None]:
+    """Engines of several ranks leave theirs behind. vLLM reads the variable once a process."""
+    with (
+        tempfile.TemporaryDirectory(prefix="vllm-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("VLLM_RPC_BASE_PATH", folder)
+        yield

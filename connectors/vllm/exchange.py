@@ -1,0 +1,106 @@
+"""What the scheduler half and the workers tell each other: orders out, reports in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tiered_kv.connectors.vllm.failed_restores import FailedRestores
+from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.restores import Restores
+from tiered_kv.connectors.vllm.saves import Saves
+from tiered_kv.connectors.vllm.ssd import SsdTier
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.orders import LoadOrder, RestoreMode, SaveOrder
+from tiered_kv.planner import Planner, Settled
+
+MAX_PUSH_S = 30.0
+"""An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
+
+
+class Exchange:
+    """Collects the orders of a step, and has each report reach whom it concerns.
+
+    Args:
+        turns: those that live, by request.
+        clock: monotonic seconds.
+
+    Attributes:
+        restored: turns whose async restore is over and that vLLM has not scheduled since.
+        seen_failures: restores that failed on each rank so far, as far as reported.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        saves: Saves,
+        restores: Restores,
+        ssd: SsdTier | None,
+        failed_restores: FailedRestores,
+        turns: Mapping[str, Turn],
+        clock: Callable[[], float],
+    ) -> None:
+        self.restored: dict[str, Turn] = {}
+        self.seen_failures: Mapping[int, int] = {}
+        self._planner = planner
+        self._saves = saves
+        self._restores = restores
+        self._ssd = ssd
+        self._failed_restores = failed_restores
+        self._turns = turns
+        self._clock = clock
+        self._no_orders = TieredMetadata()
+        self._last_word = clock()  # either way
+
+    def take(self) -> TieredMetadata:
+        """The orders not yet sent."""
+        ssd = self._ssd.take() if self._ssd is not None else None
+        if not (self._saves.unsent or self._restores.unsent or ssd):
+            return self._no_orders
+        self._last_word = self._clock()
+        return TieredMetadata(self._saves.take(), self._restores.take(), self.seen_failures, ssd)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step would send orders, or could hear of those that were sent."""
+        ssd = self._ssd
+        if self._saves.unsent or self._restores.unsent or (ssd is not None and ssd.unsent):
+            return True
+        now = self._clock()
+        return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
+
+    def heard(self, meta: TieredWorkerMetadata, step: int) -> None:
+        """What the workers reported after ``step``."""
+        self._last_word = self._clock()
+        if any(n > self.seen_failures.get(rank, 0) for rank, n in meta.failures.items()):
+            # Ordered since then, perhaps of what was computed on nothing.
+            dropped = self._saves.drop_unsent()
+            if self._ssd is not None:
+                self._ssd.unsent_saves_dropped(dropped)
+            self.seen_failures = {**self.seen_failures, **meta.failures}
+            self._no_orders = TieredMetadata(seen_failures=self.seen_failures)
+        settled = self._planner.settle(meta.reports)
+        try:
+            self._settled(settled, step)
+        finally:  # what one of the two does wrong must not cost the other's blocks
+            if self._ssd is not None:
+                self._ssd.heard(meta.ssd)
+                for done in settled:
+                    self._ssd.settled(done)
+                self._ssd.demote_ahead()
+
+    def _settled(self, settled: Sequence[Settled], step: int) -> None:
+        """Saves and loads that every rank has reported."""
+        for done in settled:
+            if isinstance(done.order, SaveOrder):
+                self._saves.settled(done)
+            if not isinstance(done.order, LoadOrder):
+                continue
+            restored = self._restores.settled(done)
+            turn = self._turns.get(done.order.request_id)
+            if turn is not None and turn.loading:
+                turn.loading = False
+                self.restored[turn.request_id] = turn
+            # vLLM hashes the blocks of an async restore once they are there, if they are.
+            if done.failed and done.order.mode is RestoreMode.SYNC:
+                bad = {done.order.blocks[i] for i in done.failed}
+                self._failed_restores.clear(bad, restored, self._turns.values(), step)

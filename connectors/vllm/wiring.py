@@ -1,0 +1,192 @@
+"""The parts of the scheduler half, each given what it asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.vllm.accounts import Accounts
+from tiered_kv.connectors.vllm.admission import Admission
+from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.exchange import Exchange
+from tiered_kv.connectors.vllm.failed_restores import FailedRestores
+from tiered_kv.connectors.vllm.gaps import Gaps
+from tiered_kv.connectors.vllm.job_queue import TIGHT_TOKENS, JobQueue
+from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
+from tiered_kv.connectors.vllm.prefills import PrefillClock
+from tiered_kv.connectors.vllm.prices import Prices
+from tiered_kv.connectors.vllm.restores import Restores
+from tiered_kv.connectors.vllm.room import Room, pin_table
+from tiered_kv.connectors.vllm.saves import Saves
+from tiered_kv.connectors.vllm.ssd import SsdTier
+from tiered_kv.connectors.vllm.tool_reader import ToolReader
+from tiered_kv.connectors.vllm.turn import Turn
+from tiered_kv.connectors.vllm.waits import Waits
+from tiered_kv.index import PageIndex
+from tiered_kv.metrics import Counters
+from tiered_kv.planner import Planner
+from tiered_kv.policies.eviction import ByWorth
+from tiered_kv.policies.lineage import Lineage
+from tiered_kv.policies.restore import RestorePolicy
+from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.tails import TailIndex
+from tiered_kv.trace import TraceWriter
+
+ASSUMED_BANDWIDTH = 4e9
+"""Bytes per second of a rank's copies until the first are measured."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the parts are given from outside.
+
+    Attributes:
+        facts: the engine. config: the operator's settings.
+        policy: where a finished turn's KV waits. restores: sync or async.
+        tools: reads tool calls; None if answers cannot be decoded.
+        keeper: of ``policy``; owned by the parts.
+        clock: monotonic seconds. wall: seconds since the epoch, for the trace.
+    """
+
+    facts: EngineFacts
+    config: TierConfig
+    policy: TurnPolicy
+    restores: RestorePolicy
+    tools: ToolReader | None
+    keeper: PolicyKeeper
+    clock: Clock
+    wall: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Those that hooks talk to.
+
+    Attributes:
+        admission: None if nothing is held. ssd: None without that tier.
+        pool: vLLM's block pool. blocks_of: its blocks of each request.
+    """
+
+    pool: Any
+    blocks_of: Mapping[str, Sequence[Any]]
+    index: PageIndex
+    planner: Planner
+    tails: TailIndex
+    prefills: PrefillClock
+    restores: Restores
+    saves: Saves
+    ssd: SsdTier | None
+    pins: PinTable
+    room: Room
+    admission: Admission | None
+    queue: JobQueue
+    prices: Prices
+    gaps: Gaps
+    exchange: Exchange
+    accounts: Accounts
+
+
+def wire(
+    given: Outside,
+    manager: Any,
+    counters: Counters,
+    turns: Mapping[str, Turn],
+    running: Callable[[], int],
+) -> Parts:
+    """Make them.
+
+    Args:
+        manager: vLLM's KV cache manager.
+        turns: those that live, by request. running: how many of them have blocks.
+    """
+    facts, config, clock = given.facts, given.config, given.clock
+    pool, watermark = manager.block_pool, int(manager.watermark_blocks)
+    managers = manager.coordinator.single_type_managers
+    blocks_of = managers[facts.group].req_to_blocks
+
+    slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
+    on_ssd = config.ssd_bytes if slots and config.ssd_path is not None else 0
+    stored = on_ssd // max(1, facts.ranks * facts.page_bytes)
+    order = ByWorth(clock, lambda: prices.cpu_stay_s(), 2 * (slots + stored))
+    index = PageIndex(slots, order)
+    planner = Planner(index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
+    tails = TailIndex()
+    restores = Restores(facts, planner, tails, given.restores, counters)
+    saves = Saves(facts, planner, tails, counters, pool, blocks_of)
+    prefills = PrefillClock(ahead=facts.ahead)
+    trace = TraceWriter(config.trace) if config.trace else None
+    accounts = Accounts(counters, trace, given.wall)
+
+    with_ssd = config.ssd_path is not None and slots > 0
+    pins = pin_table(facts, pool, config.pin_fraction, watermark)
+    room = Room(facts, pins, counters, pool, blocks_of, watermark, running)
+    admission = None
+    if config.admission != "off":
+        max_wait_s = config.admission_max_wait_s
+        admission = Admission(facts, max_wait_s, pins, pool, slots, running, clock)
+    queue = JobQueue(turns, admission, pins, pool, TIGHT_TOKENS // facts.block_size, clock)
+    prices = Prices(
+        facts,
+        planner,
+        prefills.fit,
+        pins,
+        pool,
+        with_ssd,
+        admission.demand_with_pin if admission is not None else None,
+        running,
+        clock,
+    )
+    ssd, groups = None, [facts.group]
+    if with_ssd:
+        ssd = SsdTier(
+            facts,
+            config.ssd_bytes,
+            planner,
+            tails,
+            counters,
+            lambda block_hash: pool.get_cached_block(block_hash, groups) is not None,
+            lambda key: order.chance(key, math.inf),
+            clock,
+        )
+    gaps = Gaps(
+        Lineage(facts.block_size),
+        Waits(given.policy, prices, order, clock),
+        prices,
+        pins,
+        planner,
+        ssd,
+        managers,
+        given.tools,
+        given.keeper,
+        accounts,
+        counters,
+        admission.over if admission is not None else lambda _: None,
+        clock,
+    )
+    failed_restores = FailedRestores(pool, blocks_of, saves)
+    exchange = Exchange(planner, saves, restores, ssd, failed_restores, turns, clock)
+    return Parts(
+        pool,
+        blocks_of,
+        index,
+        planner,
+        tails,
+        prefills,
+        restores,
+        saves,
+        ssd,
+        pins,
+        room,
+        admission,
+        queue,
+        prices,
+        gaps,
+        exchange,
+        accounts,
+    )
