@@ -10,7 +10,7 @@ from tiered_kv.connectors.vllm.restores import Restores
 from tiered_kv.connectors.vllm.saves import Saves
 from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.orders import LoadOrder, RestoreMode, SaveOrder
+from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
 from tiered_kv.planner import Planner, Settled
 
 MAX_PUSH_S = 30.0
@@ -71,11 +71,10 @@ class Exchange:
     def heard(self, meta: TieredWorkerMetadata, step: int) -> None:
         """What the workers reported after ``step``."""
         self._last_word = self._clock()
+        dropped: Sequence[OrderId] = ()
         if any(n > self.seen_failures.get(rank, 0) for rank, n in meta.failures.items()):
             # Ordered since then, perhaps of what was computed on nothing.
             dropped = self._saves.drop_unsent()
-            if self._ssd is not None:
-                self._ssd.unsent_saves_dropped(dropped)
             self.seen_failures = {**self.seen_failures, **meta.failures}
             self._no_orders = TieredMetadata(seen_failures=self.seen_failures)
         settled = self._planner.settle(meta.reports)
@@ -86,6 +85,7 @@ class Exchange:
                 self._ssd.heard(meta.ssd)
                 for done in settled:
                     self._ssd.settled(done)
+                self._ssd.unsent_saves_dropped(dropped)
                 self._ssd.demote_ahead()
 
     def _settled(self, settled: Sequence[Settled], step: int) -> None:

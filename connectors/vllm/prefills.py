@@ -21,10 +21,11 @@ class _Prefill:
 
 
 class PrefillClock:
-    """Times prefills, from admission to the first token of the answer.
+    """Times prefills, from when the request has its blocks, and what was restored into them, to
+    the first token of the answer.
 
     What other requests of the batch took is in it: a recomputation would go through the
-    same.
+    same. A request that is preempted says nothing: how much it computes is not known.
 
     Args:
         ahead: a step is scheduled while the one before it runs, and begins as the next one is
@@ -41,7 +42,7 @@ class PrefillClock:
         self._not_yet = 2 if ahead else 0
 
     def started(self, turn: Turn, now: float) -> None:
-        """The request was admitted; what VRAM and CPU memory do not give is computed."""
+        """What VRAM and CPU memory have not given is computed from now on."""
         behind = turn.vram_tokens + turn.cpu_tokens
         tokens = turn.request.num_prompt_tokens - behind
         if tokens >= FEWEST_TOKENS:
@@ -56,6 +57,8 @@ class PrefillClock:
             if prefill.not_yet:
                 prefill.not_yet -= 1
                 prefill.began = now
+            if request.num_preemptions:
+                continue
             if request.num_output_tokens > 0:
                 self.fit.observe(prefill.behind, prefill.tokens, now - prefill.began)
             elif not request.is_finished():

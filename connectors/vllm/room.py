@@ -89,13 +89,14 @@ class Room:
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
         only those of older jobs are left that are worth a wait."""
-        sure = not self._late(step)  # if not, vLLM refuses it once for want of blocks
+        wanted = self._blocks(turn) + self._watermark
+        # If not, vLLM refuses it once for want of blocks.
+        sure = not self._late(step) or self._pool.get_num_free_blocks() >= wanted
         asked_before = sure and turn.asked_at == step - 1
         turn.asked_at = step if sure else -1
         if not len(self._pins):
             return
         spare = turn.job.key if turn.job else None
-        wanted = self._blocks(turn) + self._watermark
 
         def enough() -> bool:
             free = self._free(step)

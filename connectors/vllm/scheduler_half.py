@@ -178,8 +178,8 @@ class SchedulerHalf:
         if turn is None:
             return
         restored = self.exchange.restored.pop(request.request_id, None) is not None
-        computes = restored or not turn.admitted  # but for one that was preempted
-        if not turn.admitted:
+        fresh = not turn.admitted
+        if fresh:
             turn.admitted = True
             turn.cpu_tokens = num_external
             self._running += 1
@@ -196,7 +196,8 @@ class SchedulerHalf:
         if turn.loading:
             return
         self.saves.watch(turn, self._step + 1)
-        if computes:
+        came = restored and request.num_computed_tokens == turn.vram_tokens + turn.cpu_tokens
+        if fresh or came:
             self.prefills.started(turn, self._clock())
 
     def _began(self, turn: Turn) -> None:

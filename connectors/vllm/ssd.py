@@ -259,7 +259,8 @@ class SsdTier:
             self._demote(keys)
 
     def unsent_saves_dropped(self, saves: Iterable[OrderId]) -> None:
-        """What was to go down behind these saves goes without the pages that they had."""
+        """Of what was to go down behind these saves, what is in CPU memory by now goes. The rest
+        does so once slots run short."""
         for order_id in saves:
             self._demote(self._after_save.pop(order_id, ()))
 

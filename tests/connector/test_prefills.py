@@ -16,7 +16,10 @@ from tiered_kv.testing.vllm_rig import text
 
 def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
     request = SimpleNamespace(
-        num_prompt_tokens=prompt, num_output_tokens=0, is_finished=lambda: False
+        num_prompt_tokens=prompt,
+        num_output_tokens=0,
+        num_preemptions=0,
+        is_finished=lambda: False,
     )
     return SimpleNamespace(request=request, vram_tokens=vram, cpu_tokens=cpu)
 
@@ -50,12 +53,13 @@ def test_later_prefills_move_what_is_known() -> None:
     assert 1.0 < clock.fit.seconds(0, 1000) < 3.0
 
 
-def test_short_and_aborted_prefills_say_nothing() -> None:
+def test_short_aborted_and_preempted_prefills_say_nothing() -> None:
     clock = PrefillClock(ahead=False)
-    short, aborted = turn(FEWEST_TOKENS - 1), turn(1000)
-    clock.started(short, now=0.0)
-    clock.started(aborted, now=0.0)
-    short.request.num_output_tokens = 1
+    short, aborted, preempted = turn(FEWEST_TOKENS - 1), turn(1000), turn(1000)
+    for one in (short, aborted, preempted):
+        clock.started(one, now=0.0)
+    short.request.num_output_tokens = preempted.request.num_output_tokens = 1
+    preempted.request.num_preemptions = 1
     aborted.request.is_finished = lambda: True
     clock.look(now=1.0)
     assert not clock.fit.measured
@@ -91,3 +95,21 @@ def test_the_time_that_a_restore_takes_is_not_that_of_the_prefill_behind_it(
     rig.ask("next", text(1, seed=3), max_tokens=1)  # a step that looks
     assert rig.count("restores_async") == 1
     assert rig.half.prefills.fit.seconds(160, 200) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("mode", RestoreMode)
+def test_a_preempted_request_that_is_restored_is_no_prefill(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: RestoreMode
+) -> None:
+    """It has output already: the prefill would seem to take no time at all."""
+    rig = make_rig(blocks=30, max_model_len=400)
+    rig.half.restores.policy = AlwaysRestore(mode)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        rig.half.prefills.fit, "observe", lambda behind, tokens, s: seen.append(tokens)
+    )
+    requests = [rig.add(f"r{i}", text(150, seed=20 + i), max_tokens=200) for i in range(3)]
+    rig.run()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert rig.count("pages_restored") > 0
+    assert seen == [150, 150, 150]
