@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -23,15 +21,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from bench.agents import ROOT, AgentError, Job, JobPlan, make_jobs, run_jobs, source_files
 from bench.load import cores_of_others, read_clock
 from bench.model import NAME, ModelError, prepared_path, small_model
+from bench.output import run_command
 from bench.report import Comparison, Run
-from bench.server import ServerError, ServerOptions, VllmServer, runs_on_cpu
+from bench.server import CONNECTOR, ServerError, ServerOptions, VllmServer, runs_on_cpu
 from bench.turns import TraceError, read_trace, sources_from_trace, sources_from_usage
-
-CONNECTOR = {
-    "kv_connector": "TieredContinuumConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 POOL_SHARE = 0.4
 """The pool's size, as a share of what the jobs' contexts are together at their end."""
@@ -197,23 +190,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 when it came to its end, 1 on a failure that the message explains."""
-    args = parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)  # also where a shell has set it to be ignored
+def demo(args: argparse.Namespace) -> int:
+    """Both runs, compared on standard output; 0."""
     console = Console(stderr=True, highlight=False)
     began = time.perf_counter()
     plan = replace(JobPlan(), jobs=args.jobs, turns=args.turns, seed=args.seed)
-    try:
-        model, name = prepare_model(args.model, console)
-        comparison = compare(model, name, plan, args.out.resolve(), args.cpu_gib, console)
-    except (ModelError, ServerError, AgentError, TraceError) as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        console.print("stopped; no server is left running")
-        return 130
+    model, name = prepare_model(args.model, console)
+    comparison = compare(model, name, plan, args.out.resolve(), args.cpu_gib, console)
     if args.json:
         print(json.dumps(comparison.as_json()))
         return 0
@@ -225,6 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"- logs and trace in {shown}; {time.perf_counter() - began:.0f} s in all")
     print("", comparison.summary(), sep="\n")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 when it came to its end, 1 on a failure that the message explains."""
+    args = parse_args(argv)
+    failures = (ModelError, ServerError, AgentError, TraceError)
+    return run_command(lambda: demo(args), failures, "stopped; no server is left running")
 
 
 def _progress(console: Console) -> Progress:
@@ -242,10 +232,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import os
 import random
 import sys
 import time
+import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,15 +43,17 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from bench.agents import ROOT
 from bench.model import ModelError, small_model
 from bench.output import parser, show
-from bench.turns import percentile
 from tiered_kv.policies.lineage import Lineage
 from tiered_kv.policies.signals import JobKey
 
 TRACES = ROOT.parent / "shared" / "traces"
 FIELDS = {"session_id", "input", "output", "timestamp"}
+GZIPPED = b"\x1f\x8b"
 SHUFFLES = 10
 LONG_TOKENS, OTHER_JOBS, LONG_CALLS = 100_000, 1_000, 21
 
@@ -59,7 +62,7 @@ Tokenise = Callable[[str], list[int]]
 Render = Callable[[Sequence[Message]], str]
 
 
-class TraceError(RuntimeError):
+class RecordingError(RuntimeError):
     """There is no such recording, or it is not one of sessions."""
 
 
@@ -99,20 +102,26 @@ class Score:
         return Score(self.turns + other.turns, self.seconds + other.seconds)
 
 
-def read_sessions(folder: Path, stem: str) -> list[list[Recorded]]:
-    """The sessions of ``stem.jsonl`` or ``stem.jsonl.gz``, each in the order of its turns.
+def recording(folder: Path, stem: str) -> Path:
+    """``stem.jsonl.gz``, or ``stem.jsonl`` where there is no such file."""
+    packed = folder / f"{stem}.jsonl.gz"
+    return packed if packed.exists() else folder / f"{stem}.jsonl"
+
+
+def read_sessions(path: Path) -> list[list[Recorded]]:
+    """The sessions of a file, plain or gzipped, each in the order of its turns.
 
     Raises:
-        TraceError: no such file, or its lines are not turns with their texts.
+        RecordingError: no such file, or its lines are not turns with their texts.
     """
-    plain, packed = folder / f"{stem}.jsonl", folder / f"{stem}.jsonl.gz"
     try:
-        text = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
+        data = path.read_bytes()
+        text = gzip.decompress(data) if data[:2] == GZIPPED else data
         rows = [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{stem} in {folder} cannot be read: {error}") from error
+    except (OSError, ValueError, EOFError, zlib.error) as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from error
     if not rows or not all(row.keys() >= FIELDS for row in rows):
-        raise TraceError(f"{stem} in {folder} is no recording of {', '.join(sorted(FIELDS))}")
+        raise RecordingError(f"{path} is no recording of {', '.join(sorted(FIELDS))}")
     sessions: dict[str, list[Recorded]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: int(row["timestamp"])):
         turn = Recorded(row["session_id"], row["timestamp"], row["input"], row["output"])
@@ -263,7 +272,7 @@ def measure(
         "missed_turns": first.turns["missed"],
         "block_size": block_size,
         "call_us": median(first.seconds) * 1e6,
-        "call_p99_us": percentile(first.seconds, 0.99) * 1e6,
+        "call_p99_us": float(np.percentile(first.seconds, 99)) * 1e6,
         "long_new_us": long_new_s(block_size) * 1e6,
     }
 
@@ -271,12 +280,12 @@ def measure(
 def main() -> None:
     command = parser(__doc__.splitlines()[0])
     command.add_argument("--traces", type=Path, default=TRACES, help="folder of recordings")
-    command.add_argument("--source", default="miniswe", help="a recording's name without .jsonl")
+    command.add_argument("--source", default="miniswe", help="a name without .jsonl or .jsonl.gz")
     command.add_argument("--block-size", type=int, default=16, help="tokens; default: vLLM's")
     args = command.parse_args()
     try:
-        sessions, model = read_sessions(args.traces, args.source), small_model()
-    except (TraceError, ModelError) as error:
+        sessions, model = read_sessions(recording(args.traces, args.source)), small_model()
+    except (RecordingError, ModelError) as error:
         sys.exit(str(error))
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoTokenizer

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -48,6 +49,33 @@ def only_result_on_stdout() -> Iterator[None]:
         os.close(kept)
 
 
+def run_command(
+    run: Callable[[], int],
+    failures: tuple[type[Exception], ...],
+    stopped: str,
+    *,
+    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+) -> int:
+    """Run a command; what it returns, 1 on one of ``failures``, 130 when it is interrupted.
+
+    A failure's message, and ``stopped`` after an interrupt, go to standard error. Main thread only.
+
+    Args:
+        signals: interrupt it, also where a shell has set them to be ignored.
+    """
+    for number in signals:
+        signal.signal(number, _interrupt)
+    console = Console(stderr=True, highlight=False, emoji=False, markup=False, soft_wrap=True)
+    try:
+        return run()
+    except failures as error:
+        console.print(f"error: {error}", style="red")
+        return 1
+    except KeyboardInterrupt:
+        console.print(stopped)
+        return 130
+
+
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     """Print a benchmark's result on standard output."""
     if as_json:
@@ -59,3 +87,7 @@ def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     for name, value in result.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt

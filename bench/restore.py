@@ -28,14 +28,9 @@ import httpx
 
 from bench.model import small_model
 from bench.output import parser, progress, show
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 
 CONTEXTS = 8
-CONNECTOR = {
-    "kv_connector": "TieredContinuumConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 def texts(client: httpx.Client, count: int, tokens: int) -> list[list[int]]:

@@ -38,6 +38,13 @@ from bench.load import group_members
 MODEL_NAME = "model"
 """What every server here calls its model, whatever its path."""
 
+CONNECTOR = {
+    "kv_connector": "TieredContinuumConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""The ``kv_transfer_config`` of a server with the connector."""
+
 POLL_S = 0.2
 STOP_GRACE_S = 20.0
 """How long ``stop`` waits for the server, and then for its children, before it kills them."""

@@ -6,8 +6,9 @@ Agents grow contexts turn by turn, pause, hang up in mid-answer, send hints that
 now and then somebody resets the prefix cache. At the end the cache is reset once more, and then:
 
 - ``requests``, ``errors``: sent, and those that failed though nobody had hung up.
-- ``leaked``: what is not back where it was after the warm-up, by name: pages, pins, orders and jobs
-  by the connector's gauges, threads and file descriptors by /proc.
+- ``leaked``: what there is more of than after the warm-up, by name: pages in CPU memory, pinned
+  blocks and orders by the connector's gauges, threads and file descriptors by /proc. Jobs and pages
+  on SSD are not looked at.
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
 - ``rss_mib``: its memory at the begin, after each tenth of the run, and at the end.
 
@@ -37,9 +38,9 @@ from bench.agents import ROOT
 from bench.load import group_members
 from bench.model import small_model
 from bench.output import parser, progress, show
-from bench.replay.kinds import BLOCK, CONNECTOR, SCHEDULER
+from bench.replay.kinds import BLOCK, SCHEDULER
 from bench.replay.measure import resident_bytes
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 
 AGENTS = 6
 POOL_TOKENS, MAX_LEN = 6_400, 2_048

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+
+import numpy as np
 
 from bench.agents import TurnResult
 
@@ -139,17 +140,6 @@ def rows_by_turn(
     return [*rows, _row(None, everything, sources)]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of ``values`` that at least ``share`` (0 to 1) of them do not exceed.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("no values")
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def _row(
     turn: int | None, results: Sequence[TurnResult], sources: dict[tuple[str, int], Sources]
 ) -> TurnRow:
@@ -159,7 +149,7 @@ def _row(
         requests=len(results),
         sources=sum((sources[r.job, r.turn] for r in results), Sources()),
         ttft_mean_s=fmean(times),
-        ttft_p95_s=percentile(times, 0.95),
+        ttft_p95_s=float(np.percentile(times, 95)),
     )
 
 

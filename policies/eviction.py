@@ -28,28 +28,6 @@ NOBODYS, HALF_S = 0.5, 30.0
 left. Most are of jobs that are over, and the next job may begin with the others."""
 
 
-class LeastRecentlyUsed(EvictionOrder):
-    """Evicts the page that was used the longest ago."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[PageKey, None] = OrderedDict()
-
-    def added(self, key: PageKey) -> None:
-        self._order[key] = None
-
-    def added_all(self, keys: Sequence[PageKey]) -> None:
-        self._order.update(dict.fromkeys(keys))
-
-    def removed(self, key: PageKey) -> None:
-        del self._order[key]
-
-    def touched(self, key: PageKey) -> None:
-        self._order.move_to_end(key)
-
-    def __iter__(self) -> Iterator[PageKey]:
-        return iter(self._order)
-
-
 @dataclass(slots=True, eq=False)
 class _Context:
     """The pages of a job, first to last.

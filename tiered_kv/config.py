@@ -92,7 +92,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         ssd_path=_folder(given, "ssd_path"),
         ssd_gib=_number(given, "ssd_gib", defaults.ssd_gib, 0.001, 1 << 20, "GiB"),
         codec=_codec(given),
-        io_threads=int(_number(given, "io_threads", defaults.io_threads, 0, 256, "threads")),
+        io_threads=_whole(given, "io_threads", defaults.io_threads, 0, 256, "threads"),
         policy=_name(given, "policy", defaults.policy),
         pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
         admission=_either(given, "admission", ("auto", "off")),
@@ -113,17 +113,28 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     return config
 
 
-def check_cpu_size(config: TierConfig, ranks: int, available_bytes: int) -> None:
-    """Refuse a CPU tier of which one rank's share does not fit into the memory left.
+def check_cpu_size(
+    config: TierConfig, ranks: int, local_ranks: int, total_bytes: int, available_bytes: int
+) -> None:
+    """Refuse a CPU tier that does not fit into memory.
+
+    Other ranks of the machine may have taken their shares already, or not yet: so all shares
+    must fit into the whole, and one into what is left.
+
+    Args:
+        local_ranks: those of the ``ranks`` that run on this machine.
+        total_bytes, available_bytes: of its memory.
 
     Raises:
-        ConfigError: with the largest size that fits.
+        ConfigError: with a size that fits.
     """
-    if config.cpu_bytes_per_rank(ranks) > available_bytes:
-        fits = int(available_bytes * 0.8) * ranks / GIB
+    share = config.cpu_bytes_per_rank(ranks)
+    if share > available_bytes or share * local_ranks > total_bytes:
+        fits = int(available_bytes * 0.8) * ranks / local_ranks / GIB
         raise ConfigError(
-            f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {available_bytes / GIB:.1f} GiB "
-            f"of memory are left for each of {ranks} ranks; set at most {fits:.1f}."
+            f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {local_ranks} of {ranks} ranks "
+            f"share a machine with {total_bytes / GIB:.1f} GiB of memory, of which "
+            f"{available_bytes / GIB:.1f} are left; set at most {fits:.1f}."
         )
 
 
@@ -143,6 +154,16 @@ def _number(
             f"{name}={value:g} is outside {low:g} to {high:g} {unit}: write {name}={default:g}."
         )
     return value
+
+
+def _whole(
+    given: Mapping[str, object], key: str, default: int, low: int, high: int, unit: str
+) -> int:
+    value = _number(given, key, default, low, high, unit)
+    if value != int(value):
+        name = ENV_PREFIX + key.upper()
+        raise ConfigError(f"{name}={value:g} is no whole number: write {name}={default}.")
+    return int(value)
 
 
 def _name(given: Mapping[str, object], key: str, default: str) -> str:

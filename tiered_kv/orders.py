@@ -15,7 +15,6 @@ from tiered_kv.keys import PageKey
 
 OrderId = NewType("OrderId", int)
 
-"""Id of orders whose report nobody waits for; real ones begin at 1."""
 NO_SLOT = -1
 """A slot that no pool has: an order that names it must fail."""
 

@@ -144,7 +144,7 @@ def gc_command(
 ) -> None:
     """Delete stores that nobody has open, and what dead processes left under PATH.
 
-    Exit code 1 if a store that was to be deleted is in use, or could not be deleted.
+    Exit code 1 if something that was to be deleted is in use, or could not be deleted.
     """
     if everything == (older_than is not None or bool(fingerprint)):
         refuse("say which stores to delete: --older-than DAYS, --fingerprint HEX, both, or --all")
@@ -165,9 +165,14 @@ def gc_command(
                 removed.append(store)
             except (StoreError, OSError) as error:
                 refused[store.path] = str(error)
-        rest = leftovers(path) if is_root(path) else []
-        if not dry_run:
-            rest = [leftover for leftover in rest if delete_leftover(path, leftover)]
+        rest = []
+        for leftover in leftovers(path) if is_root(path) else []:
+            try:
+                if not dry_run:
+                    delete_leftover(path, leftover)
+                rest.append(leftover)
+            except (StoreError, OSError) as error:
+                refused[leftover] = f"{leftover}: {error}"
     freed = sum(store.nbytes for store in removed)
     if as_json:
         print_json(

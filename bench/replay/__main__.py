@@ -8,33 +8,30 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from bench.agents import ROOT
-from bench.lineage import TraceError
-from bench.model import ModelError, small_model
-from bench.output import progress
-from bench.plotting import PlotError
+from bench.model import small_model
+from bench.output import progress, run_command
 from bench.replay import figures
-from bench.replay.ab import PRESETS, Harness, HarnessError, Preset, digest, total_runs, unequal
+from bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs, unequal
 from bench.replay.drive import Hints
+from bench.replay.failures import FAILURES
 from bench.replay.jobs import Job, mini_swe_jobs, synthetic_jobs
 from bench.replay.kinds import make_kinds, size_for
-from bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
-from bench.replay.measure import MeasureError, Replay, Workload, versions
+from bench.replay.ledger import Kept, Ledger, read_runs
+from bench.replay.measure import Replay, Workload, versions
 from bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
 from bench.replay.plot import plot
 from bench.replay.verify_pin import verify
-from bench.server import ServerError
 from tiered_kv.policies.registry import POLICIES
 
 OUT = ROOT / ".replay"
@@ -43,18 +40,6 @@ LOADS = (IDLE, PRESSURE, BEYOND)
 SERVERS = (STOCK, TIERED, BOUND)
 SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
-
-FAILURES = (
-    HarnessError,
-    LedgerError,
-    MeasureError,
-    ModelError,
-    OSError,
-    PlotError,
-    ServerError,
-    TraceError,
-    ValueError,
-)
 
 
 def summary(
@@ -279,17 +264,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 1 on a failure that the message on standard error explains."""
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
-    try:
-        code: int = args.run(args)
-    except FAILURES as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; no server is left running", file=sys.stderr)
-        return 130
-    return code
+    return run_command(lambda: args.run(args), FAILURES, "stopped; no server is left running")
 
 
 def _place(name: str, order: Sequence[str]) -> int:
@@ -298,10 +273,6 @@ def _place(name: str, order: Sequence[str]) -> int:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

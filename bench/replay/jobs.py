@@ -84,10 +84,10 @@ def mini_swe_jobs(
             or gzipped. ``input`` may lack the answers, as that of mini-swe-agent does.
 
     Raises:
-        bench.lineage.TraceError: the file cannot be read or is no such recording.
+        bench.lineage.RecordingError: the file cannot be read or is no such recording.
         ValueError: no session has so many turns.
     """
-    sessions = read_sessions(path.parent, path.name.partition(".jsonl")[0])
+    sessions = read_sessions(path)
     long_enough = [s[:turns] for s in sessions if len(s) >= turns and _goes_on(s[:turns])]
     if not long_enough:
         raise ValueError(f"no session of {path.name} has {turns} turns")

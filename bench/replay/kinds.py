@@ -8,13 +8,7 @@ from pathlib import Path
 
 from bench.replay.forcing import SERVER_ARGS, server_env
 from bench.replay.names import BOUND, STOCK, TIERED
-from bench.server import ServerOptions
-
-CONNECTOR = {
-    "kv_connector": "TieredContinuumConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+from bench.server import CONNECTOR, ServerOptions
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 
-from bench.replay.kinds import BLOCK, CONNECTOR
+from bench.replay.kinds import BLOCK
 from bench.restore import texts
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
 BLOCKS = 160

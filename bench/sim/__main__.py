@@ -13,14 +13,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from bench.agents import ROOT
-from bench.output import only_result_on_stdout, progress, show
-from bench.plotting import PlotError
+from bench.lineage import recording
+from bench.output import only_result_on_stdout, progress, run_command, show
+from bench.replay.failures import FAILURES
 from bench.sim.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from bench.sim.generate import GENERATED
 from bench.sim.machines import GPUS, MODELS
@@ -102,7 +103,7 @@ def validate(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         Console().print_json(data=result)
-    good = result["mean_error"] <= 0.15 and result["order_equal"] and result["conserved"]
+    good = result["worst_error"] <= 0.15 and result["order_equal"] and result["conserved"]
     return 0 if good else 1
 
 
@@ -120,10 +121,12 @@ def _validate(args: argparse.Namespace) -> dict[str, Any]:
         "job_alone_error": validity.job_alone_error(),
         "saturated_link_error": validity.saturated_link_error(),
     }
-    fitted, compared = compare(args.traces / "miniswe.jsonl.gz", args.out, tell, resume=args.resume)
+    fitted, compared = compare(
+        recording(args.traces, "miniswe"), args.out, tell, resume=args.resume
+    )
     pairs = [(one.real_s, one.simulated_s) for one in compared]
     return {
-        "mean_error": max(abs(one.error) for one in compared),
+        "worst_error": max(abs(one.error) for one in compared),
         "order_equal": validity.equal_orders(pairs),
         "conserved": not lost,
         **forms,
@@ -251,20 +254,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 1 on a failure that the message on standard error explains."""
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        code: int = args.run(args)
-    except (ValueError, OSError, PlotError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the runs that ended are kept", file=sys.stderr)
-        return 130
-    return code
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    return run_command(
+        lambda: args.run(args),
+        FAILURES,
+        "stopped; the runs that ended are kept",
+        signals=(signal.SIGTERM,),  # a study in the background outlives a Ctrl-C
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ between, so that only the simulator's own time is saved.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,8 +378,3 @@ def _in_chunks(restores: Any, chunk: int, block: int) -> None:
         return replace(hit, keys=hit.keys[: -(-tokens // block)], tokens=tokens)
 
     restores.find = whole_chunks
-
-
-def quiet() -> None:
-    """Have vLLM log errors only. Before it is imported."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

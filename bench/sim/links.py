@@ -11,7 +11,7 @@ class Link:
         latency_s: of each transfer, beside its bytes.
 
     Attributes:
-        carried: bytes so far. busy_s: seconds in use so far.
+        carried: bytes so far.
     """
 
     def __init__(self, bandwidth: float, latency_s: float = 20e-6) -> None:
@@ -20,7 +20,6 @@ class Link:
         self.bandwidth = bandwidth
         self.latency_s = latency_s
         self.carried = 0
-        self.busy_s = 0.0
         self._free_at = 0.0
 
     def send(self, nbytes: int, now: float) -> float:
@@ -29,5 +28,4 @@ class Link:
         took = self.latency_s + nbytes / self.bandwidth
         self._free_at = begin + took
         self.carried += nbytes
-        self.busy_s += took
         return self._free_at

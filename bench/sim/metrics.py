@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,8 +84,3 @@ class Outcome:
             "preempted": float(sum(turn.preempted for turn in turns)),
             **shares,
         }
-
-
-def mean_of(summaries: Iterable[Mapping[str, float]], figure: str) -> float:
-    """Of one figure over runs."""
-    return float(np.mean([one[figure] for one in summaries]))

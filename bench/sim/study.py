@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -164,8 +164,3 @@ def total_cells(study: Study) -> int:
         len(study.loads) * study.seeds * len({FCFS, INFINITE, *servers})
         for servers in study.servers
     )
-
-
-def mean_closed(rows: Iterable[Mapping[str, Any]], policy: str) -> list[float]:
-    """``closed`` of one server wherever it says something."""
-    return [row["closed"] for row in rows if row["policy"] == policy and row["closed"] is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -148,9 +148,3 @@ def _job(said: Mapping[str, Any]) -> SimJob:
         for turn in said["turns"]
     )
     return SimJob(**{**said, "turns": turns})
-
-
-def total_tokens(jobs: Sequence[SimJob]) -> tuple[int, int]:
-    """Prompt and answer tokens of all turns, sub-agents included."""
-    turns = [turn for job in jobs for one in job.everyone() for turn in one.turns]
-    return sum(turn.prompt for turn in turns), sum(turn.output for turn in turns)

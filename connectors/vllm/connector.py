@@ -66,7 +66,7 @@ def _never_raises(fallback: Callable[[TieredContinuumConnector], Any]) -> Callab
 
 
 class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV cache in VRAM, CPU memory or nowhere between an agent's turns.
+    """KV cache in VRAM, in CPU memory, on SSD or nowhere between an agent's turns.
 
     Raises:
         ConfigError, UnsupportedError: at start, in one sentence that says what to change.
@@ -166,7 +166,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.refuse_restore(request, blocks)
             raise
 
-    # The two hooks of every step guard themselves: the wrapper's cost would be seen.
+    # The hooks of every step guard themselves: the wrapper's cost would be seen.
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         try:
@@ -252,7 +252,11 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         half = self.scheduler_half
         if half is None or not half.stats_due:
             return None
-        return TieredStats(data=half.take_stats())
+        try:
+            return TieredStats(data=half.take_stats())
+        except Exception:
+            self._hook_failed("get_kv_connector_stats")
+            return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:

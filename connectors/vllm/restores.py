@@ -8,8 +8,6 @@ from itertools import count
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.turn import Hit, Turn
-from tiered_kv.index import PageState
-from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
 from tiered_kv.planner import Planner, Settled
@@ -73,10 +71,10 @@ class Restores:
         end = self._index.resident_prefix(keys, first, min(len(keys), limit // size))
         found = list(keys[first:end])
         tokens = end * size
-        if end < len(keys) and limit // size == end and self._readable(keys[end]):
+        if end < len(keys) and limit // size == end and self._index.readable(keys[end]):
             found.append(keys[end])  # a full page of which all but the last token counts
             tokens = limit
-        elif tail := self._find_tail(turn, end, limit):
+        elif tail := turn.find_tail(self._tails, end, size, limit, self._index.readable):
             found.append(tail[0])
             tokens += tail[1]
         if tokens <= num_computed:
@@ -88,18 +86,6 @@ class Restores:
             return RestoreMode.ASYNC
         copy_s = self._planner.copy_seconds(pages)
         return self.policy.choose(RestoreCost(copy_s, self._step_s, others))
-
-    def _find_tail(self, turn: Turn, block: int, limit: int) -> tuple[PageKey, int] | None:
-        size = self._facts.block_size
-        wanted = turn.request.all_token_ids[block * size : min((block + 1) * size, limit)]
-        place = turn.tail_place(block, size) if wanted else None
-        if place is None:
-            return None
-        found = self._tails.longest(*place, wanted, self._readable)
-        return (found[0].key, found[1]) if found else None
-
-    def _readable(self, key: PageKey) -> bool:
-        return self._index.state(key) is PageState.CPU
 
     def order(self, turn: Turn, block_ids: Sequence[int], tokens: int) -> None:
         """Order the restore that vLLM now counts on.

@@ -205,7 +205,7 @@ class SsdTier:
         while end < stop and self._cached(hashes[end]):
             end += 1
         first, wanted = stop, list[PageKey]()
-        while end < stop and not self._nowhere(keys[end]):
+        while end < stop and self._somewhere(keys[end]):
             if not self._index.readable(keys[end]):
                 first = min(first, end)
                 wanted.append(keys[end])
@@ -213,25 +213,15 @@ class SsdTier:
         self._ssd.touch(keys[:end])
         self._index.touch(reversed(keys[:end]))  # so that what comes up does not evict them
         tokens = (end - first) * size if wanted else 0
-        if tail := self._find_tail(turn, end, limit):
+        if tail := turn.find_tail(self._tails, end, size, limit, self._somewhere):
             self._ssd.touch([tail[0]])
             tokens += tail[1]
             if not self._index.readable(tail[0]):
                 wanted.append(tail[0])
         return wanted, first * size, tokens
 
-    def _nowhere(self, key: PageKey) -> bool:
-        there = self._index.readable(key) or key in self._ssd or key in self._planner.promoting
-        return not there
-
-    def _find_tail(self, turn: Turn, block: int, limit: int) -> tuple[PageKey, int] | None:
-        size = self._facts.block_size
-        text = turn.request.all_token_ids[block * size : min((block + 1) * size, limit)]
-        place = turn.tail_place(block, size) if text else None
-        if place is None:
-            return None
-        found = self._tails.longest(*place, text, lambda key: not self._nowhere(key))
-        return (found[0].key, found[1]) if found else None
+    def _somewhere(self, key: PageKey) -> bool:
+        return self._index.readable(key) or key in self._ssd or key in self._planner.promoting
 
     def still_coming(self, turn: Turn) -> bool:
         """Whether vLLM shall ask again later: pages worth waiting for are under way."""

@@ -3,7 +3,7 @@
 What vLLM gives (0.30 to 0.32):
 
 - The engine is not told ``--tool-call-parser``: it is a flag of the API server, in no part of
-  ``VllmConfig``. Without its name the parser is chosen by the format that the answer is in.
+  ``VllmConfig``. So the parser is chosen by the format that the answer is in.
 - ``vllm.tool_parsers.ToolParserManager.get_tool_parser(name)(tokenizer).extract_tool_calls(text,
   request)`` works outside the server. The engine has imported the manager already; a parser's
   module takes up to a quarter of a second once, a call 0.01 to 0.5 ms.
@@ -12,9 +12,8 @@ What vLLM gives (0.30 to 0.32):
   without their special tokens. Several log a traceback when an answer is malformed.
 - None reads a fence of mini-swe-agent, which is no tool call to vLLM.
 
-So the project's own reader goes first and finds the format. The server's parser, if it is known,
-then has the word on what is called; one that was chosen by the format has it if it finds the same
-tools. Where neither finds anything, what the project's own reader found counts.
+So the project's own reader goes first and finds the format. vLLM's parser for it then has the word
+on what is called if it finds the same tools; else what the project's own reader found counts.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class ToolReader:
 
     Args:
         load_tokenizer: called once, on the reader's thread, at its start.
-        parser_name: the server's ``--tool-call-parser``; None if it is not known.
 
     Attributes:
         answers: what ``take`` will give, to be looked at in every step.
@@ -71,15 +69,14 @@ class ToolReader:
         errors: what went wrong while reading: no tokenizer, a parser that raised.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Any], parser_name: str | None = None) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
         self.dropped = 0
         self.errors = 0
         self._load_tokenizer = load_tokenizer
-        self._parser_name = parser_name
         self._tokenizer: Any = None
         self._request: Any = None
         self._parsers: dict[str, Any] = {}
-        self._accepted = self._taken = 0
+        self._failed = False
         self._queue: queue.Queue[tuple[str, Sequence[int]] | None] = queue.Queue(MAX_QUEUED)
         self.answers: deque[tuple[str, ToolUse]] = deque()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -96,7 +93,6 @@ class ToolReader:
         except queue.Full:
             self.dropped += 1
             return False
-        self._accepted += 1
         return True
 
     def take(self) -> list[tuple[str, ToolUse]]:
@@ -106,13 +102,7 @@ class ToolReader:
         taken = []
         while self.answers:
             taken.append(self.answers.popleft())
-        self._taken += len(taken)
         return taken
-
-    @property
-    def pending(self) -> int:
-        """Answers accepted whose result has not been taken."""
-        return self._accepted - self._taken
 
     def close(self) -> None:
         """Stop the thread; what is queued is not read. Idempotent."""
@@ -150,15 +140,15 @@ class ToolReader:
             return tool_use(calls)
         except Exception:
             self.errors += 1
+            if not self._failed:
+                self._failed = True
+                logger.exception("an answer's tool calls cannot be read (logged once)")
             return UNREAD
 
     def _calls(self, token_ids: Sequence[int]) -> Sequence[ToolCall]:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         text = _END_OF_TURN.sub("", after_thinking(text))
         style, ours = find_calls(text)
-        if self._parser_name is not None:
-            theirs = self._parse(self._parser_name, text)
-            return theirs if _says_as_much(theirs, ours) else ours
         if style is not None and style.name not in _NO_PARSER:
             for name in _DEEPSEEK.get(style.name, [style.name]):
                 theirs = self._parse(name, text)
@@ -182,6 +172,7 @@ class ToolReader:
             ]
         except Exception:
             self.errors += 1
+            logger.debug("vLLM's parser %r does not read an answer", name, exc_info=True)
             return []
 
     def _make_parser(self, name: str) -> Any:

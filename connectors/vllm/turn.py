@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from tiered_kv.connectors.vllm.jobs import Job
 from tiered_kv.keys import PageKey, page_keys
 from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.policies.turns import TurnHints
+from tiered_kv.tails import TailIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,24 @@ class Turn:
         extra, _ = generate_block_hash_extra_keys(request, start, start + 1, 0)
         assert self.fingerprint is not None
         return (self.page_keys()[block - 1] if block else self.fingerprint), extra
+
+    def find_tail(
+        self,
+        tails: TailIndex,
+        block: int,
+        block_size: int,
+        limit: int,
+        there: Callable[[PageKey], bool],
+    ) -> tuple[PageKey, int] | None:
+        """The page that agrees longest with what the prompt has in that block, up to token
+        ``limit``, and how many of its tokens do; of those that are ``there``."""
+        start = block * block_size
+        wanted = self.request.all_token_ids[start : min(start + block_size, limit)]
+        place = self.tail_place(block, block_size) if wanted else None
+        if place is None:
+            return None
+        found = tails.longest(*place, wanted, there)
+        return (found[0].key, found[1]) if found else None
 
     def forget_pages(self) -> None:
         """Its pages are of a past generation, or hold what must not be kept."""

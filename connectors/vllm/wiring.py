@@ -26,6 +26,7 @@ from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.connectors.vllm.waits import Waits
+from tiered_kv.errors import ConfigError
 from tiered_kv.index import PageIndex
 from tiered_kv.metrics import Counters
 from tiered_kv.planner import Planner
@@ -104,6 +105,9 @@ def wire(
     Args:
         manager: vLLM's KV cache manager.
         turns: those that live, by request. running: how many of them have blocks.
+
+    Raises:
+        ConfigError: the trace cannot be written.
     """
     facts, config, clock = given.facts, given.config, given.clock
     pool, watermark = manager.block_pool, int(manager.watermark_blocks)
@@ -120,8 +124,7 @@ def wire(
     restores = Restores(facts, planner, tails, given.restores, counters)
     saves = Saves(facts, planner, tails, counters, pool, blocks_of)
     prefills = PrefillClock(ahead=facts.ahead)
-    trace = TraceWriter(config.trace) if config.trace else None
-    accounts = Accounts(counters, trace, given.wall)
+    accounts = Accounts(counters, _trace(config), given.wall)
 
     with_ssd = config.ssd_path is not None and slots > 0
     pins = pin_table(facts, pool, config.pin_fraction, watermark)
@@ -190,3 +193,15 @@ def wire(
         exchange,
         accounts,
     )
+
+
+def _trace(config: TierConfig) -> TraceWriter | None:
+    if config.trace is None:
+        return None
+    try:
+        return TraceWriter(config.trace)
+    except OSError as error:
+        raise ConfigError(
+            f"TIERED_KV_TRACE={config.trace} cannot be written ({error.strerror or error}): "
+            "give a file that can, or leave it out."
+        ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from tiered_kv.connectors.vllm.metadata import (
 )
 from tiered_kv.connectors.vllm.profile import Speeds, measure_copies, measure_flops
 from tiered_kv.connectors.vllm.worker_ssd import WorkerSsd
+from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
-from tiered_kv.storage.cpu_pool import CpuPool, available_memory
+from tiered_kv.storage.cpu_pool import CpuPool, memory
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 
 logger = logging.getLogger(__name__)
@@ -66,18 +68,25 @@ class WorkerHalf:
         """Take the engine's KV tensors and allocate this rank's share of the CPU tier.
 
         Raises:
-            ConfigError: the tier does not fit into memory.
+            ConfigError: the tier does not fit into memory, or holds no page.
+            UnsupportedError: the engine's KV cache lies in several allocations.
         """
         self._speeds = replace(self._speeds, flops=_flops(kv_caches))
-        layout = self._facts.layout
-        slots = self._facts.slots(self._config.cpu_bytes_per_rank(self._facts.ranks))
-        if layout is None or slots == 0:
+        layout, ranks = self._facts.layout, self._facts.ranks
+        if layout is None or self._config.cpu_gib == 0:
             return
+        slots = self._facts.slots(self._config.cpu_bytes_per_rank(ranks))
+        if slots == 0:
+            raise ConfigError(
+                f"TIERED_KV_CPU_GIB={self._config.cpu_gib:g} holds no page: one takes "
+                f"{layout.page_bytes / (1 << 20):g} MiB on each of {ranks} ranks. Give more, or 0."
+            )
         import torch
 
         storage = _storage(kv_caches, kv_cache_config)
         on_gpu = storage.device.type == "cuda"
-        check_cpu_size(self._config, self._facts.ranks, available_memory())
+        local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
+        check_cpu_size(self._config, ranks, local_ranks, *memory())
         self._pool = CpuPool(slots, layout.page_bytes, pin=on_gpu)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if on_gpu:
@@ -191,19 +200,21 @@ class WorkerHalf:
             self._newly_failed = True
 
     def close(self) -> None:
-        """Finish copies under way, flush to SSD, stop threads, free the slab. Idempotent."""
-        if self.backend is not None:
-            self.backend.drain()
-            for result in self.backend.poll():
-                self._done(result)
-            self.backend.close()
-            self.backend = None
-        if self.ssd is not None:
-            self.ssd.close()
-            self.ssd = None
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """Finish copies under way, flush to SSD, stop threads, free the slab. Idempotent. What
+        one of these fails to do keeps none of the others from being done."""
+        with ExitStack() as last_to_first:
+            if self._pool is not None:
+                last_to_first.callback(self._pool.close)
+                self._pool = None
+            if self.ssd is not None:
+                last_to_first.callback(self.ssd.close)
+            if self.backend is not None:
+                backend, self.backend = self.backend, None
+                last_to_first.callback(backend.close)
+                backend.drain()
+                for result in backend.poll():
+                    self._done(result)
+        self.ssd = None
 
 
 def _flops(kv_caches: Mapping[str, Any]) -> float:
@@ -222,7 +233,7 @@ def _storage(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> Any:
     """The one allocation behind all layers' KV tensors.
 
     Raises:
-        RuntimeError: the layers lie in several allocations, which the layout cannot name.
+        UnsupportedError: the layers lie in several allocations, which the layout cannot name.
     """
     storages = {
         kv_caches[layer].untyped_storage().data_ptr(): kv_caches[layer].untyped_storage()
@@ -231,7 +242,7 @@ def _storage(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> Any:
         if layer in kv_caches
     }
     if len(storages) != 1:
-        raise RuntimeError(
+        raise UnsupportedError(
             f"the KV cache lies in {len(storages)} allocations where one was expected: "
             "set TIERED_KV_CPU_GIB=0 and report this model"
         )

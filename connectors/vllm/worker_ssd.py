@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,8 +91,9 @@ class WorkerSsd:
         # What slots hold that is perhaps nowhere else, by whose save; the newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
         self._distrusted: set[OrderId] = set()
-        self._counted: dict[str, int] = {}
+        self._counted = Counter[str]()
         self._counted_of = store
+        self._failures = 0
         self._said = SsdReport()
 
     # -- orders in ----------------------------------------------------------------
@@ -142,24 +144,30 @@ class WorkerSsd:
         proposal = self.io.proposal
         if not reports and not gone and proposal == self._said.proposal:
             return reports, None
-        store = self.io.store
+        store, added = self.io.store, Counter[str]()
         if store is not self._counted_of:  # a reset came between
-            self._counted, self._counted_of = {}, store
-        stats = store.stats
-        totals = {
-            "ssd_bytes_written": stats.bytes_written,
-            "ssd_bytes_read": stats.bytes_read,
-            "ssd_pages_bad": stats.pages_bad,
-            "ssd_errors": stats.write_errors + stats.read_errors + self.io.failures,
-        }
-        added = {
-            name: total - self._counted.get(name, 0)
-            for name, total in totals.items()
-            if total > self._counted.get(name, 0)
-        }
-        self._counted = totals
-        self._said = SsdReport(tuple(gone), proposal, added, store.stored_bytes)
+            added += self._count_up(self._counted_of)
+            self._counted, self._counted_of = Counter(), store
+        added += self._count_up(store)
+        failures = self.io.failures
+        added["ssd_errors"] += failures - self._failures
+        self._failures = failures
+        self._said = SsdReport(tuple(gone), proposal, dict(+added), store.stored_bytes)
         return reports, self._said
+
+    def _count_up(self, store: SegmentStore) -> Counter[str]:
+        """What the store did since the last call; of one store at a time."""
+        stats = store.stats
+        totals = Counter(
+            ssd_bytes_written=stats.bytes_written,
+            ssd_bytes_read=stats.bytes_read,
+            ssd_pages_bad=stats.pages_bad,
+            ssd_segments_bad=stats.segments_bad,
+            ssd_pages_refused=stats.pages_refused,
+            ssd_errors=stats.write_errors + stats.read_errors,
+        )
+        added, self._counted = totals - self._counted, totals
+        return added
 
     def close(self) -> None:
         """Flush what the time allows, the newest pages first; release the store."""

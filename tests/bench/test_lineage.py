@@ -15,13 +15,14 @@ from bench.lineage import (
     Asked,
     Message,
     Recorded,
-    TraceError,
+    RecordingError,
     all_at_once,
     as_chat,
     block_hashes,
     measure,
     one_by_one,
     read_sessions,
+    recording,
     replayed,
     shuffled,
 )
@@ -57,18 +58,40 @@ def test_sessions_are_read_in_the_order_of_their_turns(tmp_path: Path) -> None:
     lines = "\n".join(map(json.dumps, rows)).encode()
     (tmp_path / "plain.jsonl").write_bytes(lines)
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
-    found = read_sessions(tmp_path, "plain")
+    found = read_sessions(recording(tmp_path, "plain"))
     assert [[turn.at for turn in one] for one in found] == [[1], [2, 3]]
-    assert read_sessions(tmp_path, "packed") == found
+    assert read_sessions(recording(tmp_path, "packed")) == found
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"session_id": "a"}', "no json"])
-def test_what_is_no_recording_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "odd.jsonl").write_text(content)
-    with pytest.raises(TraceError):
-        read_sessions(tmp_path, "odd")
-    with pytest.raises(TraceError):
-        read_sessions(tmp_path, "missing")
+def test_the_file_that_is_named_is_read_and_not_one_beside_it(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "both.jsonl", tmp_path / "both.jsonl.gz"
+    for path, name in ((plain, "a"), (packed, "b")):
+        row = {"session_id": name, "timestamp": 0, "input": "", "output": ""}
+        data = json.dumps(row).encode()
+        path.write_bytes(gzip.compress(data) if path is packed else data)
+    assert [one[0].session for one in read_sessions(plain)] == ["a"]
+    assert [one[0].session for one in read_sessions(packed)] == ["b"]
+    assert recording(tmp_path, "both") == packed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b'{"session_id": "a"}',
+        b"no json",
+        gzip.compress(b"{}")[:-9],
+        gzip.compress(b"")[:10] + b"\xff",
+    ],
+)
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
+    odd = tmp_path / "odd.jsonl"
+    odd.write_bytes(content)
+    with pytest.raises(RecordingError):
+        read_sessions(odd)
+    with pytest.raises(RecordingError):
+        read_sessions(recording(tmp_path, "missing"))
 
 
 def test_hashes_are_chained_and_salted() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lineage import TraceError
+from bench.lineage import RecordingError
 from bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs, synthetic_jobs
 
 BEGIN = 1
@@ -112,8 +112,18 @@ def test_a_session_whose_prompts_do_not_go_on_is_left_out(tmp_path: Path, broken
 def test_a_file_without_sessions_so_long_is_refused(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no session of sessions"):
         made(trace, turns=4)
-    with pytest.raises(TraceError):
+    with pytest.raises(RecordingError):
         made(tmp_path / "missing.jsonl")
+
+
+def test_the_file_that_is_named_is_read_and_not_one_beside_it(trace: Path) -> None:
+    plain = trace.with_suffix("")
+    plain.write_text("\n".join(map(json.dumps, FIX)))
+    assert set(made(plain, count=1)) == {"fix"}
+    assert set(made(trace)) == {"fix", "add"}
+    trace.unlink()
+    with pytest.raises(RecordingError, match=trace.name):
+        made(trace)
 
 
 @given(count=st.integers(1, 5), seed=st.integers(0, 99), vocabulary=st.integers(2, 50_000))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.errors import ConfigError
 from tiered_kv.testing.vllm_rig import expected, text
 
 BAD_HINTS: list[Any] = [
@@ -36,7 +37,16 @@ def test_bad_hints_are_counted_and_ignored(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize(
-    "hook", ["arrived", "match", "build", "completed", "finished", "has_pending_block_frees"]
+    "hook",
+    [
+        "arrived",
+        "match",
+        "build",
+        "completed",
+        "finished",
+        "has_pending_block_frees",
+        "take_stats",
+    ],
 )
 def test_a_hook_that_raises_costs_nothing_but_a_counter(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, hook: str
@@ -112,6 +122,16 @@ def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path
     for event in lines:
         parts = event["vram_tokens"] + event["cpu_tokens"] + event["recomputed_tokens"]
         assert parts == event["prompt_tokens"]
+
+
+def test_a_trace_that_cannot_be_written_ends_the_start(make_rig: MakeRig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"TIERED_KV_TRACE=.*cannot be written"):
+        make_rig(extra={"trace": str(tmp_path / "no such folder" / "trace.jsonl")})
+
+
+def test_cpu_memory_for_less_than_a_page_ends_the_start(make_rig: MakeRig) -> None:
+    with pytest.raises(ConfigError, match="TIERED_KV_CPU_GIB=1e-09 holds no page"):
+        make_rig(extra={"cpu_gib": 1e-9})
 
 
 def test_counters_reach_vllms_stats(make_rig: MakeRig) -> None:

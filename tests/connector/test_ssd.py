@@ -16,6 +16,7 @@ from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
+from tiered_kv.storage.segment_store import SegmentStore
 from tiered_kv.testing.vllm_rig import Rig, expected, text
 from tiered_kv.testing.vllm_runner import CELL
 
@@ -99,6 +100,25 @@ def test_a_restarted_engine_serves_the_contexts_of_before(
     first.ask("first", CONTEXT)
     assert first.count("pages_demoted") == 0
     first.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    ask_again(second)
+    assert second.count("prompt_tokens_ssd") >= 304
+    second.check_clean()
+
+
+def test_the_last_flush_is_made_though_copies_fail_at_the_end(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_rig(extra=tiers(tmp_path, slots=200))
+    first.ask("first", CONTEXT)
+
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(first.worker.worker_half.backend, "drain", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        first.close()
 
     second = make_rig(extra=tiers(tmp_path, slots=200))
     ask_again(second)
@@ -254,6 +274,32 @@ def test_a_cache_reset_invalidates_what_is_on_disk(rig: Rig, tmp_path: Path) -> 
     push_out(rig)
     ask_again(rig, "third")
     assert rig.count("prompt_tokens_ssd") >= 256, "the new generation has its own pages"
+    rig.check_clean()
+
+
+def test_what_the_store_counted_is_told_once_whatever_is_reset(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> frozenset[int]:
+        raise OSError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentStore, "put", fails)
+        rig.ask("first", CONTEXT)
+        push_out(rig)
+    failures = rig.worker.worker_half.ssd.io.failures
+    assert failures > 0
+    rig.now += 100.0
+    rig.fill(2)
+    old = store(rig)
+    assert rig.scheduler.reset_prefix_cache()
+    rig.now += 100.0
+    push_out(rig)
+    rig.fill(2)
+    assert store(rig) is not old
+    assert rig.count("ssd_errors") == rig.worker.worker_half.ssd.io.failures == failures
+    written = old.stats.bytes_written + store(rig).stats.bytes_written
+    assert rig.count("ssd_bytes_written") == written > 0
     rig.check_clean()
 
 

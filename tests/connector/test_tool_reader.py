@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.policies.adversary import MARKERS, soups
 from tests.policies.test_tool_calls import FORMATS
@@ -82,10 +81,8 @@ def tokenizer() -> CharacterTokenizer:
 def make_reader(tokenizer: CharacterTokenizer) -> Iterator[MakeReader]:
     readers: list[ToolReader] = []
 
-    def make(
-        load: Callable[[], Any] = lambda: tokenizer, parser_name: str | None = None
-    ) -> ToolReader:
-        readers.append(ToolReader(load, parser_name))
+    def make(load: Callable[[], Any] = lambda: tokenizer) -> ToolReader:
+        readers.append(ToolReader(load))
         return readers[-1]
 
     yield make
@@ -93,13 +90,13 @@ def make_reader(tokenizer: CharacterTokenizer) -> Iterator[MakeReader]:
         reader.close()
 
 
-def take_all(reader: ToolReader) -> list[Result]:
+def take_all(reader: ToolReader, queued: int) -> list[Result]:
     """Everything that was queued."""
     taken: list[Result] = []
     waiting = threading.Event()
     for _ in range(2000):
         taken += reader.take()
-        if not reader.pending:
+        if len(taken) == queued:
             return taken
         waiting.wait(0.01)
     raise AssertionError("the reader does not come to an end")
@@ -107,7 +104,7 @@ def take_all(reader: ToolReader) -> list[Result]:
 
 def read_one(reader: ToolReader, text: str) -> ToolUse:
     reader.read("a", tokens(text))
-    ((ticket, use),) = take_all(reader)
+    ((ticket, use),) = take_all(reader, 1)
     assert ticket == "a"
     return use
 
@@ -120,9 +117,8 @@ def test_tools_come_with_their_tickets_in_order(
     reader.read("one", tokens(FORMATS["mini-swe-agent"]))
     reader.read("two", tokens("All done."))
     reader.read("three", tokens(FORMATS["Hermes"]))
-    assert reader.pending == 3
 
-    taken = take_all(reader)
+    taken = take_all(reader, 3)
 
     assert [ticket for ticket, _ in taken] == ["one", "two", "three"]
     assert [use.path for _, use in taken] == [
@@ -131,7 +127,7 @@ def test_tools_come_with_their_tickets_in_order(
         ("bash", "ls", "ls -l"),
     ]
     assert reader.take() == []
-    assert (reader.pending, reader.dropped, reader.errors) == (0, 0, 0)
+    assert (reader.dropped, reader.errors) == (0, 0)
     assert tokenizer.threads == {THREAD_NAME}
 
 
@@ -173,22 +169,19 @@ class Function:
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
-    """A parser registered with vLLM."""
+    """In place of vLLM's parser for the format of Hermes."""
     from vllm.tool_parsers import ToolParserManager
 
     class Registered(Counting):
         asked: list[str] = []  # noqa: RUF012
 
-    monkeypatch.setitem(ToolParserManager.tool_parsers, "counting", Registered)
+    monkeypatch.setitem(ToolParserManager.tool_parsers, "hermes", Registered)
     return Registered
 
 
 def test_a_parser_chosen_by_the_format_must_find_the_same_tools(
-    make_reader: MakeReader, parser: type[Counting], monkeypatch: pytest.MonkeyPatch
+    make_reader: MakeReader, parser: type[Counting]
 ) -> None:
-    from vllm.tool_parsers import ToolParserManager
-
-    monkeypatch.setitem(ToolParserManager.tool_parsers, "hermes", parser)
     parser.found = (("bash", '{"command": "make"}'),)
     assert read_one(make_reader(), FORMATS["Hermes"]).command == "make"
     parser.found = (("[", '{"command": "make"}'),)
@@ -196,11 +189,11 @@ def test_a_parser_chosen_by_the_format_must_find_the_same_tools(
     assert len(parser.asked) == 2
 
 
-def test_the_server_s_parser_has_the_word(make_reader: MakeReader, parser: type[Counting]) -> None:
-    parser.found = (("run_command", '{"command": "make"}'),)
-    use = read_one(make_reader(parser_name="counting"), "<think>Well.</think>@run make<|im_end|>")
-    assert use.path == ("bash", "make", "make")
-    assert parser.asked == ["@run make"], "no thinking, no token that ends the turn"
+def test_a_parser_is_given_no_thinking_and_no_token_that_ends_the_turn(
+    make_reader: MakeReader, parser: type[Counting]
+) -> None:
+    read_one(make_reader(), f"<think>Well.</think>{FORMATS['Hermes']}<|im_end|>")
+    assert parser.asked == [FORMATS["Hermes"]]
 
 
 @pytest.mark.parametrize(
@@ -216,12 +209,17 @@ def test_ours_follows_where_theirs_says_less(
     make_reader: MakeReader, parser: type[Counting], found: tuple[tuple[str, str], ...]
 ) -> None:
     parser.found = found
-    assert read_one(make_reader(parser_name="counting"), FORMATS["Hermes"]).command == "ls -l"
+    assert read_one(make_reader(), FORMATS["Hermes"]).command == "ls -l"
     assert parser.asked
 
 
-def test_a_parser_that_cannot_be_had_is_counted_once(make_reader: MakeReader) -> None:
-    reader = make_reader(parser_name="no such parser")
+def test_a_parser_that_cannot_be_had_is_counted_once(
+    make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    monkeypatch.setitem(ToolParserManager.tool_parsers, "hermes", None)
+    reader = make_reader()
     for _ in range(3):
         assert read_one(reader, FORMATS["Hermes"]).command == "ls -l"
     assert reader.errors == 1
@@ -231,8 +229,8 @@ def test_a_parser_s_complaints_are_not_logged(
     make_reader: MakeReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = FORMATS["Hermes"].replace("}", "")
-    reader = make_reader(parser_name="hermes")
-    with caplog.at_level(logging.DEBUG):
+    reader = make_reader()
+    with caplog.at_level(logging.INFO):
         assert read_one(reader, broken).command == "ls -l"
     assert "Error in extracting" not in caplog.text
 
@@ -279,7 +277,7 @@ def test_an_answer_that_breaks_the_tokenizer_is_counted(make_reader: MakeReader)
     reader.read("bad", [1])
     reader.read("good", tokens(FORMATS["Hermes"]))
     reader.read("empty", [])
-    uses = dict(take_all(reader))
+    uses = dict(take_all(reader, 3))
     assert uses["bad"] == UNREAD
     assert uses["good"].command == "ls -l"
     assert uses["empty"] == NO_TOOL
@@ -299,10 +297,10 @@ def test_answers_are_dropped_and_counted_when_there_are_too_many(
     reader = make_reader(load)
     for n in range(20):
         reader.read(str(n), tokens(FORMATS["Hermes"]))
-    assert (reader.dropped, reader.pending) == (15, 5)
+    assert reader.dropped == 15
     assert reader.take() == []
     loading.set()
-    assert [ticket for ticket, _ in take_all(reader)] == ["0", "1", "2", "3", "4"]
+    assert [ticket for ticket, _ in take_all(reader, 5)] == ["0", "1", "2", "3", "4"]
 
 
 def test_closing_stops_the_thread_whatever_is_queued(
@@ -336,11 +334,9 @@ def test_importing_the_reader_imports_no_parsers() -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-@given(text=soups(MARKERS), name=st.sampled_from([None, "hermes", "qwen3_coder", "pythonic"]))
-def test_no_answer_stops_the_reader(
-    text: str, name: str | None, tokenizer: CharacterTokenizer
-) -> None:
-    reader = ToolReader(lambda: tokenizer, name)
+@given(text=soups(MARKERS))
+def test_no_answer_stops_the_reader(text: str, tokenizer: CharacterTokenizer) -> None:
+    reader = ToolReader(lambda: tokenizer)
     try:
         assert read_one(reader, text).path
     finally:

@@ -28,7 +28,7 @@ from tiered_kv.orders import (
     SaveOrder,
 )
 from tiered_kv.planner import Planner, Settled
-from tiered_kv.policies.eviction import LeastRecentlyUsed
+from tiered_kv.testing.eviction import LeastRecentlyUsed
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]
 BLOCKS = range(1, 15)

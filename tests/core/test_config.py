@@ -153,18 +153,34 @@ def test_sizes_are_for_the_engine_and_split_over_its_ranks() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", [0.5, "2.7"])
+def test_a_part_of_a_thread_is_refused(value: object) -> None:
+    sentence = refusal(extra={"io_threads": value})
+    assert sentence == (
+        f"TIERED_KV_IO_THREADS={value} is no whole number: write TIERED_KV_IO_THREADS=0."
+    )
+
+
 def test_a_cpu_tier_that_fits_is_accepted() -> None:
-    check_cpu_size(TierConfig(cpu_gib=4), ranks=2, available_bytes=2 * GIB)
+    check_cpu_size(TierConfig(cpu_gib=4), 2, 2, 4 * GIB, 2 * GIB)
 
 
-def test_a_cpu_tier_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
+def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None:
     config = TierConfig(cpu_gib=4)
     with pytest.raises(ConfigError, match="does not fit") as caught:
-        check_cpu_size(config, ranks=2, available_bytes=GIB)
+        check_cpu_size(config, 2, 2, 8 * GIB, GIB)
     sentence = str(caught.value)
-    assert "1.0 GiB of memory are left for each of 2 ranks" in sentence
-    assert sentence.endswith("set at most 1.6.")
-    check_cpu_size(TierConfig(cpu_gib=1.6), ranks=2, available_bytes=GIB)
+    assert "2 of 2 ranks share a machine with 8.0 GiB of memory, of which 1.0 are left" in sentence
+    assert sentence.endswith("set at most 0.8.")
+    check_cpu_size(TierConfig(cpu_gib=0.8), 2, 2, 8 * GIB, GIB)
+
+
+def test_all_ranks_of_a_machine_share_its_memory() -> None:
+    """Each sees all of it, before the others have taken theirs."""
+    config = TierConfig(cpu_gib=3000)
+    with pytest.raises(ConfigError, match="8 of 8 ranks"):
+        check_cpu_size(config, 8, 8, 512 * GIB, 500 * GIB)
+    check_cpu_size(config, 8, 1, 512 * GIB, 500 * GIB)  # a machine for each
 
 
 def test_every_error_of_this_project_can_be_caught_as_one() -> None:

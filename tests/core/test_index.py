@@ -9,7 +9,7 @@ import pytest
 
 from tiered_kv.index import EvictionOrder, PageIndex
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.eviction import LeastRecentlyUsed
+from tiered_kv.testing.eviction import LeastRecentlyUsed
 from tiered_kv.testing.index import IndexConformance
 
 

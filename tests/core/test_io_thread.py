@@ -169,6 +169,23 @@ def test_the_thread_outlives_what_fails(bench: Bench) -> None:
     assert bench.reports()[good.order_id].failed == frozenset()
 
 
+def test_each_error_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """The one that matters may not be the first."""
+
+    def fails(why: str) -> SegmentStore:
+        raise OSError(why)
+
+    bench.store.fail = True
+    for _ in range(3):
+        bench.demote(range(2))
+        bench.reports()
+    bench.io.replace_store(lambda: fails("no store can be made"))
+    bench.reports()
+    assert bench.io.failures == 4
+    assert caplog.text.count("RuntimeError: injected") == 1
+    assert caplog.text.count("OSError: no store can be made") == 1
+
+
 def test_a_reset_empties_the_disk_and_fails_what_was_ordered(bench: Bench) -> None:
     bench.demote(range(2))
     bench.reports()

@@ -22,7 +22,7 @@ from tiered_kv.orders import (
     RestoreMode,
 )
 from tiered_kv.planner import Planner, Settled
-from tiered_kv.policies.eviction import LeastRecentlyUsed
+from tiered_kv.testing.eviction import LeastRecentlyUsed
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
 

@@ -19,6 +19,7 @@ from tiered_kv.cli import app
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
 from tiered_kv.keys import PageKey
+from tiered_kv.storage import export
 from tiered_kv.storage.segment_format import TRAILER_BYTES, record_header_bytes
 from tiered_kv.storage.segment_store import SegmentStore
 from tiered_kv.storage.survey import Survey, find_stores, survey
@@ -136,6 +137,28 @@ def test_ls_and_stat_agree_with_the_store(disk: Disk) -> None:
     assert 0 <= found["newest_page_s"] <= found["oldest_page_s"] < 60
     assert total["dead_bytes"] == 5 * disk.survey.segments[0].loaded.entries[0].nbytes
     assert total["fingerprints"] == [FINGERPRINT.hex()]
+
+
+@pytest.mark.parametrize(("error", "code"), [(FileNotFoundError, 0), (OSError, 2)])
+def test_ls_passes_over_a_segment_that_is_gone_but_over_none_that_cannot_be_read(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, error: type[OSError], code: int
+) -> None:
+    """A server may delete one while the others are looked at."""
+    disk.fill(40)
+    (segment,) = disk.root.rglob("*.seg")
+    stat = Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == segment:
+            raise error(5, "Input/output error", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", failing)
+    said = run("ls", disk.root, "--json", code=code)
+    if code:
+        assert "Input/output error" in said
+    else:
+        assert len(json.loads(said)["stores"]) == 1
 
 
 def test_ls_names_the_process_that_has_a_store_open(disk: Disk, live: SegmentStore) -> None:
@@ -390,6 +413,22 @@ def test_gc_clears_away_what_dead_processes_left(disk: Disk) -> None:
     }
 
 
+def test_gc_names_what_it_could_not_clear_away(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.fill(10)
+    empty = disk.root / ("ab" * 16) / "0-0"
+    empty.mkdir(parents=True)
+    for path in (empty, empty.parent):
+        os.utime(path, (1e9, 1e9))
+
+    def refusing(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rmdir", refusing)
+    result = run_json("gc", disk.root, "--older-than", 1, code=1)
+    assert result["leftovers"] == []
+    assert "Permission denied" in result["refused"][str(empty)]
+
+
 # -- export ---------------------------------------------------------------------------
 
 
@@ -444,6 +483,22 @@ def test_a_damaged_page_is_not_exported_and_the_others_are(disk: Disk, tmp_path:
     assert result["pages"] == 9
     (reason,) = result["failed"].values()
     assert page_key(4).hex() in reason
+
+
+def test_an_export_onto_a_full_disk_says_what_it_has_written(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.fill(10)
+    write, left = export._write, iter(range(3))
+
+    def filling(*arguments: Any) -> dict[str, object]:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(export, "_write", filling)
+    assert "No space left" in run("export", disk.root, "--all", tmp_path / "out", code=2)
+    assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["pages"]) == 3
 
 
 # -- what cannot be done --------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.recovery import Recovery
 from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
 from tiered_kv.testing.segments import SegmentFile
@@ -241,6 +242,27 @@ def test_a_segment_that_cannot_be_read_on_opening_may_be_there_next_time(
     bench.store.close()
     bench.open()
     assert bench.get() == set()
+    bench.check()
+
+
+def test_a_segment_whose_codec_cannot_be_had_now_may_be_read_next_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was no memory for it, say: that is no fault of the segment."""
+    bench.put(40)
+    bench.store.close()
+
+    def no_memory(*_: object) -> RawCodec:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recovery, "_codec_of", no_memory)
+        bench.open()
+    assert len(bench.store) == 0
+    assert bench.store.stats.segments_bad > 0
+    bench.store.close()
+    bench.open()
+    assert len(bench.store) == 40
     bench.check()
 
 

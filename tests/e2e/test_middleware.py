@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.restore import CONNECTOR
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

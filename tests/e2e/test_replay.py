@@ -16,8 +16,8 @@ from bench.replay.forcing import SERVER_ARGS, XARG, server_env
 from bench.replay.jobs import Job, Turn
 from bench.replay.results import JobDone
 from bench.replay.sources import with_sources
-from bench.restore import CONNECTOR, texts
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.restore import texts
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

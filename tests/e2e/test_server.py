@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.restore import CONNECTOR, texts
-from bench.server import MODEL_NAME, ServerOptions, VllmServer
+from bench.restore import texts
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 
 pytestmark = pytest.mark.e2e
 

@@ -12,8 +12,8 @@ import pytest
 
 from bench.engines import engine
 from bench.load import group_members
-from bench.restore import CONNECTOR, texts
-from bench.server import ServerOptions, VllmServer
+from bench.restore import texts
+from bench.server import CONNECTOR, ServerOptions, VllmServer
 from tests.e2e.test_parallel import OPTIONS, TINY
 from tests.e2e.test_server import ask, count, metric
 

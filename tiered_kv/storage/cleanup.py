@@ -113,16 +113,14 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def delete_leftover(root: Path, path: Path) -> bool:
-    """Whether it is gone; a folder in which there is something by now stays."""
-    with _root_locked(root):
-        try:
-            path.rmdir() if path.is_dir() else path.unlink()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-    return True
+def delete_leftover(root: Path, path: Path) -> None:
+    """Delete it, if it is still there.
+
+    Raises:
+        OSError: it stays; so does a folder in which there is something by now.
+    """
+    with _root_locked(root), suppress(FileNotFoundError):
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 @contextmanager

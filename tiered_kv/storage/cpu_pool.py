@@ -18,16 +18,19 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 
-def available_memory() -> int:
-    """Bytes this process may still take: the machine's, or its cgroup's if that is less."""
+def memory() -> tuple[int, int]:
+    """Bytes in all, and those that this process may still take: the machine's, or its cgroup's
+    if that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
+    total, available = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
     except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
+        return total, available
+    if limit == "max":
+        return total, available
+    return min(total, int(limit)), min(available, int(limit) - used)
 
 
 class CpuPool:

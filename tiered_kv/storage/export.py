@@ -76,17 +76,19 @@ def export(
         raise StoreError(f"{out} is not an empty folder: give one, or a new name")
     out.mkdir(parents=True, exist_ok=True)
     exported = Exported()
-    for survey, place in wanted:
-        try:
-            encoded, page = _read(place)
-        except (OSError, FormatError, CodecError) as error:
-            where = f"{place.segment.path} at {place.entry.offset}"
-            exported.failed[where] = f"page {place.entry.key.hex()}: {error}"
-        else:
-            exported.pages.append(_write(survey, place, encoded, page, out, stored))
-        advance(1)
-    manifest = {"pages": exported.pages, "failed": exported.failed}
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    try:
+        for survey, place in wanted:
+            try:
+                encoded, page = _read(place)
+            except (OSError, FormatError, CodecError) as error:
+                where = f"{place.segment.path} at {place.entry.offset}"
+                exported.failed[where] = f"page {place.entry.key.hex()}: {error}"
+            else:
+                exported.pages.append(_write(survey, place, encoded, page, out, stored))
+            advance(1)
+    finally:  # on a full disk as well: what is there is of no use without it
+        manifest = {"pages": exported.pages, "failed": exported.failed}
+        (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return exported
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tiered_kv.storage.catalogue import Catalogue, Entry
 from tiered_kv.storage.files import BLOCK, read_exactly
 from tiered_kv.storage.records import check_page, decode_record
 from tiered_kv.storage.segment_format import FormatError
-from tiered_kv.storage.store_means import Speed, StoreMeans
+from tiered_kv.storage.store_means import StoreMeans
 
 logger = logging.getLogger(__name__)
 
@@ -117,20 +116,14 @@ class _Read:
 
 
 class Getter:
-    """Reads pages from whatever segments they are in, and drops those that are bad.
-
-    Attributes:
-        speed: of recent gets.
-    """
+    """Reads pages from whatever segments they are in, and drops those that are bad."""
 
     def __init__(self, means: StoreMeans, catalogue: Catalogue) -> None:
-        self.speed = Speed()
         self._means = means
         self._catalogue = catalogue
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """See ``SegmentStore.get``."""
-        began = time.monotonic()
         wanted = [
             _Wanted(i, entry, out, entry.place.offset, entry.place.nbytes)
             for i, (key, out) in enumerate(pages)
@@ -141,11 +134,9 @@ class Getter:
         failed = {found.item.index for found in bad}
         good = [item for item in wanted if item.index not in failed]
         nbytes = sum(item.entry.place.stored_bytes for item in good)
-        self._means.stats.pages_read += len(good)
         self._means.stats.bytes_read += nbytes
         self._drop(bad)
         self._catalogue.close_some()
-        self.speed.add(nbytes, time.monotonic() - began)
         return frozenset(range(len(pages))).difference(item.index for item in good)
 
     def _read(self, wanted: Sequence[_Wanted]) -> list[_Bad]:

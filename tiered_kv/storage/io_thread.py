@@ -33,6 +33,8 @@ GROUP_BYTES = 128 << 20
 promotion that comes between waits a few hundredths of a second."""
 
 
+MOST_LOGGED = 100
+"""Different errors that are logged."""
 HUNG_S = 30.0
 """How long closing waits for a read or write under way."""
 
@@ -72,6 +74,7 @@ class IoThread:
     ) -> None:
         self.store = store
         self.failures = 0
+        self._logged: set[str] = set()
         self._slots = slots
         self._page_bytes = int(slots.shape[1])
         self._clock = clock
@@ -240,10 +243,12 @@ class IoThread:
         while (work := self._next()) is not None:
             try:
                 work()
-            except Exception:
+            except Exception as error:
                 self.failures += 1
-                if self.failures == 1:
-                    logger.exception("the SSD tier failed; the engine goes on (logged once)")
+                said = f"{type(error).__name__}: {error}"
+                if said not in self._logged and len(self._logged) < MOST_LOGGED:
+                    self._logged.add(said)
+                    logger.exception("the SSD tier failed; the engine goes on (each error once)")
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +36,17 @@ class StoreInfo:
 
 
 def list_stores(root: Path) -> list[StoreInfo]:
-    """Every store under a root, the one used last at the end."""
+    """Every store under a root, the one used last at the end.
+
+    Raises:
+        OSError: one of them cannot be read: it is not passed over in silence.
+    """
     stores = []
     for folder in store_folders(root):
         fingerprint, place = folder.parent.name, folder.name
         try:
             replica, rank = (int(number) for number in place.split("-"))
-            paths = sorted(path for path in folder.iterdir() if path.suffix == SEGMENT_SUFFIX)
+            sizes = dict(_segments(folder))
             lock = folder / LOCK_NAME
             stores.append(
                 StoreInfo(
@@ -51,13 +57,21 @@ def list_stores(root: Path) -> list[StoreInfo]:
                     locked=is_locked(lock),
                     holder=_holder(lock),
                     last_use=lock.stat().st_mtime,
-                    segments=tuple(paths),
-                    nbytes=sum(path.stat().st_size for path in paths),
+                    segments=tuple(sorted(sizes)),
+                    nbytes=sum(sizes.values()),
                 )
             )
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             continue  # no store, or one that vanished meanwhile
     return sorted(stores, key=lambda store: store.last_use)
+
+
+def _segments(folder: Path) -> Iterator[tuple[Path, int]]:
+    """With their bytes. A server may delete one while the others are looked at."""
+    for path in folder.iterdir():
+        if path.suffix == SEGMENT_SUFFIX:
+            with contextlib.suppress(FileNotFoundError):
+                yield path, path.stat().st_size
 
 
 def _holder(lock: Path) -> dict[str, object]:

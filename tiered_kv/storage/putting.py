@@ -17,23 +17,18 @@ from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.packing import Batch, PageToWrite, batch_in_place, pack_batch
 from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.segment_maker import SegmentMaker
-from tiered_kv.storage.store_means import WRITE_BYTES, Speed, StoreMeans
+from tiered_kv.storage.store_means import WRITE_BYTES, StoreMeans
 from tiered_kv.storage.training import Training
 
 logger = logging.getLogger(__name__)
 
 
 class Putter:
-    """Appends pages to the active segment, and begins and seals segments on the way.
-
-    Attributes:
-        speed: of recent puts.
-    """
+    """Appends pages to the active segment, and begins and seals segments on the way."""
 
     def __init__(
         self, means: StoreMeans, catalogue: Catalogue, maker: SegmentMaker, training: Training
     ) -> None:
-        self.speed = Speed()
         self._means = means
         self._catalogue = catalogue
         self._maker = maker
@@ -67,8 +62,7 @@ class Putter:
         Args:
             while_reclaiming: they come from a segment that dies at once.
         """
-        means, stats = self._means, self._means.stats
-        began, bytes_before = time.monotonic(), stats.bytes_written
+        means = self._means
         stored: set[int] = set()
         page_bytes = means.options.page_format.page_bytes
         source = _slices(items, max(1, WRITE_BYTES // page_bytes))
@@ -94,7 +88,6 @@ class Putter:
         self._commit_full(stored)
         if (active := self._catalogue.active) is not None:
             self._commit(active, stored)
-        self.speed.add(stats.bytes_written - bytes_before, time.monotonic() - began)
         return stored
 
     def _pack(self, pages: Sequence[PageToWrite]) -> Future[Batch] | Batch:
@@ -157,10 +150,8 @@ class Putter:
         segment.end = segment.writer.end
         emptied = self._catalogue.insert(segment, commit.durable)
         stored.update(commit.indices)
-        stats = self._means.stats
-        stats.pages_written += len(commit.durable)
-        stats.bytes_written += sum(place.stored_bytes for place in commit.durable)
-        stats.raw_bytes_written += len(commit.durable) * self._means.options.page_format.page_bytes
+        written = sum(place.stored_bytes for place in commit.durable)
+        self._means.stats.bytes_written += written
         for one in emptied:
             self._catalogue.delete_if_empty(one)
         if commit.error is None:

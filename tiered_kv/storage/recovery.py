@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from tiered_kv.codecs.base import Codec, PageFormat
+from tiered_kv.codecs.base import Codec, CodecError, PageFormat
 from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.files import Access
 from tiered_kv.storage.reading import LoadedSegment, load_segment
@@ -58,7 +58,7 @@ class Recovery:
                 logger.warning("%s is deleted: %s", path, error)
                 self._means.stats.segments_bad += 1
                 self._folder.delete(path)
-            except OSError as error:
+            except Exception as error:  # nothing says that its pages are bad
                 logger.warning("%s cannot be read: %s", path, error)
                 self._means.stats.segments_bad += 1
                 self._folder.set_aside(path)
@@ -111,5 +111,5 @@ class Recovery:
                 return segment.codec
         try:
             return self._codec_from(header.codec_id, header.table, header.page_format)
-        except Exception as error:
+        except CodecError as error:
             raise FormatError(f"codec {header.codec_id} cannot be made of it: {error}") from error

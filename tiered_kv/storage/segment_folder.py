@@ -43,7 +43,6 @@ class SegmentFolder:
         """A file that cannot be deleted now is tried again later. One that is gone is fine."""
         try:
             self._means.files.unlink(path)
-            self._means.stats.segments_deleted += 1
             self.sync()
         except FileNotFoundError:
             pass

@@ -73,7 +73,6 @@ class SegmentMaker:
         finally:
             self._capacity.changed()
         self._lock.touch()
-        means.stats.segments_created += 1
         self._catalogue.add(segment)
         return segment
 

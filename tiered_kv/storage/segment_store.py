@@ -136,16 +136,6 @@ class SegmentStore:
         return self._catalogue.stored_bytes
 
     @property
-    def read_mbs(self) -> float:
-        """Speed of recent gets in MB/s of stored bytes, beginning to end; 0 before the first."""
-        return self._getter.speed.mbs
-
-    @property
-    def write_mbs(self) -> float:
-        """Speed of recent puts; see ``read_mbs``."""
-        return self._putter.speed.mbs
-
-    @property
     def codec(self) -> Codec:
         """What new pages are encoded with."""
         return self._training.codec

@@ -36,20 +36,3 @@ class StoreMeans:
         """Count and log it."""
         self.stats.write_errors += 1
         logger.warning("%s: %s", what, error)
-
-
-class Speed:
-    """A moving average.
-
-    Attributes:
-        mbs: MB/s; 0 before the first transfer.
-    """
-
-    def __init__(self) -> None:
-        self.mbs = 0.0
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """Small transfers say little about it, and do not count."""
-        if nbytes >= WRITE_BYTES and seconds > 0:
-            speed = nbytes / seconds / 1e6
-            self.mbs += speed - self.mbs if self.mbs == 0 else 0.2 * (speed - self.mbs)

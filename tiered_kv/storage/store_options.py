@@ -82,10 +82,7 @@ class StoreOptions:
 class StoreStats:
     """What a store did since it was opened. Bytes written and read are stored bytes."""
 
-    pages_written: int = 0
     bytes_written: int = 0
-    raw_bytes_written: int = 0
-    pages_read: int = 0
     bytes_read: int = 0
     pages_bad: int = 0
     """Pages found damaged, or whose reading failed; each was dropped."""
@@ -95,8 +92,6 @@ class StoreStats:
     """Times a segment was wanted and could not be had."""
     write_errors: int = 0
     read_errors: int = 0
-    segments_created: int = 0
-    segments_deleted: int = 0
     segments_bad: int = 0
     """Segments found on opening that could not be used."""
 

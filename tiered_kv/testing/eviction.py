@@ -1,0 +1,31 @@
+"""The simplest order of eviction: for tests of what is done in any."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from tiered_kv.index import EvictionOrder
+from tiered_kv.keys import PageKey
+
+
+class LeastRecentlyUsed(EvictionOrder):
+    """Evicts the page that was used the longest ago."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[PageKey, None] = OrderedDict()
+
+    def added(self, key: PageKey) -> None:
+        self._order[key] = None
+
+    def added_all(self, keys: Sequence[PageKey]) -> None:
+        self._order.update(dict.fromkeys(keys))
+
+    def removed(self, key: PageKey) -> None:
+        del self._order[key]
+
+    def touched(self, key: PageKey) -> None:
+        self._order.move_to_end(key)
+
+    def __iter__(self) -> Iterator[PageKey]:
+        return iter(self._order)
