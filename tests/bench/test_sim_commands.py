@@ -31,13 +31,13 @@ def test_what_ends_a_replay_with_a_message_ends_validate_so(
 
 
 @pytest.mark.parametrize(("worst", "code"), [(0.15, 0), (0.16, 1)])
-def test_the_worst_error_decides_whether_the_simulator_is_believed(
+def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
     worst: float,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = {"worst_error": worst, "order_equal": True, "conserved": True}
+    found = {"mean_error": worst, "order_equal": True, "conserved": True}
     monkeypatch.setattr("bench.sim.__main__._validate", lambda _args: found)
     assert main(["validate", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == found
