@@ -26,8 +26,9 @@ JOBS = 256
 """Ended jobs whose numbers of turns are remembered."""
 FORGETTING = 0.98
 """What a turn's growth still counts after the next one."""
-MOST, LEAST = 1.0, 0.5
-"""Bounds of the share of the pool that may be given out."""
+MOST, LEAST = 1.25, 0.5
+"""Bounds of the share of the pool that may be given out. More than all of it where the forecast
+has been seen to ask for more than jobs then take."""
 DOWN, UP = 0.9, 1.001
 """Factors of that share, for a context that was lost and for a job held beside free blocks. A lost
 context is computed again while everybody waits, and a job that is held waits alone: so it falls a
@@ -165,7 +166,7 @@ class Pace:
 class Allowance:
     """The share of the pool that jobs may be let in for. It begins at all of it, falls with every
     context that was evicted before its job returned, and rises with jobs that are held although
-    blocks stay free."""
+    blocks stay free, beyond all of it if need be."""
 
     def __init__(self) -> None:
         self.share = 1.0

@@ -279,7 +279,7 @@ class Admission:
         if not self._slots:
             return fits
         whole = self._peak(self._whole, need)
-        return whole <= share * self._slots or (fits and whole <= max(pool, self._slots))
+        return whole <= min(1.0, share) * self._slots or (fits and whole <= max(pool, self._slots))
 
     def _behind_older(self, turn: Turn, now: float) -> bool:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM

@@ -121,4 +121,4 @@ def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() ->
     assert allowance.share == LEAST
     for _ in range(1000):
         allowance.spare()
-    assert allowance.share == MOST
+    assert allowance.share == MOST > 1
