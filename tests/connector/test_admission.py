@@ -9,6 +9,7 @@ import pytest
 from tests.connector.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.admission import AWAY_S
+from tiered_kv.policies.admission import MOST
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_rig import Rig, expected, text
 
@@ -188,6 +189,19 @@ def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: Ma
     """40 slots are room for two jobs of 19 blocks, and for no third: VRAM has that; 200 for all."""
     for slots, waiting in ((40, ["d"]), (200, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
+        for name in "abcd":
+            begin(rig, name)
+            rig.step()
+        assert held(rig) == waiting
+        rig.run()
+        rig.check_clean()
+
+
+def test_more_than_all_is_given_out_of_vram_but_not_of_cpu_memory(make_rig: MakeRig) -> None:
+    """Four jobs of 19 blocks are more than 62 slots, though not more than five quarters of them."""
+    for slots, waiting in ((62, ["d"]), (80, [])):
+        rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
+        rig.half.admission.allowance.share = MOST
         for name in "abcd":
             begin(rig, name)
             rig.step()
