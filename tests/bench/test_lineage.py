@@ -81,9 +81,10 @@ def test_the_file_that_is_named_is_read_and_not_one_beside_it(tmp_path: Path) ->
         b"{}",
         b'{"session_id": "a"}',
         b"no json",
-        gzip.compress(b"{}")[:-9],
-        gzip.compress(b"")[:10] + b"\xff",
+        gzip.compress(b"{}", mtime=0)[:-9],
+        gzip.compress(b"", mtime=0)[:10] + b"\xff",
     ],
+    ids=["nothing", "no session", "half a turn", "no json", "cut off", "no gzip behind its head"],
 )
 def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
     odd = tmp_path / "odd.jsonl"
