@@ -192,7 +192,8 @@ class SegmentStore:
         """Delete a segment after writing those of its pages that survive once more.
 
         Returns:
-            The pages that are gone: all others, and survivors that could not be rewritten.
+            The pages that are gone: all others, and survivors that could not be rewritten. As
+            with ``drop``, the next process may find one again, in an older record.
         """
         return self._reclaimer.reclaim(segment, survivors)
 

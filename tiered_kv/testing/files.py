@@ -213,7 +213,8 @@ class RecordedFiles(FaultyFiles):
     """Remembers every change in its order, so that the disk after a crash at any of them can
     be made: ``steps[:n]`` were asked for, and only some of those may have arrived.
 
-    With one I/O thread the order is the same in every run.
+    With one I/O thread the order is the same in every run, but for a folder's: it is synced
+    beside the first writes to a new segment, and may come before or after them.
     """
 
     def __init__(self, inner: FileLayer | None = None) -> None:
