@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv.policies.signals import JobKey
+
 MOMENTS = 32
 """Looked at; of more, so many are taken evenly."""
 JOBS = 256
@@ -142,6 +144,27 @@ class Growth:
     def mean(self) -> float:
         """0 before the first."""
         return self._sum / self._weight if self._weight else 0.0
+
+
+class Course:
+    """How a job goes on: for as many turns as those of its age had left, each of which adds what
+    its own have added, or those of others as long as it has none.
+
+    Attributes:
+        lengths: of jobs that ended. growth: of all contexts, in blocks a turn.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = JobLengths()
+        self.growth = Growth()
+
+    def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
+        """Of a job that has begun so many turns, and has grown by so many blocks since the first.
+
+        Returns:
+            Blocks that it grows with a turn, and turns after the present one.
+        """
+        return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
 
 
 class Pace:

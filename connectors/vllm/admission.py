@@ -1,13 +1,8 @@
 """New jobs are held back while those already begun will need the room.
 
-Counts what every job takes and is heading for (``policies.admission``), from its first blocks to
-its end. A job is held until its working set fits into VRAM, or with all the others into CPU memory,
-the engine is idle, or it has waited for as long as a client may be left waiting.
-
-Words: a turn is *new* until one of its job has had blocks; then the job has *begun*, and each of
-its turns *runs* from its arrival to its end. Who began first is *older*. A job that may have ended
-(its client hung up, or has been silent for long) is *passed over*: it takes no room. If it returns
-it has begun, and is the youngest.
+A job is held until its working set fits, beside those of the jobs that have begun (``begun``), into
+VRAM, or with all the others into CPU memory, the engine is idle, or it has waited for as long as a
+client may be left waiting. A turn is *new* until one of its job has had blocks.
 
 A job in mid-course is never held behind new ones. But jobs grow, and some were let in because they
 had waited for too long: where the contexts of those that began before it leave it no room, its turn
@@ -18,70 +13,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from tiered_kv.connectors.vllm.begun import BegunJobs, Entering
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.policies.admission import (
-    Allowance,
-    Demand,
-    Growth,
-    JobLengths,
-    Pace,
-    Share,
-)
+from tiered_kv.policies.admission import Allowance
 from tiered_kv.policies.signals import JobKey
 
 LOOK_EVERY_S = 0.1
 """A job that was held is looked at again when something changed, or after so long."""
-SILENT_TIMES = 8.0
-"""A job that is away for so many times the mean gap is taken to have ended, until it returns."""
-LEAST_SILENCE_S = 30.0
 LEARN_EVERY_S = 1.0
 """Between two signs that too much was given out, and between two that it was too little."""
-COUNTED_S, MANY = 1e-4, 200
-"""Of that many jobs, what they take is not counted again for so long, times the jobs, unless one
-begins or goes: to count a job takes some microseconds, and every turn's end asks. Of few, each turn
-that ends makes a difference."""
-MOST_SILENT = 8192
-"""Jobs remembered that may have ended. The one longest away is forgotten first."""
 AWAY_S = 10.0
 """A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
 tool is one of the slow ones."""
-PACE = 0.9
-"""What the mean of times keeps of itself with each new one."""
-
-
-@dataclass(slots=True)
-class _Member:
-    """A job that has begun.
-
-    Attributes:
-        turns: begun. running: of them, now.
-        blocks: of its context when its present turn ends, or when its last did; those shared
-            with others left out.
-        ended: of its context when its last turn ended.
-        grown: blocks that its turns have added, the first left out.
-        shared: blocks that it found in VRAM when it began.
-        family: the first block of what it shares; jobs of one share the same.
-        asked, since: when its last turn arrived, and when one last ended.
-    """
-
-    turns: int
-    running: int
-    blocks: float
-    shared: int
-    family: bytes
-    asked: float
-    since: float
-    ended: float = 0.0
-    grown: float = 0.0
 
 
 class Admission:
-    """The jobs that have begun, and whether another may. One thread.
+    """Whether another job may begin. One thread.
 
     Args:
         max_wait_s: after that long a job is let in, whatever it needs.
@@ -91,6 +42,8 @@ class Admission:
         clock: monotonic seconds.
 
     Attributes:
+        begun: the jobs that have begun.
+        allowance: the share of the pool that is given out.
         refused: new jobs that had to wait so far. delayed: turns of others that had to.
     """
 
@@ -104,9 +57,7 @@ class Admission:
         running: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        self.lengths = JobLengths()
-        self.growth = Growth()
-        self.pace = Pace()
+        self.begun = BegunJobs(facts, pins, slots > 0, clock)
         self.allowance = Allowance()
         self.refused = self.delayed = 0
         self._facts = facts
@@ -116,21 +67,10 @@ class Admission:
         self._slots = slots
         self._running = running
         self._clock = clock
-        self._members: dict[JobKey, _Member] = {}
-        self._silent: dict[JobKey, _Member] = {}  # away for so long, or so, that they may be over
-        self._entering: dict[str, float] = {}  # requests let in, until they have blocks
-        self._output = Growth()
-        self._shared = Growth()
-        self._turn_s = self._gap_s = 0.0
-        self._demand, self._whole, self._shared_blocks = Demand(()), Demand(()), 0
-        self._until: dict[JobKey, tuple[int, int]] = {}  # jobs up to it, and blocks they share
-        self._counted_until = -math.inf
+        self._entering: dict[str, Entering] = {}  # by request
         self._refused_at = -math.inf
         self._changed = True
         self._lost_at = self._spared_at = -math.inf
-
-    def __len__(self) -> int:
-        return len(self._members)
 
     # -- what happens to jobs -----------------------------------------------------------
 
@@ -141,90 +81,48 @@ class Admission:
             Whether it was taken to have ended. It comes after those that are there, now.
         """
         self._changed = True
-        key = _key(turn)
-        back = self._silent.pop(key, None)
-        if back is not None:
-            self._members[key] = back
+        job = _job_of(turn)
+        back = self.begun.welcome_back(job)
+        if back:
             turn.kept = False  # no room was kept for it
-            self._counted_until = -math.inf
-        member = self._members.get(key)
-        if member is None:
+        if job in self.begun:
+            self.begun.arrived(job, turn)
+        else:
             turn.new = True
-            return False
-        now = self._clock()
-        if not member.running:
-            self._gap_s = _mean(self._gap_s, now - member.since)
-        self.pace.observe(now - member.asked)
-        member.asked = now
-        member.running += 1
-        member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
-        return back is not None
+        return back
 
     def began(self, turn: Turn) -> None:
         """A turn has its first blocks."""
-        self._changed = True
-        turn.new = False
-        self._entering.pop(turn.request_id, None)
-        key, size = _key(turn), self._facts.block_size
-        member = self._members.get(key)
-        if member is not None:
-            member.turns += 1
-            if turn.kept and turn.vram_tokens + turn.cpu_tokens + size < turn.shared:
-                self._lost()
+        self._settled(turn)
+        job, size = _job_of(turn), self._facts.block_size
+        if job not in self.begun:
+            self.begun.began(job, turn)
             return
-        shared = turn.vram_tokens // size
-        hashes = turn.request.block_hashes
-        family = bytes(hashes[0]) if shared and hashes else b""
-        blocks = self._blocks_of(turn) - shared
-        now = self._clock()
-        self._members[key] = _Member(1, 1, blocks, shared, family, now, now)
-        self._counted_until = -math.inf
-        self._shared.observe(shared)
+        self.begun.went_on(job)
+        if turn.kept and turn.vram_tokens + turn.cpu_tokens + size < turn.shared:
+            self._lost()
 
     def joined(self, turn: Turn) -> None:
         """Another turn of a new one's job has begun, and so has the job."""
-        member = self._members[_key(turn)]
         self._changed = True
         turn.new = False
-        member.running += 1
-        member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
+        self.begun.joined(_job_of(turn), turn)
 
     def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
         """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
         for good."""
-        self._changed = True
-        turn.new = False
-        self._entering.pop(turn.request_id, None)
-        key = _key(turn)
-        member = self._members.get(key)
-        if member is None:
-            return
-        now = self._clock()
-        member.running = max(0, member.running - 1)
-        member.since = now
-        blocks = turn.request.num_tokens / self._facts.block_size - member.shared
-        if member.ended:
-            grown = max(0.0, blocks - member.ended)
-            member.grown += grown
-            self.growth.observe(grown)
-        member.ended = blocks
-        if not member.running:
-            member.blocks = blocks
-        self._output.observe(turn.request.num_output_tokens / self._facts.block_size)
-        self._turn_s = _mean(self._turn_s, now - turn.arrived_at)
-        if turn.job is None or (over and not member.running):
-            self.over(key)
-        elif gone and not member.running:
-            self._pass_over(key)
+        self._settled(turn)
+        self.begun.ended(_job_of(turn), turn, over=over, gone=gone)
 
     def over(self, job: JobKey) -> None:
         """The job has no further turn, or is not waited for any longer."""
-        self._silent.pop(job, None)
-        member = self._members.pop(job, None)
-        if member is not None:
+        if self.begun.over(job):
             self._changed = True
-            self._counted_until = -math.inf
-            self.lengths.ended(member.turns)
+
+    def _settled(self, turn: Turn) -> None:
+        self._changed = True
+        turn.new = False
+        self._entering.pop(turn.request_id, None)
 
     # -- whether a new one may begin ------------------------------------------------------
 
@@ -250,7 +148,7 @@ class Admission:
             return False
         self._refused_at = now
         self.refuse(turn)
-        if self._pool.get_num_free_blocks() > 2 * need + self._loose():
+        if self._pool.get_num_free_blocks() > 2 * need.blocks + self.begun.loose():
             self._spare()
         return True
 
@@ -270,25 +168,28 @@ class Admission:
         self._entering[turn.request_id] = self._need(turn)
         self._changed = True
 
-    def _fits(self, need: float) -> bool:
+    def _fits(self, need: Entering) -> bool:
         """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for
         all of it, VRAM or CPU memory; or all of it in CPU memory, from where what VRAM lacks comes
         back."""
         share, pool = self.allowance.share, self._facts.num_blocks - 1
-        fits = self.demand(need) <= share * pool
+        entering = (*self._entering.values(), need)
+        self.begun.count()
+        fits = self.begun.peak(entering) <= share * pool
         if not self._slots:
             return fits
-        whole = self._peak(self._whole, need)
+        whole = self.begun.peak(entering, anywhere=True)
         return whole <= min(1.0, share) * self._slots or (fits and whole <= max(pool, self._slots))
 
     def _behind_older(self, turn: Turn, now: float) -> bool:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM
         nor in CPU memory."""
-        key, taken = _key(turn), float(self._shared_blocks)
-        for other, member in self._members.items():
-            if other == key:
+        job, shared = _job_of(turn), self.begun.shared_blocks
+        taken = float(shared)
+        for other, member in self.begun.items():
+            if other == job:
                 room = max(self._facts.num_blocks - 1, self._slots)
-                return taken > self._shared_blocks and taken + member.blocks > room
+                return taken > shared and taken + member.blocks > room
             away = not member.running and now - member.since >= AWAY_S
             if not away or self._pins.worth_a_wait(other):
                 taken += member.blocks
@@ -312,105 +213,21 @@ class Admission:
             self._spared_at = self._clock()
             self.allowance.spare()
 
-    def demand(self, new_blocks: float = 0.0) -> float:
-        """The most blocks that the jobs that have begun are heading for, beside a new one if that
-        takes some."""
-        self._count()
-        return self._peak(self._demand, new_blocks)
+    def _need(self, turn: Turn) -> Entering:
+        return Entering(_job_of(turn), self.begun.need(turn))
 
-    def _peak(self, demand: Demand, new_blocks: float) -> float:
-        new = [*self._entering.values(), new_blocks] if new_blocks else self._entering.values()
-        grows, left = self.growth.mean, self.lengths.left(1)
-        more = [Share(blocks, grows, left) for blocks in new]
-        return self._shared_blocks + demand.peak(self.pace.spread, more)
-
-    def _count(self) -> None:
-        """What the jobs that have begun are heading for."""
-        now = self._clock()
-        if now < self._counted_until:
-            return
-        self._pass_over_silent(now)
-        families: dict[bytes, int] = {}
-        self._until, shared = {}, 0
-        shares: list[Share] = []
-        for key, member in self._members.items():
-            more = member.shared - families.get(member.family, 0)
-            if more > 0:
-                families[member.family] = member.shared
-                shared += more
-            own = (member.grown + self.growth.mean) / max(1, member.turns)
-            left, blocks = self.lengths.left(member.turns), member.blocks
-            if not member.running:
-                left, blocks = max(0.0, left - 1), blocks + own
-            shares.append(Share(blocks, own, left, self._weight(key, member, now)))
-            self._until[key] = len(shares), shared
-        self._demand, self._shared_blocks = Demand(shares), shared
-        if self._slots:
-            self._whole = Demand(shares, whole=True)
-        if len(shares) >= MANY:
-            self._counted_until = now + COUNTED_S * len(shares)
+    def demand(self) -> float:
+        """The most blocks that the jobs that have begun, and those let in, are heading for."""
+        self.begun.count()
+        return self.begun.peak(self._entering.values())
 
     def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
-        """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away.
-
-        Those that began after it are left out: room is first theirs who began first.
-        """
-        away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
-        self._count()
-        until = self._until.get(job) if job is not None else None
-        if until is None:
-            return self._peak(self._demand, 0.0) + away * blocks
-        jobs, shared = until
-        return shared + self._demand.of_first(jobs).peak(self.pace.spread) + away * blocks
-
-    def _pass_over_silent(self, now: float) -> None:
-        """Clients may have gone without a word."""
-        late_s = max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
-        late = [
-            key
-            for key, member in self._members.items()
-            if not member.running and now - member.since >= late_s and key not in self._pins
-        ]
-        for key in late:
-            self._pass_over(key)
-
-    def _pass_over(self, key: JobKey) -> None:
-        """The job may have ended: it takes no room until it returns, as one that has begun."""
-        member = self._silent[key] = self._members.pop(key)
-        self._counted_until = -math.inf
-        self.lengths.ended(member.turns)
-        if len(self._silent) > MOST_SILENT:
-            del self._silent[next(iter(self._silent))]
-
-    def _weight(self, key: JobKey, member: _Member, now: float) -> float:
-        """Of the time until its next turn has ended, the share in which the job needs VRAM."""
-        if member.running or key in self._pins:
-            return 1.0
-        away_s = max(self._gap_s, now - member.since)
-        return self._turn_s / (self._turn_s + away_s) if self._turn_s else 1.0
-
-    def _loose(self) -> float:
-        """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
-        now = self._clock()
-        return sum(
-            member.blocks * self._weight(key, member, now)
-            for key, member in self._members.items()
-            if not (member.running or key in self._pins)
-        )
-
-    def _need(self, turn: Turn) -> float:
-        """Blocks of a new job's first turn that it will share with nobody."""
-        return max(1.0, self._blocks_of(turn) - self._shared.mean)
-
-    def _blocks_of(self, turn: Turn) -> float:
-        tokens: int = turn.request.num_prompt_tokens
-        return tokens / self._facts.block_size + self._output.mean
+        """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away;
+        those that began after it are left out."""
+        self.begun.count()
+        return self.begun.peak_with_pin(blocks, job, self._entering.values())
 
 
-def _key(turn: Turn) -> JobKey:
-    """The job's; a request without a job is one of its own."""
+def _job_of(turn: Turn) -> JobKey:
+    """A request without a job is one of its own."""
     return turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
-
-
-def _mean(old: float, new: float) -> float:
-    return PACE * old + (1 - PACE) * new if old else new
