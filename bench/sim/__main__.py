@@ -26,7 +26,7 @@ from bench.sim.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from bench.sim.generate import GENERATED
 from bench.sim.machines import GPUS, MODELS
 from bench.sim.plot import plot
-from bench.sim.presets import LOADS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD, paper
+from bench.sim.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
 from bench.sim.report import report
 from bench.sim.servers import BASES, server
 from bench.sim.study import Study, run_study, total_cells
@@ -66,8 +66,8 @@ def run_all(study: Study, args: argparse.Namespace, bar: Progress) -> dict[str, 
 
 def sweep(args: argparse.Namespace) -> int:
     """A study as the command line asks for it, or the preset."""
-    if args.preset == "paper":
-        return carry_out(args, paper(str(_sessions(args))))
+    if args.preset is not None:
+        return carry_out(args, PRESETS[args.preset](str(_sessions(args))))
     servers = tuple(server(name).name for name in args.policies.split(","))
     scenes = tuple((_place(args), _source(name, args)) for name in args.workloads.split(","))
     loads = tuple(float(load) for load in args.loads.split(","))
@@ -199,7 +199,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     swept = commands.add_parser("sweep", help="policies under loads on a machine")
     swept.set_defaults(run=sweep)
-    swept.add_argument("--preset", choices=["paper"], help="every machine and model instead")
+    swept.add_argument("--preset", choices=PRESETS, help="every machine and model instead")
     swept.add_argument("--workloads", default="original", help=workloads)
     swept.add_argument("--policies", default=compared, help=policies)
     swept.add_argument("--loads", default=",".join(map(str, LOADS)), help=loads)

@@ -15,7 +15,7 @@ from bench.sim.gate import EVERY_S, Gate
 from bench.sim.machines import Machine
 from bench.sim.metrics import JobRecord, Outcome, TurnRecord
 from bench.sim.ordering import Ordering
-from bench.sim.servers import CLAIRVOYANT, Knowing, Server
+from bench.sim.servers import CLAIRVOYANT, KnownCourse, KnownGaps, Server
 from bench.sim.workload import Hints, SimJob, Workload
 from tiered_kv.policies.signals import TurnPolicy
 
@@ -81,7 +81,7 @@ class _Run:
             pool = sum(-(-one.longest // block) + 2 for one in everyone) + machine.max_seqs
         policy: TurnPolicy | None = None
         if server.policy == CLAIRVOYANT:
-            policy = Knowing(
+            policy = KnownGaps(
                 {
                     (one.name, number): turn.gap_s
                     for one in everyone
@@ -105,6 +105,11 @@ class _Run:
             ssd_bytes=tiers.ssd,
             policy=policy,
         )
+        if server.knowing:
+            contexts = {
+                one.name: [turn.prompt + turn.output for turn in one.turns] for one in everyone
+            }
+            self.engine.half.admission.begun.course = KnownCourse(contexts, block)
         self._gate = Gate(machine.pool_tokens) if server.gated else None
         self._ordering = Ordering(server.order)
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -62,7 +62,21 @@ TABLES = {"scheduling": scheduling}
 
 def paper(traces: str) -> Study:
     """Coding agents and SWE-agents on every machine and model."""
+    servers = (*WITHOUT_OFFLOAD, "lmcache", *WITH_OFFLOAD)
+    return _everywhere(traces, servers, (0.7, 1.1, 1.3))
+
+
+def limits(traces: str) -> Study:
+    """The same past FCFS's collapse: what ours could gain if it knew each job beforehand, and if
+    clients never timed out."""
+    servers = ("continuum", "thunderagent", "occupancy", "occupancy-knowing", "occupancy-patient")
+    return _everywhere(traces, servers, (1.1, 1.3))
+
+
+PRESETS = {"paper": paper, "limits": limits}
+
+
+def _everywhere(traces: str, servers: tuple[str, ...], loads: tuple[float, ...]) -> Study:
     coding, swe = Source(CODING_AGENTS, 36, traces), Source("swe-agent", 75)
     scenes = tuple((place, source) for place in PLACES for source in (coding, swe))
-    servers = (*WITHOUT_OFFLOAD, "occupancy-patient", "lmcache", *WITH_OFFLOAD)
-    return Study(scenes, (servers,) * len(scenes), (0.7, 1.1, 1.3), 2)
+    return Study(scenes, (servers,) * len(scenes), loads, 2)

@@ -14,18 +14,22 @@ are:
 
 ``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own, and
 ``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
+``occupancy-knowing`` is told how many turns each job takes and how long its contexts get, so that
+what a better forecast could gain is seen.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
 it; ``lru+cpu`` is offloading alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from tiered_kv.policies.admission import Course
 from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.registry import POLICIES
-from tiered_kv.policies.signals import Costs, Decision, TurnEnd
+from tiered_kv.policies.signals import Costs, Decision, JobKey, TurnEnd
 
 CHUNK = 256
 """Tokens of a chunk of LMCache."""
@@ -50,6 +54,7 @@ class Server:
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
         in_job_order: it runs ``ContinuumScheduler``.
         patient: it may hold a job for as long as it takes.
+        knowing: admission knows how every job goes on.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Server:
     chunk: int = 0
     in_job_order: bool = False
     patient: bool = False
+    knowing: bool = False
 
 
 CLAIRVOYANT = "clairvoyant"
@@ -74,8 +80,9 @@ _STOCK = {
 }
 _JOB_ORDERED = ("continuum", "continuum-fixed")
 OURS = "occupancy"
-CONNECTOR_ALONE, PATIENT = "occupancy-alone", "occupancy-patient"
-BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, *POLICIES)
+CONNECTOR_ALONE = "occupancy-alone"
+PATIENT, KNOWING = "occupancy-patient", "occupancy-knowing"
+BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, KNOWING, *POLICIES)
 
 
 def server(name: str) -> Server:
@@ -97,13 +104,14 @@ def server(name: str) -> Server:
         return Server(name, "lru", cpu=True, ssd=ssd, chunk=CHUNK)
     if base == CONNECTOR_ALONE:
         return Server(name, OURS, cpu=cpu, ssd=ssd)
-    if base == PATIENT:
-        return Server(name, OURS, cpu=cpu, ssd=ssd, in_job_order=True, patient=True)
+    if base in (OURS, PATIENT, KNOWING):
+        ours = Server(name, OURS, cpu=cpu, ssd=ssd, in_job_order=True)
+        return replace(ours, patient=base == PATIENT, knowing=base == KNOWING)
     order = Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL
-    return Server(name, base, cpu, ssd, order, in_job_order=base == OURS)
+    return Server(name, base, cpu, ssd, order)
 
 
-class Knowing(Clairvoyant):
+class KnownGaps(Clairvoyant):
     """Knows every gap of a workload, by the job's name and the number of the turn."""
 
     def __init__(self, gaps_s: dict[tuple[str, int], float]) -> None:
@@ -114,3 +122,26 @@ class Knowing(Clairvoyant):
         job = turn.job.name if turn.job is not None else ""
         self.gap_s = self._gaps_s.get((job, turn.turn), float("inf"))
         return super().decide(turn, costs)
+
+
+class KnownCourse(Course):
+    """Knows how every job of a workload goes on.
+
+    Args:
+        contexts: tokens at the end of each of its turns, by the job's name.
+        block: tokens of a block.
+    """
+
+    def __init__(self, contexts: Mapping[str, Sequence[int]], block: int) -> None:
+        super().__init__()
+        self._contexts = contexts
+        self._block = block
+
+    def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
+        contexts = self._contexts.get(job.name)
+        if contexts is None:  # inferred, where clients say nothing
+            return super().ahead(job, turns, grown)
+        left = len(contexts) - turns
+        if left <= 0:
+            return 0.0, 0.0
+        return (contexts[-1] - contexts[turns - 1]) / self._block / left, float(left)

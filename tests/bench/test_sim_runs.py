@@ -81,6 +81,23 @@ def test_only_clients_who_never_time_out_are_held_for_longer_than_a_minute() -> 
     assert longest["occupancy-patient"] > 80
 
 
+def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
+    """Eight jobs that begin with 1,000 tokens and end with 6,000, in a pool of 16,000: at first
+    nobody else can know that two of them are enough."""
+    turns = tuple(
+        SimTurn(shared=1000 * done, added=950, output=50, gap_s=0.05 if done < 5 else 0.0)
+        for done in range(6)
+    )
+    jobs = tuple(SimJob(f"job{number}", 0.1 * number, turns) for number in range(8))
+    workload = Workload("growing", jobs, Hints.RIGHT)
+    lost = {
+        name: run(name, workload).summary()["recomputed"]
+        for name in ("occupancy", "occupancy-knowing")
+    }
+    news = 950 * 6 / sum(turn.prompt for turn in turns)
+    assert lost["occupancy-knowing"] - news < 0.5 * (lost["occupancy"] - news)
+
+
 def test_where_prompts_came_from_is_told() -> None:
     shares = run("lru+cpu").summary()
     assert sum(shares[tier] for tier in ("vram", "cpu", "ssd", "recomputed")) == pytest.approx(1.0)
