@@ -149,6 +149,12 @@ class Costs:
         """B = T η + R: seconds saved if the job returns while its KV is in VRAM."""
         return self.queue_s * self.memoryfulness + self.restore_s
 
+    @property
+    def work_s(self) -> float:
+        """Seconds of all requests that are lost without a pin, T η left out: one that does not
+        queue makes another do so."""
+        return max(0.0, self.benefit_s * self.held_up - self.queue_s * self.memoryfulness)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

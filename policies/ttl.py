@@ -57,11 +57,11 @@ def saved_s(forecast: Forecast | None, benefit_s: float, wait_s: float) -> float
 
 def earnings(forecast: Forecast | None, costs: Costs, wait_s: float) -> float:
     """Seconds of requests that a pin until τ saves in each second that it is held, on average:
-    what it saves its own job, and others that a context that is computed again holds up. Infinite
+    what its own job need not restore, and others need not stand by while that is computed. Infinite
     if nothing is forecast."""
     if forecast is None:
         return math.inf
-    saved = saved_s(forecast, costs.benefit_s, wait_s) * costs.held_up
+    saved = saved_s(forecast, costs.work_s, wait_s)
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 
 

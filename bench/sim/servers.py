@@ -144,4 +144,5 @@ class KnownCourse(Course):
         left = len(contexts) - turns
         if left <= 0:
             return 0.0, 0.0
-        return (contexts[-1] - contexts[turns - 1]) / self._block / left, float(left)
+        more = max(contexts[turns:]) - contexts[turns - 1]  # it may be cut short on the way
+        return max(0, more) / self._block / left, float(left)
