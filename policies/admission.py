@@ -147,8 +147,8 @@ class Growth:
 
 
 class Course:
-    """How a job goes on: for as many turns as those of its age had left, each of which adds what
-    its own have added, or those of others as long as it has none.
+    """How a job goes on: for as many turns as those of its age had left, each of which adds the
+    mean of what its own have added, the mean of all jobs' counted as one of them.
 
     Attributes:
         lengths: of jobs that ended. growth: of all contexts, in blocks a turn.
@@ -162,7 +162,7 @@ class Course:
         """Of a job that has begun so many turns, and has grown by so many blocks since the first.
 
         Returns:
-            Blocks that it grows with a turn, and turns after the present one.
+            Blocks that it grows with a turn, and turns after those that have begun.
         """
         return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
 

@@ -105,11 +105,13 @@ class _Run:
             ssd_bytes=tiers.ssd,
             policy=policy,
         )
+        self._course: KnownCourse | None = None
         if server.knowing:
             contexts = {
                 one.name: [turn.prompt + turn.output for turn in one.turns] for one in everyone
             }
-            self.engine.half.admission.begun.course = KnownCourse(contexts, block)
+            self._course = KnownCourse(contexts, block)
+            self.engine.half.admission.jobs.course = self._course
         self._gate = Gate(machine.pool_tokens) if server.gated else None
         self._ordering = Ordering(server.order)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -221,6 +223,8 @@ class _Run:
         running.tokens = running.tokens[: turn.shared] + [number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
         self._asked[request_id] = running
+        if self._course is not None:
+            self._course.asked(job.name, number + 1)
         self.engine.add(
             Ask(
                 request_id,

@@ -14,8 +14,8 @@ are:
 
 ``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own, and
 ``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
-``occupancy-knowing`` is told how many turns each job takes and how long its contexts get, so that
-what a better forecast could gain is seen.
+``occupancy-knowing`` is told of each job how many turns it takes and how long its context gets, to
+see what forecasts of these could still gain.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
 it; ``lru+cpu`` is offloading alone.
 """
@@ -54,7 +54,7 @@ class Server:
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
         in_job_order: it runs ``ContinuumScheduler``.
         patient: it may hold a job for as long as it takes.
-        knowing: admission knows how every job goes on.
+        knowing: admission is told how many turns every job takes, and how long its context gets.
     """
 
     name: str
@@ -125,7 +125,8 @@ class KnownGaps(Clairvoyant):
 
 
 class KnownCourse(Course):
-    """Knows how every job of a workload goes on.
+    """Knows how many turns every job of a workload takes, and what its longest context will be, to
+    which it is taken to grow evenly.
 
     Args:
         contexts: tokens at the end of each of its turns, by the job's name.
@@ -136,13 +137,19 @@ class KnownCourse(Course):
         super().__init__()
         self._contexts = contexts
         self._block = block
+        self._asked: dict[str, int] = {}
+
+    def asked(self, job: str, turns: int) -> None:
+        """So many turns of the job have arrived. Fewer have begun while one waits."""
+        self._asked[job] = turns
 
     def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
         contexts = self._contexts.get(job.name)
         if contexts is None:  # inferred, where clients say nothing
             return super().ahead(job, turns, grown)
-        left = len(contexts) - turns
+        asked = self._asked.get(job.name, 1)
+        left = len(contexts) - asked
         if left <= 0:
             return 0.0, 0.0
-        more = max(contexts[turns:]) - contexts[turns - 1]  # it may be cut short on the way
+        more = max(contexts[asked:]) - contexts[asked - 1]  # it may be cut short on the way
         return max(0, more) / self._block / left, float(left)

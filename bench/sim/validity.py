@@ -20,7 +20,7 @@ LINK_BYTES_PER_S = 1e9
 SHORT_POOL = 16_000
 """Tokens: room for five of the jobs that are run to see whether anything is lost."""
 SERVERS = ("fcfs", "job-fcfs", "autellix", "thunderagent", "lmcache", "continuum", "infercept")
-TIERED = ("occupancy", "occupancy+cpu", "occupancy+cpu+ssd", "clairvoyant+cpu")
+TIERED = ("occupancy", "occupancy+cpu", "occupancy+cpu+ssd", "clairvoyant+cpu", "occupancy-knowing")
 
 
 def job_alone_error() -> float:

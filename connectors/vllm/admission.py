@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.connectors.vllm.begun import BegunJobs, Entering
+from tiered_kv.connectors.vllm.begun import BegunJobs, Newcomer
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
@@ -42,7 +42,7 @@ class Admission:
         clock: monotonic seconds.
 
     Attributes:
-        begun: the jobs that have begun.
+        jobs: those that have begun.
         allowance: the share of the pool that is given out.
         refused: new jobs that had to wait so far. delayed: turns of others that had to.
     """
@@ -57,7 +57,7 @@ class Admission:
         running: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        self.begun = BegunJobs(facts, pins, slots > 0, clock)
+        self.jobs = BegunJobs(facts, pins, slots > 0, clock)
         self.allowance = Allowance()
         self.refused = self.delayed = 0
         self._facts = facts
@@ -67,7 +67,7 @@ class Admission:
         self._slots = slots
         self._running = running
         self._clock = clock
-        self._entering: dict[str, Entering] = {}  # by request
+        self._entering: dict[str, Newcomer] = {}  # by request
         self._refused_at = -math.inf
         self._changed = True
         self._lost_at = self._spared_at = -math.inf
@@ -82,11 +82,11 @@ class Admission:
         """
         self._changed = True
         job = _job_of(turn)
-        back = self.begun.welcome_back(job)
+        back = self.jobs.welcome_back(job)
         if back:
             turn.kept = False  # no room was kept for it
-        if job in self.begun:
-            self.begun.arrived(job, turn)
+        if job in self.jobs:
+            self.jobs.arrived(job, turn)
         else:
             turn.new = True
         return back
@@ -95,10 +95,10 @@ class Admission:
         """A turn has its first blocks."""
         self._settled(turn)
         job, size = _job_of(turn), self._facts.block_size
-        if job not in self.begun:
-            self.begun.began(job, turn)
+        if job not in self.jobs:
+            self.jobs.began(job, turn)
             return
-        self.begun.went_on(job)
+        self.jobs.went_on(job)
         if turn.kept and turn.vram_tokens + turn.cpu_tokens + size < turn.shared:
             self._lost()
 
@@ -106,17 +106,17 @@ class Admission:
         """Another turn of a new one's job has begun, and so has the job."""
         self._changed = True
         turn.new = False
-        self.begun.joined(_job_of(turn), turn)
+        self.jobs.joined(_job_of(turn), turn)
 
     def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
         """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
         for good."""
         self._settled(turn)
-        self.begun.ended(_job_of(turn), turn, over=over, gone=gone)
+        self.jobs.ended(_job_of(turn), turn, over=over, gone=gone)
 
     def over(self, job: JobKey) -> None:
         """The job has no further turn, or is not waited for any longer."""
-        if self.begun.over(job):
+        if self.jobs.over(job):
             self._changed = True
 
     def _settled(self, turn: Turn) -> None:
@@ -148,7 +148,7 @@ class Admission:
             return False
         self._refused_at = now
         self.refuse(turn)
-        if self._pool.get_num_free_blocks() > 2 * need.blocks + self.begun.loose():
+        if self._pool.get_num_free_blocks() > 2 * need.blocks + self.jobs.loose():
             self._spare()
         return True
 
@@ -168,25 +168,25 @@ class Admission:
         self._entering[turn.request_id] = self._need(turn)
         self._changed = True
 
-    def _fits(self, need: Entering) -> bool:
+    def _fits(self, need: Newcomer) -> bool:
         """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for
         all of it, VRAM or CPU memory; or all of it in CPU memory, from where what VRAM lacks comes
         back."""
         share, pool = self.allowance.share, self._facts.num_blocks - 1
-        entering = (*self._entering.values(), need)
-        self.begun.count()
-        fits = self.begun.peak(entering) <= share * pool
+        newcomers = (*self._entering.values(), need)
+        self.jobs.count()
+        fits = self.jobs.peak(newcomers) <= share * pool
         if not self._slots:
             return fits
-        whole = self.begun.peak(entering, anywhere=True)
+        whole = self.jobs.peak(newcomers, anywhere=True)
         return whole <= min(1.0, share) * self._slots or (fits and whole <= max(pool, self._slots))
 
     def _behind_older(self, turn: Turn, now: float) -> bool:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM
         nor in CPU memory."""
-        job, shared = _job_of(turn), self.begun.shared_blocks
+        job, shared = _job_of(turn), self.jobs.shared_blocks
         taken = float(shared)
-        for other, member in self.begun.items():
+        for other, member in self.jobs.items():
             if other == job:
                 room = max(self._facts.num_blocks - 1, self._slots)
                 return taken > shared and taken + member.blocks > room
@@ -213,19 +213,19 @@ class Admission:
             self._spared_at = self._clock()
             self.allowance.spare()
 
-    def _need(self, turn: Turn) -> Entering:
-        return Entering(_job_of(turn), self.begun.need(turn))
+    def _need(self, turn: Turn) -> Newcomer:
+        return Newcomer(_job_of(turn), self.jobs.need(turn))
 
     def demand(self) -> float:
         """The most blocks that the jobs that have begun, and those let in, are heading for."""
-        self.begun.count()
-        return self.begun.peak(self._entering.values())
+        self.jobs.count()
+        return self.jobs.peak(self._entering.values())
 
     def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away;
         those that began after it are left out."""
-        self.begun.count()
-        return self.begun.peak_with_pin(blocks, job, self._entering.values())
+        self.jobs.count()
+        return self.jobs.peak_with_pin(blocks, job, self._entering.values())
 
 
 def _job_of(turn: Turn) -> JobKey:

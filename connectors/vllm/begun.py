@@ -58,8 +58,8 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Entering:
-    """A new job that is let in, until it has blocks.
+class Newcomer:
+    """A new job that asks for room, or has been let in and has no blocks yet.
 
     Attributes:
         blocks: of its first turn, those shared with others left out.
@@ -135,7 +135,7 @@ class BegunJobs:
         shared = turn.vram_tokens // self._facts.block_size
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
-        blocks = self.blocks_of(turn) - shared
+        blocks = self._blocks_of(turn) - shared
         now = self._clock()
         self._members[job] = Member(1, 1, blocks, shared, family, now, now)
         self._counted_until = -math.inf
@@ -151,7 +151,7 @@ class BegunJobs:
 
     def _runs(self, member: Member, turn: Turn) -> None:
         member.running += 1
-        member.blocks = max(member.blocks, self.blocks_of(turn) - member.shared)
+        member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
     def ended(self, job: JobKey, turn: Turn, *, over: bool, gone: bool) -> None:
         """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
@@ -208,23 +208,23 @@ class BegunJobs:
 
     # -- what they take -------------------------------------------------------------------
 
-    def blocks_of(self, turn: Turn) -> float:
+    def _blocks_of(self, turn: Turn) -> float:
         """Of a turn's context when it ends."""
         tokens: int = turn.request.num_prompt_tokens
         return tokens / self._facts.block_size + self._output.mean
 
     def need(self, turn: Turn) -> float:
         """Blocks of a new job's first turn that it will share with nobody."""
-        return max(1.0, self.blocks_of(turn) - self._shared.mean)
+        return max(1.0, self._blocks_of(turn) - self._shared.mean)
 
-    def peak(self, entering: Iterable[Entering] = (), *, anywhere: bool = False) -> float:
-        """The most blocks of VRAM that they are heading for, as last counted, with jobs that are
-        let in; ``anywhere``: of VRAM and CPU memory, also while they are away."""
-        more = [Share(one.blocks, *self.course.ahead(one.job, 1, 0.0)) for one in entering]
+    def peak(self, newcomers: Iterable[Newcomer] = (), *, anywhere: bool = False) -> float:
+        """The most blocks of VRAM that they are heading for, as last counted, with newcomers;
+        ``anywhere``: of VRAM and CPU memory, also while they are away."""
+        more = [Share(one.blocks, *self.course.ahead(one.job, 1, 0.0)) for one in newcomers]
         demand = self._whole if anywhere else self._demand
         return self._shared_blocks + demand.peak(self.pace.spread, more)
 
-    def peak_with_pin(self, blocks: int, job: JobKey | None, entering: Iterable[Entering]) -> float:
+    def peak_with_pin(self, blocks: int, job: JobKey | None, newcomers: Iterable[Newcomer]) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
 
         Those that began after it are left out: room is first theirs who began first.
@@ -232,7 +232,7 @@ class BegunJobs:
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
         until = self._until.get(job) if job is not None else None
         if until is None:
-            return self.peak(entering) + away * blocks
+            return self.peak(newcomers) + away * blocks
         jobs, shared = until
         return shared + self._demand.of_first(jobs).peak(self.pace.spread) + away * blocks
 

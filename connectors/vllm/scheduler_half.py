@@ -273,7 +273,7 @@ class SchedulerHalf:
             "pinned blocks": self.pins.held_blocks,
             "free blocks": self._pool.get_num_free_blocks(),
             "orders in flight": self.planner.in_flight,
-            "jobs begun": len(self.admission.begun) if self.admission is not None else None,
+            "jobs begun": len(self.admission.jobs) if self.admission is not None else None,
         }
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
         logger.error("the state was: %s", state)
@@ -415,7 +415,7 @@ class SchedulerHalf:
                 "pinned_blocks": self.pins.held_blocks,
                 "orders_in_flight": self.planner.in_flight,
                 "jobs": len(self.gaps.jobs),
-                "jobs_begun": len(self.admission.begun) if self.admission is not None else 0,
+                "jobs_begun": len(self.admission.jobs) if self.admission is not None else 0,
             }
         return fresh
 

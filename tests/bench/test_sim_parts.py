@@ -17,11 +17,12 @@ from bench.sim.machines import GPUS, MODELS, machine
 from bench.sim.ordering import Ordering
 from bench.sim.presets import PLACES
 from bench.sim.recorded import coding_agents
-from bench.sim.servers import BASES, Order, server
+from bench.sim.servers import BASES, KnownCourse, Order, server
 from bench.sim.validity import equal_orders
 from bench.sim.worker import SEGMENTS, SsdStore
 from bench.sim.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.keys import PageKey
+from tiered_kv.policies.signals import JobKey
 
 
 def test_a_link_carries_one_transfer_after_the_other() -> None:
@@ -158,6 +159,20 @@ def test_every_server_can_be_named_and_others_are_refused() -> None:
         server("ocupancy")
     with pytest.raises(ValueError, match="stock vLLM"):
         server("fcfs+cpu")
+
+
+def test_who_is_told_of_a_job_knows_how_far_it_will_grow_and_when_it_ends() -> None:
+    course = KnownCourse({"job": [160, 320, 960, 480]}, block=16)
+    job = JobKey("", "job")
+    assert course.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
+    course.asked("job", 2)
+    assert course.ahead(job, 1, 0.0) == ((960 - 320) / 16 / 2, 2.0), "its second turn waits"
+    course.asked("job", 3)
+    assert course.ahead(job, 3, 50.0) == (0.0, 1.0), "it will be cut short"
+    course.asked("job", 4)
+    assert course.ahead(job, 4, 50.0) == (0.0, 0.0)
+    course.lengths.ended(5)
+    assert course.ahead(JobKey("", "inferred"), 1, 0.0) == (0.0, 4.0), "as others do"
 
 
 def test_every_machine_of_the_list_holds_its_model() -> None:

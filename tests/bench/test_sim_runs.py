@@ -90,12 +90,10 @@ def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
     )
     jobs = tuple(SimJob(f"job{number}", 0.1 * number, turns) for number in range(8))
     workload = Workload("growing", jobs, Hints.RIGHT)
-    lost = {
-        name: run(name, workload).summary()["recomputed"]
-        for name in ("occupancy", "occupancy-knowing")
-    }
+    ours, knows = (run(name, workload).summary() for name in ("occupancy", "occupancy-knowing"))
     news = 950 * 6 / sum(turn.prompt for turn in turns)
-    assert lost["occupancy-knowing"] - news < 0.5 * (lost["occupancy"] - news)
+    assert knows["recomputed"] - news < 0.5 * (ours["recomputed"] - news)
+    assert knows["mean_s"] < 0.9 * ours["mean_s"], "and does not do so by letting one in at a time"
 
 
 def test_where_prompts_came_from_is_told() -> None:

@@ -26,7 +26,7 @@ def test_a_job_waits_until_another_has_ended(make_rig: MakeRig, in_job_order: bo
     assert running(rig) == ["a", "b", "c"]
     rig.run()
     assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
-    assert len(rig.half.admission.begun) == 0, "every job said that it was over"
+    assert len(rig.half.admission.jobs) == 0, "every job said that it was over"
     rig.check_clean()
 
 
@@ -252,7 +252,7 @@ def test_a_job_is_not_held_when_there_is_nothing_else_to_do(make_rig: MakeRig) -
     for name in "abc":
         begin(rig, name, last=False)
         rig.run()
-    assert len(rig.half.admission.begun) == 3, "none of them has ended"
+    assert len(rig.half.admission.jobs) == 3, "none of them has ended"
     begin(rig, "d")
     rig.step()
     assert running(rig) == ["d"]
@@ -281,7 +281,7 @@ def test_a_client_that_hangs_up_is_held_no_longer(make_rig: MakeRig, whose: str 
     assert held(rig) == []
     rig.run()
     assert rig.outputs["d"] == []
-    assert len(rig.half.admission.begun) == 0
+    assert len(rig.half.admission.jobs) == 0
     rig.check_clean()
 
 
@@ -338,7 +338,7 @@ def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig
         context = rig.prompts[name] + rig.outputs[name]
         rig.add(f"{name}2", context, params={"job_id": name, "is_last_step": True})
     jobs = rig.half.gaps.jobs._jobs
-    for order in (rig.half.admission.begun._members, sorted(jobs, key=lambda key: jobs[key].born)):
+    for order in (rig.half.admission.jobs._members, sorted(jobs, key=lambda key: jobs[key].born)):
         assert [key.name for key in order] == ["young", "b", "a"]
     rig.run()
 
@@ -351,5 +351,5 @@ def test_requests_without_a_job_count_while_they_run(make_rig: MakeRig) -> None:
         rig.step()
     assert held(rig) == ["d"]
     rig.run()
-    assert len(rig.half.admission.begun) == 0
+    assert len(rig.half.admission.jobs) == 0
     rig.check_clean()

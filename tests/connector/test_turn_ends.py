@@ -31,7 +31,7 @@ def test_a_turn_that_met_a_stop_string_ended_by_itself(make_rig: MakeRig) -> Non
     cut_short(rig, "hung up")
     assert JobKey("", "stopped") in rig.half.pins
     assert JobKey("", "hung up") not in rig.half.pins
-    assert len(rig.half.admission.begun) == 1
+    assert len(rig.half.admission.jobs) == 1
 
 
 def test_one_with_stop_strings_that_said_nothing_was_cancelled(make_rig: MakeRig) -> None:
@@ -55,7 +55,7 @@ def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRi
     assert held(rig) == ["new"]
     rig.add("try1", context, params={"job_id": "patient"})
     rig.abort("try1")
-    assert len(rig.half.admission.begun) == len(running(rig)), "it takes no room while it is away"
+    assert len(rig.half.admission.jobs) == len(running(rig)), "it takes no room while it is away"
     rig.add("try2", context, params={"job_id": "patient", "is_last_step": True})
     assert held(rig) == ["new"]
     rig.run()
@@ -70,7 +70,7 @@ def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
     rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
     for number in range(5):
         cut_short(rig, f"j{number}")
-    assert list(rig.half.admission.begun._silent) == [
+    assert list(rig.half.admission.jobs._silent) == [
         JobKey("", f"j{number}") for number in (2, 3, 4)
     ]
 
@@ -93,9 +93,9 @@ def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
         patch.setattr(rig.half.queue, "holds", lambda _: True)
         rig.step()
     assert held(rig) == ["both2", "c"], "it goes before new jobs now"
-    begun = len(rig.half.admission.begun)
+    begun = len(rig.half.admission.jobs)
     rig.abort("both2")
-    assert len(rig.half.admission.begun) == begun, "both1 runs"
+    assert len(rig.half.admission.jobs) == begun, "both1 runs"
     rig.run()
 
 
@@ -135,7 +135,7 @@ def test_a_turn_whose_end_fails_does_not_run_for_ever(
         patch.setattr(rig.half.saves, "finish", broken)
         rig.ask("t2", text(150, seed=2), params={"job_id": "j"})
     assert rig.count("hook_errors") == 1
-    assert len(rig.half.admission.begun) == 0
+    assert len(rig.half.admission.jobs) == 0
     rig.ask("t3", text(170, seed=3), params={"job_id": "j"})
     assert JobKey("", "j") in rig.half.pins, "no other turn of it runs"
 

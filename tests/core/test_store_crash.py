@@ -173,7 +173,8 @@ def test_a_crash_at_any_write_loses_nothing_durable(
         copy = tmp_path / f"{count}"
         files.after_crash(count, crash, rng, options.root, copy)
         with closing(open_store(replace(options, root=copy), trained, UnsafeFiles())) as store:
-            check(found_in(store), before, after)
+            first = found_in(store)
+            check(first, before, after)
             # Life goes on, and the next restart finds that too.
             page = page_bytes(page_key(1000))
             while store.put([(page_key(1000), page)]):
@@ -187,6 +188,7 @@ def test_a_crash_at_any_write_loses_nothing_durable(
         assert not lost, "what was there when the store was closed"
         # Of a page that was reclaimed, an earlier record may lie in a segment that was not.
         for name in found.keys() - kept.keys():
+            assert name in first, f"page {name} is back from before a reset"
             check_was_stored(name, found[name], before, after)
 
 

@@ -103,6 +103,9 @@ def test_a_pin_earns_what_it_saves_over_the_time_that_it_is_held() -> None:
 
 def test_a_pin_earns_nothing_by_letting_its_job_go_before_others() -> None:
     """Its own job queues for ten seconds less, and others for as much more."""
-    copied = Costs(recompute_s=6.0, cpu_s=0.5, queue_s=10.0)
     soon = forecast_of({1.0: 1.0})
+    copied = Costs(recompute_s=6.0, cpu_s=0.5, queue_s=10.0)
     assert earnings(soon, copied, 60.0) == pytest.approx(0.5 / soon.held(60.0))
+    # Four others run while it is computed, and none while it queues: (10 + 5 * 6) / (10 + 6).
+    computed = Costs(recompute_s=6.0, queue_s=10.0, held_up=40 / 16)
+    assert earnings(soon, computed, 60.0) == pytest.approx(5 * 6.0 / soon.held(60.0))
