@@ -224,7 +224,9 @@ class BegunJobs:
         demand = self._whole if anywhere else self._demand
         return self._shared_blocks + demand.peak(self.pace.spread, more)
 
-    def peak_with_pin(self, blocks: int, job: JobKey | None, newcomers: Iterable[Newcomer]) -> float:
+    def peak_with_pin(
+        self, blocks: int, job: JobKey | None, newcomers: Iterable[Newcomer]
+    ) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
 
         Those that began after it are left out: room is first theirs who began first.

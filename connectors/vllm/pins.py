@@ -16,7 +16,7 @@ from tiered_kv.policies.signals import JobKey
 
 WORTH_A_WAIT = 0.5
 """A pin that earns less in a second is no reason for another job's turn to wait for that second.
-Found in simulations: at 0.75 the contexts of large models go too soon, at 0.35 small ones too late."""
+Found in simulations: at 0.75 contexts of large models go too soon, at 0.35 small ones too late."""
 
 
 class BlockPool(Protocol):
