@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import groupby
+from itertools import filterfalse, groupby
 from operator import itemgetter
 
 from tiered_kv.index import EvictionOrder
@@ -20,7 +20,7 @@ from tiered_kv.policies.forecast import Forecast
 
 RANK_EVERY_S, PAGES_PER_S = 1.0, 20_000
 """Pages are ranked anew when some are to be evicted, but not more often than once a second, and
-a second later for so many pages, which takes some hundredths of one."""
+a second later for so many pages, which takes some milliseconds."""
 SETTLED_S = 10.0
 """After this, all pages of a context that will be saved are."""
 NOBODYS, HALF_S = 0.5, 30.0
@@ -61,8 +61,8 @@ class ByWorth(EvictionOrder):
     turns, prefixes that several jobs had) are worth twice a usual page when they are used, and half
     as much every half minute. If nobody ever waits this is LRU.
 
-    Pages are ranked all together, now and then; in between, a page that is used goes to the end.
-    So an eviction is O(1), like that of LRU.
+    Pages are ranked all together, now and then; in between, a page that is used goes to the end:
+    its stamp says that it was used since. So an eviction is O(1), like that of LRU.
 
     Args:
         clock: seconds.
@@ -77,9 +77,10 @@ class ByWorth(EvictionOrder):
         self._stay_s = stay_s
         self._most_pages = most_pages
         self._used: OrderedDict[PageKey, float] = OrderedDict()  # when, about; the last one last
-        self._ranking: OrderedDict[PageKey, None] = OrderedDict()  # but for those used since
+        self._ranking: list[PageKey] = []  # the first to go first, also those used or gone since
+        self._passed = 0  # so many at its begin are used or gone
         self._ranked_at = -math.inf
-        self._stamp = clock()  # of uses: the time, but not asked for each page
+        self._stamp = clock()  # of uses: the time of the ranking before, never twice the same
         self._contexts: OrderedDict[Hashable, _Context] = OrderedDict()
         self._pages = 0
         self._last: dict[PageKey, _Context] = {}  # whose a page was last
@@ -187,7 +188,6 @@ class ByWorth(EvictionOrder):
 
     def removed(self, key: PageKey) -> None:
         del self._used[key]
-        self._ranking.pop(key, None)
         self._done.discard(key)
         if key not in self._last:
             self._shared.discard(key)
@@ -195,20 +195,30 @@ class ByWorth(EvictionOrder):
     def touched(self, key: PageKey) -> None:
         self._used.move_to_end(key)
         self._used[key] = self._stamp
-        self._ranking.pop(key, None)
         self._done.discard(key)
 
     def __iter__(self) -> Iterator[PageKey]:
         now = self._clock()
         if now - self._ranked_at >= RANK_EVERY_S + len(self._used) / PAGES_PER_S:
             self._rank(now)
-        ranking = self._ranking
-        yield from ranking
-        yield from (key for key in self._used if key not in ranking)
+        ranking, used, stamp = self._ranking, self._used, self._stamp
+        if not ranking:
+            yield from used
+            return
+        waiting = True
+        for place in range(self._passed, len(ranking)):
+            key = ranking[place]
+            if used.get(key, stamp) != stamp:
+                waiting = False
+                yield key
+            elif waiting:
+                self._passed = place + 1
+        yield from (key for key, when in used.items() if when == stamp)
 
     def _rank(self, now: float) -> None:
-        self._ranked_at = self._stamp = now
-        self._ranking = OrderedDict()
+        self._ranked_at = now
+        self._stamp = now if now != self._stamp else math.nextafter(now, math.inf)
+        self._ranking, self._passed = [], 0
         if not self._contexts and not self._done:
             return
         stay_s, used = self._stay_s(), self._used
@@ -224,22 +234,24 @@ class ByWorth(EvictionOrder):
         seen: set[PageKey] = set()
         runs: list[tuple[tuple[float, float], list[PageKey]]] = []
         for context in contexts:  # the worthiest takes what several have
-            here = [i for i in range(context.end) if context.keys[i] in used]
-            if now - context.since > SETTLED_S:
-                context.end = here[-1] + 1 if here else 0
-            pages = [context.keys[i] for i in reversed(here) if context.keys[i] not in seen]
+            here = list(filter(used.__contains__, context.keys[: context.end]))
+            while now - context.since > SETTLED_S and context.end > 0:
+                if context.keys[context.end - 1] in used:
+                    break
+                context.end -= 1
+            pages = list(filterfalse(seen.__contains__, reversed(here)))
             seen.update(pages)
             runs.append((worths[id(context)], pages))
         runs.reverse()
         usual = sum(context.page_s for context in contexts) / max(1, len(contexts))
-        others = [key for key in used if key not in seen]
-        done = [key for key in others if key in self._done]
-        free = [key for key in others if key not in self._done] if done else others
+        free = list(filterfalse(seen.__contains__, used))
+        done = list(filter(self._done.__contains__, free)) if self._done else []
+        if done:
+            free = list(filterfalse(self._done.__contains__, free))
         nobodys = [
             ((NOBODYS * usual * 0.5 ** min(max(now - when, 0.0) / HALF_S, 1000.0), 0.0), list(keys))
             for when, keys in groupby(free, key=used.__getitem__)  # a stamp serves many
         ]
-        ranked = merge(nobodys, runs, key=itemgetter(0))
-        self._ranking = OrderedDict.fromkeys(done)
-        for _, pages in ranked:
-            self._ranking.update(dict.fromkeys(pages))
+        self._ranking = done
+        for _, pages in merge(nobodys, runs, key=itemgetter(0)):
+            self._ranking += pages

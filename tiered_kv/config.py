@@ -36,8 +36,7 @@ class TierConfig:
         io_threads: of each rank, for pages on SSD; 0 takes what the cores allow.
         policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
             every tier off.
-        pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1; room for one request of
-            maximum length is left in any case.
+        pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
         admission: ``auto`` holds new jobs while their working set does not fit, ``off`` does not;
             always ``off`` under another policy than the default.
         admission_max_wait_s: seconds after which a held job is let in.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from bench.sim.cells import Bench, Cell, Place, Source, Summary, means
 from bench.sim.loads import SEARCH_SEEDS, STABLE_TIMES, alone_s, closed, highest_stable
 
 FCFS, INFINITE = "fcfs", "infinite"
+SEARCHES = 2
+"""For loads at a time: the next rate to try is known only when all runs of the last are over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,12 @@ class Row:
 
 def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
     """Find the loads, run everything, and put it into rows."""
-    scenes = [_scene(study, place, source, bench, tell) for place, source in study.scenes]
+
+    def look(at: tuple[Place, Source]) -> Scene:
+        return _scene(study, *at, bench, tell)
+
+    with ThreadPoolExecutor(SEARCHES) as searches:
+        scenes = list(searches.map(look, study.scenes))
     tell("runs")
     cells = [
         cell

@@ -42,13 +42,11 @@ class PinTable:
     Args:
         pool: where references are taken and given back.
         budget: distinct blocks that all pins together may hold.
-        job_share: blocks that one job may hold.
     """
 
-    def __init__(self, pool: BlockPool, budget: int, job_share: int) -> None:
+    def __init__(self, pool: BlockPool, budget: int) -> None:
         self._pool = pool
-        self._budget = max(0, budget)
-        self.job_share = max(0, job_share)
+        self.budget = budget
         self._pins: dict[JobKey, _Pin] = {}
         self._held: dict[int, int] = {}  # block id -> pins that hold it
         self._next_deadline = float("inf")
@@ -94,11 +92,9 @@ class PinTable:
             How many of the blocks are pinned.
         """
         self.release(job)
-        room = self._budget - len(self._held)
+        room = self.budget - len(self._held)
         kept: list[Any] = []
         for block in blocks:
-            if len(kept) >= self.job_share:
-                break
             if block.block_id not in self._held:
                 if room <= 0:
                     break

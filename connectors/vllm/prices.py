@@ -118,7 +118,7 @@ class Prices:
     def _price(self, blocks: int, job: JobKey | None, held_up: float) -> float:
         """λ for a turn's blocks, of which a pin saves B for ``held_up`` requests."""
         pool = self._facts.num_blocks - 1
-        mine = min(blocks, self._pins.job_share)
+        mine = min(blocks, self._pins.budget)
         if self._demand is None:
             return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
         return self.price.of(self._demand(mine, job), pool) / held_up

@@ -11,7 +11,6 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,11 +20,6 @@ from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn, born
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
-
-logger = logging.getLogger(__name__)
-
-JOB_PIN_SHARE = 0.5
-"""Share of the pin budget that a single job may take."""
 
 
 class Room:
@@ -148,18 +142,3 @@ class Room:
             if cached and cached[0].ref_cnt > 0:
                 held += 1
         return held
-
-
-def pin_table(facts: EngineFacts, pool: Any, fraction: float, watermark: int) -> PinTable:
-    """Pins within their budget, and with room left for one request of maximum length."""
-    usable = facts.num_blocks - 1  # vLLM keeps one as its null block
-    longest = -(-facts.max_model_len // facts.block_size) + watermark
-    budget = min(int(fraction * usable), usable - longest)
-    if budget <= 0 < fraction:
-        logger.warning(
-            "nothing is pinned: one request of %d tokens may need all %d blocks; "
-            "lower --max-model-len to leave room",
-            facts.max_model_len,
-            usable,
-        )
-    return PinTable(pool, budget, max(1, int(budget * JOB_PIN_SHARE)))

@@ -20,7 +20,7 @@ from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
 from tiered_kv.connectors.vllm.prefills import PrefillClock
 from tiered_kv.connectors.vllm.prices import Prices
 from tiered_kv.connectors.vllm.restores import Restores
-from tiered_kv.connectors.vllm.room import Room, pin_table
+from tiered_kv.connectors.vllm.room import Room
 from tiered_kv.connectors.vllm.saves import Saves
 from tiered_kv.connectors.vllm.ssd import SsdTier
 from tiered_kv.connectors.vllm.tool_reader import ToolReader
@@ -127,7 +127,8 @@ def wire(
     accounts = Accounts(counters, _trace(config), given.wall)
 
     with_ssd = config.ssd_path is not None and slots > 0
-    pins = pin_table(facts, pool, config.pin_fraction, watermark)
+    usable = facts.num_blocks - 1  # vLLM keeps one as its null block
+    pins = PinTable(pool, int(config.pin_fraction * usable))
     room = Room(facts, pins, counters, pool, blocks_of, watermark, running)
     admission = None
     if config.admission != "off":

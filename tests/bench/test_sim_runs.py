@@ -92,8 +92,8 @@ def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
     workload = Workload("growing", jobs, Hints.RIGHT)
     ours, knows = (run(name, workload).summary() for name in ("occupancy", "occupancy-knowing"))
     news = 950 * 6 / sum(turn.prompt for turn in turns)
-    assert knows["recomputed"] - news < 0.5 * (ours["recomputed"] - news)
-    assert knows["mean_s"] < 0.9 * ours["mean_s"], "and does not do so by letting one in at a time"
+    assert knows["recomputed"] - news < 0.7 * (ours["recomputed"] - news)
+    assert knows["mean_s"] < 0.95 * ours["mean_s"], "and does not do so by letting one in at a time"
 
 
 def test_where_prompts_came_from_is_told() -> None:

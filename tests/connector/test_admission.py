@@ -158,7 +158,7 @@ def test_a_turn_does_not_wait_for_an_older_job_with_a_slow_tool(make_rig: MakeRi
 def test_a_turn_waits_for_an_older_job_whose_kv_is_kept_however_slow_its_tool(
     make_rig: MakeRig,
 ) -> None:
-    rig = begun(make_rig, pin_fraction=1)
+    rig = begun(make_rig, pin_fraction=0.5)
     rig.now += AWAY_S + 1
     goes_on(rig, "a")
     rig.step()

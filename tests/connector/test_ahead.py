@@ -127,7 +127,6 @@ def tight(make_rig: MakeRig, in_job_order: bool, saved: Sequence[int] = ()) -> R
     if saved:
         rig.ask("saves", saved)
         rig.fill()
-    rig.half.pins._budget = rig.half.pins.job_share = 10_000
     rig.policy = FixedPin(3600.0)
     rig.ask("pinned", text(150, seed=1), params={"job_id": "away"})
     assert len(rig.half.pins) == 1

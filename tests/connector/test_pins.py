@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,9 +17,9 @@ A, B, C, D = (JobKey("", name) for name in "abcd")
 class Engine:
     """A pool of 20 usable blocks, of which requests take and give up what they like."""
 
-    def __init__(self, budget: int = 12, job_share: int = 12) -> None:
+    def __init__(self, budget: int = 12) -> None:
         self.pool = FakeBlockPool(21)
-        self.pins = PinTable(self.pool, budget, job_share)
+        self.pins = PinTable(self.pool, budget)
 
     def ran(self, count: int) -> list[FakeBlock]:
         """Blocks of a turn that is about to end: it still holds them."""
@@ -85,8 +84,8 @@ def test_a_longer_context_keeps_the_blocks_it_had() -> None:
     assert all(block.ref_cnt == 1 for block in start)
 
 
-def test_a_context_over_the_share_of_a_job_is_pinned_from_its_start() -> None:
-    engine = Engine(budget=12, job_share=4)
+def test_a_context_over_the_budget_is_pinned_from_its_start() -> None:
+    engine = Engine(budget=4)
     blocks = engine.ran(6)
     assert engine.finish_pinned(A, blocks) == 4
     assert [block.ref_cnt for block in blocks] == [1, 1, 1, 1, 0, 0]
@@ -125,9 +124,8 @@ def test_a_job_that_shares_all_its_blocks_needs_no_budget() -> None:
     assert engine.finish_pinned(B, shared) == 4
 
 
-@pytest.mark.parametrize("budget", [0, -5])
-def test_without_a_budget_nothing_is_pinned(budget: int) -> None:
-    engine = Engine(budget=budget, job_share=budget)
+def test_without_a_budget_nothing_is_pinned() -> None:
+    engine = Engine(budget=0)
     assert engine.turn(A, 3) == 0
     assert (len(engine.pins), engine.free) == (0, 20)
 
@@ -274,11 +272,11 @@ class PinsMachine(RuleBasedStateMachine):
 
     JOBS = (A, B, C, D)
 
-    @initialize(budget=st.integers(0, 14), share=st.integers(0, 14))
-    def start(self, budget: int, share: int) -> None:
-        self.budget, self.share = budget, share
+    @initialize(budget=st.integers(0, 14))
+    def start(self, budget: int) -> None:
+        self.budget = budget
         self.pool = FakeBlockPool(31)
-        self.pins = PinTable(self.pool, budget, share)
+        self.pins = PinTable(self.pool, budget)
         self.now = 0.0
         self.running: list[list[FakeBlock]] = []
         self.model: dict[JobKey, tuple[list[FakeBlock], float, tuple[float, float]]] = {}
@@ -368,12 +366,11 @@ class PinsMachine(RuleBasedStateMachine):
             assert block.ref_cnt == held.count(block.block_id)
 
     @invariant()
-    def pins_stay_within_budget_and_share(self) -> None:
+    def pins_stay_within_budget(self) -> None:
         assert len(self.pins) == len(self.model)
         assert all(job in self.pins for job in self.model)
         held = {block for blocks, _, _ in self.model.values() for block in blocks}
         assert self.pins.held_blocks == len(held) <= self.budget
-        assert all(len(blocks) <= self.share for blocks, _, _ in self.model.values())
 
     def teardown(self) -> None:
         if hasattr(self, "pins"):
@@ -384,7 +381,7 @@ class PinsMachine(RuleBasedStateMachine):
 
     def affordable(self, blocks: list[FakeBlock]) -> bool:
         held = {block for pinned, _, _ in self.model.values() for block in pinned}
-        return len(blocks) <= self.share and len(held | set(blocks)) <= max(self.budget, len(held))
+        return len(held | set(blocks)) <= max(self.budget, len(held))
 
 
 TestPins = PinsMachine.TestCase

@@ -101,6 +101,15 @@ def test_the_job_that_returns_last_goes_first_and_from_its_end() -> None:
     assert pool.ranked() == [D, C, E, B, A], "nobody waits for E, which a running turn may have"
 
 
+def test_pages_are_ranked_in_the_moment_in_which_they_came() -> None:
+    pool = Pool(A, B)
+    pool.waits("soon", [A], SOON)
+    pool.waits("later", [B], LATER)
+    assert list(pool.order) == [B, A]
+    pool.order.touched(B)
+    assert list(pool.order) == [A, B], "used since"
+
+
 def test_a_job_whose_time_has_passed_is_not_expected() -> None:
     pool = Pool(A, B)
     pool.waits("gone", [A], SOON)
@@ -274,5 +283,5 @@ def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
     assert not pool.order._last, "a page is claimed by a job that is over"
     assert not pool.order._shared
     assert not pool.order._done
-    assert not pool.order._ranking
+    assert not pool.ranked()
     assert pool.order._pages == 0
