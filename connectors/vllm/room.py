@@ -1,8 +1,8 @@
 """Room: pins give way before a request is refused, preempted or left waiting.
 
-Where jobs are taken in their order, a pin gives way to those that began before its own. Others wait
-for it while something runs, if it is worth that: they would be the next to lose their KV to the one
-that returns.
+Others wait for a pin while something runs, if it is worth that; where jobs are taken in their
+order, older ones for the worthiest alone. They would be the next to lose their KV to the one that
+returns, or compute theirs again beside it.
 
 The three places of vLLM's step at which blocks are found missing, in its order: a running
 request cannot grow (``for_running``), a waiting one asks to be admitted (``for_waiting``),
@@ -11,7 +11,6 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ class Room:
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
-        only those of older jobs are left that are worth a wait."""
+        only those are left that are worth its wait."""
         wanted = self._blocks(turn) + self._watermark
         # If not, vLLM refuses it once for want of blocks.
         sure = not self._late(step) or self._pool.get_num_free_blocks() >= wanted
@@ -96,22 +95,20 @@ class Room:
             free = self._free(step)
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
-        after = self._ahead(turn)
-        released = self._pins.make_room(enough, spare, after)
+        waits = self._may_wait(turn)
+        released = self._pins.make_room(enough, spare, waits)
         self._counters.add("pins_released", released)
         hit = turn.hit
         if asked_before and not released and hit is not None and hit.mode is RestoreMode.ASYNC:
             # Refused in the step before although its blocks were free: an async restore
             # must leave what running prefills still need. Give way one by one.
-            self._release_one(spare, after)
+            self._release_one(spare, waits)
 
-    def _ahead(self, turn: Turn) -> float:
-        """Pins of jobs born until then stay, if they are worth a wait."""
+    def _may_wait(self, turn: Turn) -> float | None:
+        """When its job was born, of a turn that may wait for pins; None if it may not."""
         if not self._running() or turn.request.num_preemptions:
-            return -math.inf
-        if self.in_job_order:
-            return born(turn)
-        return math.inf if turn.new else -math.inf
+            return None
+        return born(turn) if self.in_job_order or turn.new else None
 
     def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""
@@ -126,10 +123,10 @@ class Room:
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))
 
-    def _release_one(self, spare: Any, after: float = -math.inf) -> bool:
+    def _release_one(self, spare: Any, waits: float | None = None) -> bool:
         before = self._pool.get_num_free_blocks()
         released = self._pins.make_room(
-            lambda: self._pool.get_num_free_blocks() > before, spare, after
+            lambda: self._pool.get_num_free_blocks() > before, spare, waits
         )
         self._counters.add("pins_released", released)
         return bool(self._pool.get_num_free_blocks() > before)

@@ -43,6 +43,7 @@ def test_a_pin_outlasts_younger_jobs_while_something_runs(
     rig.step()
 
     old, young = JobKey("", "old"), JobKey("", "young")
+    rig.half.pins.until(young, rig.now + 60.0, 1.0, earns=0.9)
     for seed in (5, 6, 7):
         rig.add(f"middle{seed}", text(240, seed=seed), params={"job_id": "middle"})
     rig.step()

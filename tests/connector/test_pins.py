@@ -223,20 +223,29 @@ def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
     assert A not in engine.pins
 
 
-def test_only_pins_of_younger_jobs_give_way_if_so_asked() -> None:
-    engine = crowded()
-    assert engine.pins.make_room(lambda: engine.free >= 16, after=20.0) == 1
-    assert [job in engine.pins for job in (A, B, C)] == [False, True, True]
+def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -> None:
+    engine = Engine()
+    engine.turn(A, 4, born=30.0, saves_s=9.0, earns=0.9)
+    engine.turn(B, 4, born=30.0, saves_s=1.0, earns=1.1)
+    assert engine.pins.make_room(lambda: engine.free >= 20, born=20.0) == 1
+    assert [job in engine.pins for job in (A, B)] == [False, True]
 
 
 def test_a_pin_of_an_older_job_gives_way_if_it_is_not_worth_a_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=0.4)
     engine.turn(B, 4, born=10.0, saves_s=1.0, earns=0.6)
-    assert engine.pins.make_room(lambda: engine.free >= 20, after=30.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, born=30.0) == 1
     assert [job in engine.pins for job in (A, B)] == [False, True]
     engine.pins.until(B, 5.0, saves_s=1.0, earns=0.1)
-    assert engine.pins.make_room(lambda: engine.free >= 20, after=30.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, born=30.0) == 1
+
+
+def test_for_a_turn_that_may_not_wait_all_of_them_go() -> None:
+    engine = Engine()
+    engine.turn(A, 4, born=10.0, saves_s=9.0, earns=100.0)
+    assert engine.pins.make_room(lambda: engine.free >= 20, born=30.0) == 0
+    assert engine.pins.make_room(lambda: engine.free >= 20) == 1
 
 
 def test_a_job_to_be_spared_that_has_no_pin_changes_nothing() -> None:
@@ -307,7 +316,7 @@ class PinsMachine(RuleBasedStateMachine):
         self.model.pop(job, None)
         fits = [n for n in range(len(blocks) + 1) if self.affordable(blocks[:n])]
 
-        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, 1.0)
+        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, 0.7)
         self.pool.free_blocks(reversed(blocks))
 
         assert pinned == max(fits), "as much of its start as the budget allows"
@@ -335,18 +344,22 @@ class PinsMachine(RuleBasedStateMachine):
     @rule(
         wanted=st.integers(1, 30),
         spare=st.none() | st.sampled_from(JOBS),
-        after=st.just(-math.inf) | st.integers(0, 9).map(float),
+        waits=st.none() | st.integers(0, 9).map(float),
     )
-    def make_room(self, wanted: int, spare: JobKey | None, after: float) -> None:
+    def make_room(self, wanted: int, spare: JobKey | None, waits: float | None) -> None:
         before = dict(self.model)
         released = self.pins.make_room(
-            lambda: self.pool.get_num_free_blocks() >= wanted, spare, after
+            lambda: self.pool.get_num_free_blocks() >= wanted, spare, waits
         )
 
         for job in [job for job in self.model if job not in self.pins]:
             del self.model[job]
         assert released == len(before) - len(self.model)
-        younger = {job: worth for job, (_, _, worth) in before.items() if -worth[1] > after}
+        younger = {
+            job: worth
+            for job, (_, _, worth) in before.items()
+            if waits is None or -worth[1] > waits
+        }
         assert set(before) - set(self.model) <= set(younger)
         if self.model.keys() & younger.keys():
             assert self.pool.get_num_free_blocks() >= wanted

@@ -17,6 +17,7 @@ from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.costs import TOP_PRICE
 from tiered_kv.policies.signals import JobKey
 from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_rig import Rig, text
 from tiered_kv.transfer.cpu import CpuTransfer
 
@@ -41,7 +42,23 @@ def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) 
     while not rig.finished:
         rig.step()
         rig.half._look_at_demand()
-    assert rig.half.prices.costs(420).vram_price == 0.0
+    assert rig.half.prices.costs(420, JobKey("", "j")).vram_price == 0.0
+
+
+def test_a_pin_is_not_counted_twice_when_it_is_decided_on_anew(make_rig: MakeRig) -> None:
+    """The tool call has been read: until now the job had a provisional pin."""
+    for admission in ("auto", "off"):
+        rig = make_rig(blocks=41, max_model_len=512, extra={"cpu_gib": 0, "admission": admission})
+        rig.policy = FixedPin(60.0)
+        rig.ask("t1", text(300, seed=1), params=JOB)
+        rig.now += 5.0
+        rig.add("t2", rig.prompts["t1"] + rig.outputs["t1"] + text(50, seed=2), params=JOB)
+        rig.now += 1.0
+        rig.run()
+        job = JobKey("", "j")
+        assert rig.half.pins.held_blocks > 20
+        assert rig.half.prices.costs(370, job).vram_price == 0.0
+        assert rig.half.prices.costs(370).vram_price > 0.0, "another one's would not fit"
 
 
 def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
