@@ -62,7 +62,8 @@ class ByWorth(EvictionOrder):
     as much every half minute. If nobody ever waits this is LRU.
 
     Pages are ranked all together, now and then; in between, a page that is used goes to the end:
-    its stamp says that it was used since. So an eviction is O(1), like that of LRU.
+    its stamp says that it was used since. So an eviction is O(1), like that of LRU, but for pages
+    that are being read, behind which those that went are passed over again.
 
     Args:
         clock: seconds.

@@ -270,7 +270,7 @@ class Engine:
                 request = live.request
                 done = request.num_computed_tokens >= request.num_tokens
                 said[request_id] = [0] if done else []
-                if leap > 1:  # none of these is the last one
+                if done and leap > 1:  # none of these is the last one
                     request.append_output_token_ids([0] * (leap - 1))
                 live.ahead = leap - 1
                 if done and live.first_s < 0:

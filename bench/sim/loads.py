@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 from bench.sim.cells import Bench, Cell, Place, Source, means
 
@@ -17,33 +18,62 @@ MOST_DOUBLINGS = 12
 SEARCH_SEEDS = 2
 
 
-def alone_s(bench: Bench, place: Place, source: Source, seeds: Sequence[int]) -> float:
-    """Mean completion time of jobs that have stock vLLM to themselves."""
-    cells = [Cell.of(place, source, "fcfs", ALONE_JOBS_PER_S, seed) for seed in seeds]
-    return means(list(bench.run(cells).values()))["mean_s"]
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which load a server bears.
+
+    Attributes:
+        alone_s: mean completion time of a job alone.
+    """
+
+    place: Place
+    source: Source
+    server: str
+    alone_s: float
+
+    def cells(self, rate: float, seeds: Sequence[int]) -> list[Cell]:
+        return [Cell.of(self.place, self.source, self.server, rate, seed) for seed in seeds]
+
+
+def alone_s(
+    bench: Bench, scenes: Sequence[tuple[Place, Source]], seeds: Sequence[int]
+) -> list[float]:
+    """Mean completion time of jobs that have stock vLLM to themselves, in each scene."""
+    asked = [Question(*scene, "fcfs", 0.0).cells(ALONE_JOBS_PER_S, seeds) for scene in scenes]
+    found = bench.run(cell for cells in asked for cell in cells)
+    return [means([found[cell] for cell in cells])["mean_s"] for cells in asked]
 
 
 def highest_stable(
-    bench: Bench, place: Place, source: Source, server: str, alone: float, seeds: Sequence[int]
-) -> float:
-    """The highest rate, jobs a second, at which the server is stable over these seeds."""
+    bench: Bench, questions: Sequence[Question], seeds: Sequence[int]
+) -> list[float]:
+    """The highest rate, jobs a second, at which each of the servers is stable over these seeds.
+    All of them are looked for at a time: what to try next is known only when a rate was tried."""
+    searches = {question: search(1.0 / question.alone_s) for question in questions}
+    tried = {question: next(one) for question, one in searches.items()}
+    found: dict[Question, float] = {}
+    while tried:
+        asked = {question: question.cells(rate, seeds) for question, rate in tried.items()}
+        results = bench.run(cell for cells in asked.values() for cell in cells)
+        for question, cells in asked.items():
+            mean_s = means([results[cell] for cell in cells])["mean_s"]
+            try:
+                tried[question] = searches[question].send(mean_s <= STABLE_TIMES * question.alone_s)
+            except StopIteration as end:
+                found[question] = end.value
+                del tried[question]
+    return [found[question] for question in questions]
 
-    def stable(rate: float) -> bool:
-        cells = [Cell.of(place, source, server, rate, seed) for seed in seeds]
-        return means(list(bench.run(cells).values()))["mean_s"] <= STABLE_TIMES * alone
 
-    return search(stable, 1.0 / alone)
-
-
-def search(stable: Callable[[float], bool], guess: float) -> float:
-    """The highest rate that is stable, within a factor of ``STEP``. Rates are powers of STEP, so
-    that the same are asked for again."""
+def search(guess: float) -> Generator[float, bool, float]:
+    """Ask of rates whether they are stable; ends with the highest that is, within a factor of
+    ``STEP``. Rates are powers of STEP, so that the same are asked for again."""
     at = round(math.log(guess) / math.log(STEP))
     stride = 16
     low: int | None = None
     high: int | None = None
     for _ in range(MOST_DOUBLINGS):
-        if stable(STEP**at):
+        if (yield STEP**at):
             low = at
             at += stride
         else:
@@ -55,7 +85,7 @@ def search(stable: Callable[[float], bool], guess: float) -> float:
         raise ValueError("no rate was found at which the server is just stable")
     while high - low > 1:
         middle = (low + high) // 2
-        if stable(STEP**middle):
+        if (yield STEP**middle):
             low = middle
         else:
             high = middle

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.sim.cells import Bench, Cell, Place, Source, Summary, means
-from bench.sim.loads import SEARCH_SEEDS, STABLE_TIMES, alone_s, closed, highest_stable
+from bench.sim.loads import (
+    SEARCH_SEEDS,
+    STABLE_TIMES,
+    Question,
+    alone_s,
+    closed,
+    highest_stable,
+)
 
 FCFS, INFINITE = "fcfs", "infinite"
-SEARCHES = 2
-"""For loads at a time: the next rate to try is known only when all runs of the last are over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +88,8 @@ class Row:
 
 def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
     """Find the loads, run everything, and put it into rows."""
-
-    def look(at: tuple[Place, Source]) -> Scene:
-        return _scene(study, *at, bench, tell)
-
-    with ThreadPoolExecutor(SEARCHES) as searches:
-        scenes = list(searches.map(look, study.scenes))
+    tell("loads")
+    scenes = _find_loads(study, bench)
     tell("runs")
     cells = [
         cell
@@ -111,18 +111,22 @@ def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[s
     }
 
 
-def _scene(
-    study: Study, place: Place, source: Source, bench: Bench, tell: Callable[[str], None]
-) -> Scene:
-    tell(f"load of {source.workload} on {place.name}")
+def _find_loads(study: Study, bench: Bench) -> list[Scene]:
     seeds = range(min(SEARCH_SEEDS, study.seeds))
-    alone = alone_s(bench, place, source, seeds)
-    collapse = highest_stable(bench, place, source, FCFS, alone, seeds)
-    stable = {
-        server: highest_stable(bench, place, source, server, alone, seeds) / collapse
-        for server in study.stable_for
-    }
-    return Scene(place, source, alone, collapse, stable)
+    alone = alone_s(bench, study.scenes, seeds)
+    servers = (FCFS, *study.stable_for)
+    questions = [
+        Question(*scene, server, one_s)
+        for scene, one_s in zip(study.scenes, alone, strict=True)
+        for server in servers
+    ]
+    found = dict(zip(questions, highest_stable(bench, questions, seeds), strict=True))
+    scenes = []
+    for (place, source), one_s in zip(study.scenes, alone, strict=True):
+        collapse, *others = (found[Question(place, source, one, one_s)] for one in servers)
+        stable = {one: rate / collapse for one, rate in zip(study.stable_for, others, strict=True)}
+        scenes.append(Scene(place, source, one_s, collapse, stable))
+    return scenes
 
 
 def _cells(scene: Scene, servers: Sequence[str], study: Study) -> Iterator[Cell]:

@@ -38,7 +38,7 @@ class Admission:
         max_wait_s: after that long a job is let in, whatever it needs.
         pool: vLLM's block pool.
         slots: pages that CPU memory holds, those of running jobs too.
-        running: requests that have blocks, now.
+        running: requests that were given blocks and have not ended.
         clock: monotonic seconds.
 
     Attributes:

@@ -232,8 +232,6 @@ class BegunJobs:
         Those that began after it are left out: room is first theirs who began first.
         """
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
-        if job is not None and job in self._pins:  # it counts with all that it has already
-            away = 0.0
         until = self._until.get(job) if job is not None else None
         if until is None:
             return self.peak(newcomers) + away * blocks

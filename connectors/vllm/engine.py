@@ -25,7 +25,6 @@ class EngineFacts:
         ranks: tensor-parallel workers, each of which must report an order.
         block_size: tokens of a block.
         num_blocks: blocks of the VRAM pool, vLLM's null block included.
-        max_model_len: tokens of the longest request.
         layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
         element: type of the elements of K and V.
         arrangement: what decides how K, V, heads and tokens lie within a block; a backend may
@@ -41,7 +40,6 @@ class EngineFacts:
     ranks: int
     block_size: int
     num_blocks: int
-    max_model_len: int
     layout: PageLayout | None
     element: ElementType = ElementType.OPAQUE
     arrangement: str = ""
@@ -143,7 +141,6 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         ranks=vllm_config.parallel_config.world_size,
         block_size=vllm_config.cache_config.block_size,
         num_blocks=kv_cache_config.num_blocks,
-        max_model_len=vllm_config.model_config.max_model_len,
         layout=layout,
         element=_element(vllm_config),
         arrangement=_arrangement(vllm_config, kv_cache_config),

@@ -120,7 +120,10 @@ class Gaps:
         self._pins.until(key, math.inf, math.inf, math.inf)
         shared = 0
         if not wait.end.aborted:  # how far that had come is not known
-            shared = wait.marks.common_blocks(Marks.of(request.block_hashes))
+            marks = Marks.of(request.block_hashes)
+            shared = wait.marks.common_blocks(marks)
+            if not shared and wait.marks.hashes and marks.hashes:
+                self._release(key)  # of another text: it would wait for its own pin
         kept = _to_stay(wait, gap_s)
         return Arrival(job, wait.end.context_tokens, shared, kept, wait.saved)
 

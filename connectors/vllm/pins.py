@@ -7,17 +7,19 @@ somebody needs the blocks more. Only the scheduler thread may touch the block po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiered_kv.policies.signals import JobKey
 
-WORTH_A_WAIT, WORTH_MAKING_OLDER_WAIT = 0.5, 1.0
+WORTH_A_WAIT = 0.5
 """A pin that earns less in a second is no reason for another job's turn to wait for that second.
-For a turn of an older job it is a second that would not be lost otherwise, and counts as one. A
-younger one would be the next to lose its KV; 0.5 was found in simulations: at 0.75 contexts of
-large models go too soon, at 0.35 small ones too late."""
+Found in simulations: at 0.75 contexts of large models go too soon, at 0.35 small ones too late."""
+WORTH_MAKING_OLDER_WAIT = 1.0
+"""The same for turns of older jobs. They would not be the next to lose their KV, so that a second
+of their waiting counts whole."""
 
 
 class BlockPool(Protocol):
@@ -66,12 +68,6 @@ class PinTable:
     def held_blocks(self) -> int:
         """Distinct blocks under a pin; blocks shared by pins count once."""
         return len(self._held)
-
-    def held_beside(self, job: JobKey | None) -> int:
-        """Distinct blocks that would be under a pin without the job's own."""
-        own = self._pins.get(job) if job is not None else None
-        alone = sum(self._held[block.block_id] == 1 for block in own.blocks) if own else 0
-        return len(self._held) - alone
 
     def pin(
         self,
@@ -154,22 +150,24 @@ class PinTable:
         self,
         enough: Callable[[], bool],
         spare: JobKey | None = None,
-        born: float | None = None,
+        waiter_born: float | None = None,
     ) -> int:
         """Release pins, the one that saves least first, until ``enough()`` or there are no more;
         returns how many went.
 
         Args:
             spare: goes last; it is the pin of the job that the room is for.
-            born: when the job was that would wait, for pins that are worth it; None: none is.
+            waiter_born: when the job was that waits for pins that are worth it; None: all may go.
         """
         if enough():  # as nearly always: it is asked for every waiting request in every step
             return 0
 
         def goes(pin: _Pin) -> bool:
-            if born is None:
+            if waiter_born is None or pin.earns < WORTH_A_WAIT:
                 return True
-            return pin.earns < (WORTH_MAKING_OLDER_WAIT if pin.born > born else WORTH_A_WAIT)
+            # Of what earns without end nothing is known, or its next turn is here: who is first?
+            known = pin.earns >= WORTH_MAKING_OLDER_WAIT and pin.earns < math.inf
+            return pin.born > waiter_born and not known
 
         found = {job: pin for job, pin in self._pins.items() if goes(pin)}
         order = sorted(found, key=lambda job: (job == spare, found[job].worth, -found[job].born))

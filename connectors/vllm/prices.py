@@ -33,7 +33,7 @@ class Prices:
         with_ssd: whether there is an SSD tier.
         demand: blocks that jobs are heading for if so many more are pinned for one of them, those
             that began after it left out; None if nobody counts them.
-        running: requests that have blocks, now.
+        running: requests that were given blocks and have not ended.
         clock: monotonic seconds.
     """
 
@@ -120,7 +120,7 @@ class Prices:
         pool = self._facts.num_blocks - 1
         mine = min(blocks, self._pins.budget)
         if self._demand is None:
-            return self.price.price(pool, self._pins.held_beside(job) + mine, own=blocks)
+            return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
         return self.price.of(self._demand(mine, job), pool) / held_up
 
     def cpu_stay_s(self) -> float:

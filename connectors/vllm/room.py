@@ -11,7 +11,7 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
@@ -26,7 +26,6 @@ class Room:
 
     Args:
         watermark: blocks that vLLM keeps free when it admits a request.
-        running: requests that have blocks, now.
 
     Attributes:
         in_job_order: whether vLLM is given waiting requests in the order of their jobs. In any
@@ -41,10 +40,8 @@ class Room:
         pool: Any,
         blocks_of: Mapping[str, Sequence[Any]],
         watermark: int,
-        running: Callable[[], int],
     ) -> None:
         self.in_job_order = False
-        self._running = running
         self._facts = facts
         self._pins = pins
         self._counters = counters
@@ -95,18 +92,19 @@ class Room:
             free = self._free(step)
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
-        waits = self._may_wait(turn)
-        released = self._pins.make_room(enough, spare, waits)
+        waiter_born = self._waiter_born(turn)
+        released = self._pins.make_room(enough, spare, waiter_born)
         self._counters.add("pins_released", released)
         hit = turn.hit
         if asked_before and not released and hit is not None and hit.mode is RestoreMode.ASYNC:
             # Refused in the step before although its blocks were free: an async restore
             # must leave what running prefills still need. Give way one by one.
-            self._release_one(spare, waits)
+            self._release_one(spare, waiter_born)
 
-    def _may_wait(self, turn: Turn) -> float | None:
-        """When its job was born, of a turn that may wait for pins; None if it may not."""
-        if not self._running() or turn.request.num_preemptions:
+    def _waiter_born(self, turn: Turn) -> float | None:
+        """When its job was born, of a turn that waits for pins; None if it does not: nobody is
+        there who would give blocks back."""
+        if turn.request.num_preemptions or not any(self._blocks_of.values()):
             return None
         return born(turn) if self.in_job_order or turn.new else None
 
@@ -123,10 +121,10 @@ class Room:
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))
 
-    def _release_one(self, spare: Any, waits: float | None = None) -> bool:
+    def _release_one(self, spare: Any, waiter_born: float | None = None) -> bool:
         before = self._pool.get_num_free_blocks()
         released = self._pins.make_room(
-            lambda: self._pool.get_num_free_blocks() > before, spare, waits
+            lambda: self._pool.get_num_free_blocks() > before, spare, waiter_born
         )
         self._counters.add("pins_released", released)
         return bool(self._pool.get_num_free_blocks() > before)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from bench.sim.cells import Bench, Cell, Place, Source
 from bench.sim.gate import Gate
 from bench.sim.generate import GENERATED, generate
 from bench.sim.links import Link
-from bench.sim.loads import STEP, closed, search
+from bench.sim.loads import STEP, Question, closed, highest_stable, search
 from bench.sim.machines import GPUS, MODELS, machine
 from bench.sim.ordering import Ordering
 from bench.sim.presets import PLACES
@@ -257,15 +260,38 @@ def test_a_full_store_lets_its_oldest_segment_die_but_for_the_survivors() -> Non
 
 @pytest.mark.parametrize("edge", [0.013, 0.9, 47.0])
 def test_the_highest_stable_rate_is_found(edge: float) -> None:
-    asked: list[float] = []
-
-    def stable(rate: float) -> bool:
-        asked.append(rate)
-        return rate <= edge
-
-    found = search(stable, 1.0)
+    looking = search(1.0)
+    asked, found = [next(looking)], None
+    while found is None:
+        try:
+            asked.append(looking.send(asked[-1] <= edge))
+        except StopIteration as end:
+            found = end.value
     assert found <= edge <= found * STEP * 1.0001
     assert len(asked) == len(set(asked)), "no rate is asked for twice"
+
+
+def test_loads_of_all_servers_are_looked_for_together() -> None:
+    """So that no process waits while one of them has a single run left."""
+    edges = {"fcfs": 0.9, "occupancy": 47.0}
+    asked: list[int] = []
+
+    class Runs:
+        def run(self, cells: Iterable[Cell]) -> dict[Cell, dict[str, float]]:
+            wanted = list(cells)
+            asked.append(len(wanted))
+            return {
+                cell: {"mean_s": 1.0 if cell.jobs_per_s <= edges[cell.server] else 3.1}
+                for cell in wanted
+            }
+
+    place, source = Place("rtx4090-24", "llama-3.1-8b"), Source("swe-agent", 4)
+    questions = [Question(place, source, server, 1.0) for server in edges]
+    found = highest_stable(cast("Bench", Runs()), questions, range(2))
+    for rate, edge in zip(found, edges.values(), strict=True):
+        assert rate <= edge <= rate * STEP * 1.0001
+    assert asked[0] == 4
+    assert asked[-1] == 2, "one was found before the other"
 
 
 def test_shares_of_the_way_and_orders() -> None:

@@ -210,7 +210,6 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
         ranks=2,
         block_size=16,
         num_blocks=10,
-        max_model_len=4096,
         layout=page_layout([Placement(2, 640, 64, 0)], 10),
         element=ElementType.BF16,
         arrangement=facts.arrangement,
@@ -265,5 +264,5 @@ def test_what_cannot_be_offloaded_is_left_to_vllm_with_a_reason(
 
 def test_slots_are_whole_pages_of_the_memory_given() -> None:
     layout = page_layout([Placement(2, 640, 64, 0)], 10)
-    facts = EngineFacts(1, 16, 10, 4096, layout)
+    facts = EngineFacts(1, 16, 10, layout)
     assert [facts.slots(nbytes) for nbytes in (0, 127, 128, 1000)] == [0, 0, 1, 7]

@@ -74,8 +74,36 @@ def test_a_context_of_most_of_the_pool_is_pinned_whole(make_rig: MakeRig) -> Non
     context = text(800, seed=1)
     rig.ask("long", context, params=turn("job"))
     assert rig.half.pins.held_blocks == 50
+    for number in range(4):  # without a pin it would be gone
+        rig.ask(f"rival{number}", text(180, seed=10 + number))
     rig.ask("back", context)
     assert rig.count("prompt_tokens_vram") == 784, "the last token is computed in any case"
+
+
+def test_a_job_that_returns_with_another_text_does_not_wait_for_its_own_pin(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
+    rig.ask("long", text(600, seed=1), params=turn("job"))
+    rig.add("busy", text(60, seed=2), max_tokens=100)
+    rig.step()
+    rig.add("compacted", text(500, seed=3), params=turn("job"))
+    rig.step()
+    assert [r.request_id for r in rig.scheduler.running] == ["busy", "compacted"]
+    rig.run()
+    assert rig.outputs["compacted"] == expected(text(500, seed=3), 4)
+
+
+def test_nobody_waits_for_a_pin_while_only_a_preempted_turn_goes_on(make_rig: MakeRig) -> None:
+    """It has no blocks to give back, and vLLM may not come to it before the one that waits."""
+    rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
+    rig.ask("old", text(800, seed=1), params=turn("job"))
+    rig.half._running += 1  # as for one that was preempted
+    rig.add("young", text(500, seed=2))
+    rig.step()
+    assert [r.request_id for r in rig.scheduler.running] == ["young"]
+    rig.half._running -= 1
+    rig.run()
 
 
 @pytest.mark.parametrize("in_job_order", [False, True])

@@ -227,24 +227,26 @@ def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=9.0, earns=0.9)
     engine.turn(B, 4, born=30.0, saves_s=1.0, earns=1.1)
-    assert engine.pins.make_room(lambda: engine.free >= 20, born=20.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=20.0) == 1
     assert [job in engine.pins for job in (A, B)] == [False, True]
+    engine.pins.until(B, math.inf, math.inf, math.inf)
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=20.0) == 1, "they queue now"
 
 
 def test_a_pin_of_an_older_job_gives_way_if_it_is_not_worth_a_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=0.4)
     engine.turn(B, 4, born=10.0, saves_s=1.0, earns=0.6)
-    assert engine.pins.make_room(lambda: engine.free >= 20, born=30.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=30.0) == 1
     assert [job in engine.pins for job in (A, B)] == [False, True]
     engine.pins.until(B, 5.0, saves_s=1.0, earns=0.1)
-    assert engine.pins.make_room(lambda: engine.free >= 20, born=30.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=30.0) == 1
 
 
 def test_for_a_turn_that_may_not_wait_all_of_them_go() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=100.0)
-    assert engine.pins.make_room(lambda: engine.free >= 20, born=30.0) == 0
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=30.0) == 0
     assert engine.pins.make_room(lambda: engine.free >= 20) == 1
 
 
@@ -289,6 +291,7 @@ class PinsMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.running: list[list[FakeBlock]] = []
         self.model: dict[JobKey, tuple[list[FakeBlock], float, tuple[float, float]]] = {}
+        self.earns: dict[JobKey, float] = {}
 
     @rule(data=st.data(), length=st.integers(1, 8))
     def begin(self, data: st.DataObject, length: int) -> None:
@@ -309,14 +312,24 @@ class PinsMachine(RuleBasedStateMachine):
         ttl=st.sampled_from([2.0, 0.0, 1.0, 5.0]),
         born=st.integers(0, 3),
         saves_s=st.sampled_from([0.0, 0.0, 1.0, 4.0]),
+        earns=st.sampled_from([0.7, 0.3, 1.5, math.inf]),
     )
     @precondition(lambda self: self.running)
-    def end(self, data: st.DataObject, job: JobKey, ttl: float, born: int, saves_s: float) -> None:
+    def end(
+        self,
+        data: st.DataObject,
+        job: JobKey,
+        ttl: float,
+        born: int,
+        saves_s: float,
+        earns: float,
+    ) -> None:
         blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.model.pop(job, None)
         fits = [n for n in range(len(blocks) + 1) if self.affordable(blocks[:n])]
 
-        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, 0.7)
+        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, earns)
+        self.earns[job] = earns
         self.pool.free_blocks(reversed(blocks))
 
         assert pinned == max(fits), "as much of its start as the budget allows"
@@ -344,27 +357,29 @@ class PinsMachine(RuleBasedStateMachine):
     @rule(
         wanted=st.integers(1, 30),
         spare=st.none() | st.sampled_from(JOBS),
-        waits=st.none() | st.integers(0, 9).map(float),
+        waiter_born=st.none() | st.integers(0, 4).map(float),
     )
-    def make_room(self, wanted: int, spare: JobKey | None, waits: float | None) -> None:
+    def make_room(self, wanted: int, spare: JobKey | None, waiter_born: float | None) -> None:
         before = dict(self.model)
         released = self.pins.make_room(
-            lambda: self.pool.get_num_free_blocks() >= wanted, spare, waits
+            lambda: self.pool.get_num_free_blocks() >= wanted, spare, waiter_born
         )
 
         for job in [job for job in self.model if job not in self.pins]:
             del self.model[job]
         assert released == len(before) - len(self.model)
-        younger = {
-            job: worth
-            for job, (_, _, worth) in before.items()
-            if waits is None or -worth[1] > waits
-        }
-        assert set(before) - set(self.model) <= set(younger)
-        if self.model.keys() & younger.keys():
+
+        def goes(job: JobKey, born: float) -> bool:
+            if waiter_born is None or self.earns[job] == 0.3:
+                return True
+            return born > waiter_born and self.earns[job] != 1.5
+
+        may_go = {job: worth for job, (_, _, worth) in before.items() if goes(job, -worth[1])}
+        assert set(before) - set(self.model) <= set(may_go)
+        if self.model.keys() & may_go.keys():
             assert self.pool.get_num_free_blocks() >= wanted
         gone = [before[job][2] for job in before if job not in self.model and job != spare]
-        stayed = [younger[job] for job in self.model if job in younger and job != spare]
+        stayed = [may_go[job] for job in self.model if job in may_go and job != spare]
         most, least = max(gone, default=(-1.0, 0.0)), min(stayed, default=(9.0, 0.0))
         assert most <= least, "what saves least gives way first, of that the youngest"
         if spare in before and spare not in self.model:

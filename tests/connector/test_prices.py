@@ -15,13 +15,24 @@ from tiered_kv.connectors.vllm.profile import measure_copies, measure_flops, pre
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.costs import TOP_PRICE
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.signals import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_rig import Rig, text
 from tiered_kv.transfer.cpu import CpuTransfer
 
 JOB = {"job_id": "j"}
+
+
+class Asked(Lru):
+    """Keeps what it was told of costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: list[Costs] = []
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        self.costs.append(costs)
+        return super().decide(turn, costs)
 
 
 @pytest.fixture
@@ -36,29 +47,14 @@ def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
 
 def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
     """Although its context takes most of the pool."""
-    rig = make_rig(blocks=41, max_model_len=512)
-    prompt = text(400, seed=1)
-    rig.add("t1", prompt, max_tokens=20, params=JOB)
-    while not rig.finished:
-        rig.step()
-        rig.half._look_at_demand()
-    assert rig.half.prices.costs(420, JobKey("", "j")).vram_price == 0.0
-
-
-def test_a_pin_is_not_counted_twice_when_it_is_decided_on_anew(make_rig: MakeRig) -> None:
-    """The tool call has been read: until now the job had a provisional pin."""
     for admission in ("auto", "off"):
-        rig = make_rig(blocks=41, max_model_len=512, extra={"cpu_gib": 0, "admission": admission})
-        rig.policy = FixedPin(60.0)
-        rig.ask("t1", text(300, seed=1), params=JOB)
-        rig.now += 5.0
-        rig.add("t2", rig.prompts["t1"] + rig.outputs["t1"] + text(50, seed=2), params=JOB)
-        rig.now += 1.0
-        rig.run()
-        job = JobKey("", "j")
-        assert rig.half.pins.held_blocks > 20
-        assert rig.half.prices.costs(370, job).vram_price == 0.0
-        assert rig.half.prices.costs(370).vram_price > 0.0, "another one's would not fit"
+        rig = make_rig(blocks=41, max_model_len=512, extra={"admission": admission})
+        rig.policy = asked = Asked()
+        rig.add("t1", text(400, seed=1), max_tokens=20, params=JOB)
+        while not rig.finished:
+            rig.step()
+            rig.half._look_at_demand()
+        assert [costs.vram_price for costs in asked.costs] == [0.0]
 
 
 def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
