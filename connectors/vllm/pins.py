@@ -165,9 +165,9 @@ class PinTable:
         def goes(pin: _Pin) -> bool:
             if waiter_born is None or pin.earns < WORTH_A_WAIT:
                 return True
-            # Of what earns without end nothing is known, or its next turn is here: who is first?
-            known = pin.earns >= WORTH_MAKING_OLDER_WAIT and pin.earns < math.inf
-            return pin.born > waiter_born and not known
+            forecast = pin.earns < math.inf or pin.deadline == math.inf  # of a turn that queues
+            keeps = forecast and pin.earns >= WORTH_MAKING_OLDER_WAIT
+            return pin.born > waiter_born and not keeps
 
         found = {job: pin for job, pin in self._pins.items() if goes(pin)}
         order = sorted(found, key=lambda job: (job == spare, found[job].worth, -found[job].born))
