@@ -284,4 +284,5 @@ def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
     assert not pool.order._shared
     assert not pool.order._done
     assert not pool.ranked()
+    assert not pool.order._ranking, "pages that went are not kept in it"
     assert pool.order._pages == 0
