@@ -128,7 +128,7 @@ class _Reader:
 
     def read(self, script: str) -> None:
         for token in tokens(script):
-            if len(self.segments) >= MAX_SEGMENTS or self._tokens_left <= 0:
+            if len(self.segments) + len(self._background) >= MAX_SEGMENTS or self._tokens_left <= 0:
                 return
             self._tokens_left -= 1
             if token.kind is Kind.WORD:

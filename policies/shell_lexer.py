@@ -52,16 +52,16 @@ _TOKEN = re.compile(
     | (?P<double>\$?")
     | (?P<escape>\\.)
     | (?P<variable>\$\{[^{}$\n]{0,64}\}|\$[\w@*?!-]{1,64})
-    | (?P<plain>[^\s\\'"`$;|&()<>\#]+)
-    | (?P<other>.)
+    | (?P<plain>.[^\s\\'"`$;|&()<>\#]*)
     """,
     re.VERBOSE | re.DOTALL,
 )
+_LITERAL = frozenset({"plain", "variable", "arithmetic"})
 _IN_DOUBLE = re.compile(
     r'(?P<end>")|(?P<escape>\\.)|(?P<substitution>\$\(|`)|(?P<plain>[^"\\`$]+|.)', re.DOTALL
 )
 _IN_PARENTHESES = re.compile(
-    r"""(?P<open>\()|(?P<close>\))|'[^']*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\\?\Z)|\\.|[^()'"\\]+|.""",
+    r"""[^()'"\\]*(?:(?P<open>\()|(?P<close>\))|'[^']*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\\?\Z)|\\.|.)""",
     re.DOTALL,
 )
 _BACKTICK = re.compile(r"(?:[^`\\]|\\.)*", re.DOTALL)
@@ -79,7 +79,7 @@ def _substitution(text: str, start: int, backtick: bool) -> tuple[str, int]:
         elif part.lastgroup == "close":
             depth -= 1
             if depth == 0:
-                return text[start : part.start()], part.end()
+                return text[start : part.start("close")], part.end()
     return text[start:], len(text)
 
 
@@ -123,7 +123,9 @@ def tokens(script: str) -> Iterator[Token]:
     position = 0
     while match := _TOKEN.match(script, position):
         kind, text, position = match.lastgroup, match[0], match.end()
-        if kind in ("blank", "comment", "redirect", "heredoc", "operator"):
+        if kind in _LITERAL:
+            word.pieces.append(text)
+        elif kind in ("blank", "comment", "redirect", "heredoc", "operator"):
             if word.pieces:
                 of_redirect = kind in ("redirect", "heredoc") and "".join(word.pieces).isdigit()
                 assigns_list = text == "(" and word.pieces[-1].endswith("=")
@@ -155,7 +157,7 @@ def tokens(script: str) -> Iterator[Token]:
         elif kind == "substitution":
             position = word.substitute(script, position, text)
         else:
-            word.pieces.append(text[1:] if kind == "escape" else text)
+            word.pieces.append(text[1:])  # an escape
     if word.pieces and not redirected:
         yield Token(Kind.WORD, "".join(word.pieces), word.quoted, tuple(word.inner))
 

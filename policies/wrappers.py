@@ -160,8 +160,9 @@ def _inner(words: list[str]) -> list[str]:
     takes_value, skip = _OPTIONS[key]
     n = len(key)
     while n < len(words) and (words[n].startswith("-") or _ASSIGNMENT.match(words[n])):
-        n += 1 + (words[n] in takes_value)
-        if words[n - 1] == "--":
+        option = words[n]
+        n += 1 + (option in takes_value)
+        if option == "--":
             break
     return words[n + skip :]
 

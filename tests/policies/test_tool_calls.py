@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.policies.adversary import BAR, MARKERS, SPACE, allowed_ms, milliseconds, soups
+from tests.policies.adversary import BAR, MARKERS, MAX_PASSES, SPACE, passes, soups
 from tiered_kv.policies.tool_calls import (
     MAX_CHARS,
     ToolCall,
@@ -234,13 +234,13 @@ def test_only_the_end_of_a_text_is_read() -> None:
 @example("```bash\n" * 8000)
 @example("\ud800<tool_call>\x00")
 def test_no_text_makes_the_reader_raise_or_dawdle(text: str) -> None:
-    assert milliseconds(read_tool_calls, text) < allowed_ms(text)
+    assert passes(read_tool_calls, text) < MAX_PASSES
 
 
 @given(st.sampled_from(MARKERS), st.sampled_from(MARKERS))
 def test_a_megabyte_of_markers_is_nothing_special(one: str, other: str) -> None:
     text = (one + other) * (1_000_000 // len(one + other))
-    assert milliseconds(read_tool_calls, text) < allowed_ms(text[-MAX_CHARS:])
+    assert passes(lambda _: read_tool_calls(text), text[-MAX_CHARS:]) < MAX_PASSES
 
 
 @given(
