@@ -220,7 +220,8 @@ class _Run:
         head = blake2b(job.name.encode(), digest_size=16).digest() + number.to_bytes(8, "big")
         blocks = (turn.prompt + turn.output) // self._workload.block
         running.chain += [head + i.to_bytes(8, "big") for i in range(len(running.chain), blocks)]
-        running.tokens = running.tokens[: turn.shared] + [number + 1] * turn.added
+        del running.tokens[turn.shared :]  # the request that had it is over
+        running.tokens += [number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
         self._asked[request_id] = running
         if self._course is not None:
@@ -253,7 +254,7 @@ class _Run:
         job, turn = running.job, running.job.turns[running.turn]
         over = engine.now + self._machine.overhead_s
         running.ended_s = over
-        running.tokens = running.tokens + [0] * turn.output
+        running.tokens += [0] * turn.output
         running.record.turns.append(
             TurnRecord(
                 asked_s=running.asked_s,

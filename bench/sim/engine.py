@@ -25,10 +25,10 @@ from tiered_kv.policies.restore import AlwaysRestore
 from tiered_kv.policies.signals import TurnPolicy
 from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
 
-LONGEST_LEAP = 32
+LONGEST_LEAP = 64
 """Decode steps taken at once."""
-LEAP_WAITING_S = 0.1
-"""While requests wait that could not be admitted: the connector may let one in by the clock."""
+LEAP_WAITING_S = 0.25
+"""The longest leap while requests wait: the connector lets them in by the clock, so much later."""
 BEGIN_S = 1000.0
 """The clock's begin: connectors may take 0 for never."""
 LONGEST_WAIT_S = 86_400.0

@@ -34,6 +34,15 @@ class Question:
     def cells(self, rate: float, seeds: Sequence[int]) -> list[Cell]:
         return [Cell.of(self.place, self.source, self.server, rate, seed) for seed in seeds]
 
+    @property
+    def guess(self) -> float:
+        """The rate at which the contexts of the jobs under way would fill VRAM if all were kept
+        (Little's law: so many jobs are there as arrive while one runs)."""
+        machine = self.place.machine()
+        jobs = self.source.jobs_for(machine, 0).jobs
+        longest = sum(job.longest for job in jobs) / len(jobs)
+        return max(1.0, machine.pool_tokens / longest) / self.alone_s
+
 
 def alone_s(
     bench: Bench, scenes: Sequence[tuple[Place, Source]], seeds: Sequence[int]
@@ -49,7 +58,7 @@ def highest_stable(
 ) -> list[float]:
     """The highest rate, jobs a second, at which each of the servers is stable over these seeds.
     All of them are looked for at a time: what to try next is known only when a rate was tried."""
-    searches = {question: search(1.0 / question.alone_s) for question in questions}
+    searches = {question: search(question.guess) for question in questions}
     tried = {question: next(one) for question, one in searches.items()}
     found: dict[Question, float] = {}
     while tried:

@@ -41,6 +41,7 @@ class RememberedLookups:
 
         self._key = make_block_hash_with_group_id
         self._known: dict[int, _Known] = {}
+        self._deciding: set[bytes] = set()  # keys that decide any of them, and perhaps others
         self._look_up = manager.coordinator.find_longest_cache_hit
         manager.coordinator.find_longest_cache_hit = self.find
         cached = manager.block_pool.cached_block_hash_to_block
@@ -63,18 +64,22 @@ class RememberedLookups:
         known = _Known(hashes, asked, blocks, (found[0], found[1]), frozenset(decides))
         self._known.pop(id(hashes), None)
         self._known[id(hashes)] = known
+        self._deciding |= decides
         if len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         return known
 
     def _came(self, key: bytes, block: Any) -> None:
-        self._forget(key)
+        if key in self._deciding:
+            self._forget(key)
         self._insert(key, block)
 
     def _went(self, key: bytes, block_id: int) -> Any:
-        self._forget(key)
+        if key in self._deciding:
+            self._forget(key)
         return self._pop(key, block_id)
 
     def _forget(self, key: bytes) -> None:
+        self._deciding.discard(key)
         for one in [one for one, known in self._known.items() if key in known.decides]:
             del self._known[one]

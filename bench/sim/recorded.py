@@ -23,8 +23,9 @@ AWAY_S = 600.0
 MOST_TURNS = 60
 """Of a job; what follows is left out, so that no single session decides a run."""
 FEWEST_TURNS = 3
-BLOCK = 64
-"""Tokens of a block: contexts have 100,000 tokens, and every block costs the simulator time."""
+BLOCK = 128
+"""Tokens of a block: contexts have up to 100,000 tokens, and every block costs the simulator time.
+Against blocks of 64, mean times of 51 runs differ by 0.1% on average, a single one's by 1%."""
 NO_TOOL_STOP = "end_turn"
 
 Request = Mapping[str, Any]

@@ -112,7 +112,7 @@ class Workload:
     def that_fit(self, pool_tokens: int, max_len: int) -> Workload:
         """Without jobs of which one alone would take more than half of the pool, or more than
         the model's limit."""
-        most = min(pool_tokens // 2, max_len - self.block)
+        most = min(pool_tokens // 2, max_len - 1)
         jobs = tuple(job for job in self.jobs if job.longest <= most)
         return replace(self, jobs=jobs, dropped=self.dropped + len(self.jobs) - len(jobs))
 

@@ -271,9 +271,20 @@ def test_the_highest_stable_rate_is_found(edge: float) -> None:
     assert len(asked) == len(set(asked)), "no rate is asked for twice"
 
 
+def test_a_rate_is_looked_for_where_contexts_fill_the_pool() -> None:
+    def at(pool_tokens: int) -> float:
+        place = Place("h200-141", "llama-3.1-8b", pool_tokens=pool_tokens)
+        return Question(place, Source("swe-agent", 4), "fcfs", alone_s=100.0).guess
+
+    assert at(2_000_000) == pytest.approx(2 * at(1_000_000))
+    assert at(1_000_000) > 2 * at(60_000) > 2 / 100.0, "there is always room for one"
+
+
 def test_loads_of_all_servers_are_looked_for_together() -> None:
     """So that no process waits while one of them has a single run left."""
-    edges = {"fcfs": 0.9, "occupancy": 47.0}
+    place, source = Place("l40s-48", "llama-3.1-8b"), Source("swe-agent", 4)
+    near = Question(place, source, "fcfs", 1.0).guess
+    edges = {"fcfs": 0.9 * near, "occupancy": 47.0 * near}
     asked: list[int] = []
 
     class Runs:
@@ -285,7 +296,6 @@ def test_loads_of_all_servers_are_looked_for_together() -> None:
                 for cell in wanted
             }
 
-    place, source = Place("rtx4090-24", "llama-3.1-8b"), Source("swe-agent", 4)
     questions = [Question(place, source, server, 1.0) for server in edges]
     found = highest_stable(cast("Bench", Runs()), questions, range(2))
     for rate, edge in zip(found, edges.values(), strict=True):
