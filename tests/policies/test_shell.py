@@ -249,6 +249,12 @@ def test_no_text_makes_it_raise_or_dawdle(command: str) -> None:
     assert passes(take_apart, command) < MAX_PASSES
 
 
+def test_commands_in_the_background_count_as_well() -> None:
+    last = [segment.words for segment in take_apart("make & " * (MAX_SEGMENTS - 1) + "ls").segments]
+    assert last == [("ls",)]
+    assert not take_apart("make & " * MAX_SEGMENTS + "ls").segments, "as after so many others"
+
+
 @given(soups(SHELL))
 def test_bounds_are_bounds(command: str) -> None:
     script = take_apart(command)
