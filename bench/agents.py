@@ -14,11 +14,11 @@ import random
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from bench.server import MODEL_NAME
 
@@ -180,7 +180,7 @@ async def run_jobs(
     *,
     max_tokens: int,
     on_turn: Callable[[TurnResult], None] = lambda _: None,
-    timeout_s: float = 120.0,
+    timeout_s: float,
 ) -> list[TurnResult]:
     """Run all jobs at once against the server at ``url`` and return every turn, in order of end.
 
@@ -221,6 +221,16 @@ async def run_jobs(
     return results
 
 
+def in_other_order(jobs: Sequence[Job]) -> list[Job]:
+    """The same jobs, the last to begin first: batches are of other shapes, contents the same."""
+    starts = [job.steps[0].gap_s for job in jobs]
+    latest = max(starts)
+    return [
+        replace(job, steps=(replace(job.steps[0], gap_s=latest - start), *job.steps[1:]))
+        for job, start in zip(jobs, starts, strict=True)
+    ]
+
+
 def differing_answers(first: Iterable[TurnResult], second: Iterable[TurnResult]) -> tuple[int, int]:
     """How many turns got another text in ``second``, and how many jobs have such a turn.
 
@@ -246,9 +256,17 @@ async def _run_job(
         try:
             result = await _ask(client, job.job_id, turn, chat, hints, max_tokens, began)
         except Exception as error:
-            raise AgentError(f"turn {turn} of {job.job_id} got no answer: {error!r}") from error
+            raise AgentError(f"turn {turn} of {job.job_id} {_trouble(error)}") from error
         chat.append({"role": "assistant", "content": result.text})
         done(result)
+
+
+def _trouble(error: Exception) -> str:
+    if isinstance(error, APITimeoutError):
+        return "got no answer for longer than a client waits"
+    if isinstance(error, APIStatusError):
+        return f"was refused: {error.message}"
+    return f"got no answer: {error!r}"
 
 
 async def _ask(

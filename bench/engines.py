@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.server import machine_dtype
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the test
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -114,7 +116,7 @@ class Engine:
 
 @contextmanager
 def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
-    """An in-process engine, gone with the block."""
+    """An in-process engine, gone with the block; its dtype is the machine's unless given."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
@@ -130,6 +132,7 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
             "max_model_len": 2048,
             "num_gpu_blocks_override": 130,
             "disable_log_stats": False,
+            "dtype": machine_dtype().name,
             **options,
         }
         with _out_of_sight("llvmlite.binding.ffi"):

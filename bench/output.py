@@ -52,7 +52,7 @@ def only_result_on_stdout() -> Iterator[None]:
 def run_command(
     run: Callable[[], int],
     failures: tuple[type[Exception], ...],
-    stopped: str,
+    stopped: str | Callable[[], str],
     *,
     signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> int:
@@ -61,6 +61,7 @@ def run_command(
     A failure's message, and ``stopped`` after an interrupt, go to standard error. Main thread only.
 
     Args:
+        stopped: a sentence, or what makes one when it is needed.
         signals: interrupt it, also where a shell has set them to be ignored.
     """
     for number in signals:
@@ -72,7 +73,7 @@ def run_command(
         console.print(f"error: {error}", style="red")
         return 1
     except KeyboardInterrupt:
-        console.print(stopped)
+        console.print(stopped if isinstance(stopped, str) else stopped())
         return 130
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from bench.engines import engine
 from bench.model import small_model
 from bench.output import only_result_on_stdout, parser, progress, show
+from bench.server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256
@@ -168,12 +169,13 @@ def main() -> None:
     with only_result_on_stdout(), progress() as bar:
         bar.disable = args.json or not sys.stderr.isatty()
         task = bar.add_task("", total=args.engines + args.rounds + 1)
-        result = measure(
+        found = measure(
             args.model or small_model(),
             args.engines,
             args.rounds,
             lambda what: bar.update(task, advance=1, description=what),
         )
+    result = {**found, "dtype": str(machine_dtype())}
     show("Time per step with the connector over stock", result, args.json)
 
 

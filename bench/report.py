@@ -65,14 +65,18 @@ class Comparison:
         jobs, turns: how many.
         pool_tokens: size of both KV pools.
         stock, tiered: the two runs.
+        dtype: what both computed in.
+        control: stock again with the jobs in another order; None where all answers are the same.
     """
 
     model: str
     jobs: int
     turns: int
     pool_tokens: int
+    dtype: str
     stock: Run
     tiered: Run
+    control: Run | None = None
 
     def table(self) -> str:
         """Per turn number, in 80 columns: tokens summed over the jobs, TTFT in seconds."""
@@ -99,8 +103,6 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """What a reader needs to trust the numbers, a line each."""
-        answers, jobs = differing_answers(self.stock.results, self.tiered.results)
-        total = len(self.stock.results)
         lines = [
             "tokens are sums over the jobs; VRAM: found in the KV pool; TTFT: mean and 95th "
             "percentile, seconds",
@@ -113,18 +115,29 @@ class Comparison:
                 f"THE MACHINE WAS BUSY: other programs used {busy[0]:.1f} cores meanwhile, "
                 f"{busy[1]:.1f} in stock's run; on a CPU a neighbour can triple a step"
             )
-        if answers:
-            lines.append(
-                f"{answers} of {total} answers differ, in {jobs} of {self.jobs} jobs: at "
-                "temperature 0 the batch's shape can still turn a bf16 tie, and later turns follow"
-            )
-        else:
-            lines.append(f"all {total} answers are the same on both servers")
+        lines.append(self._about_answers())
         return lines
+
+    def _about_answers(self) -> str:
+        total = len(self.stock.results)
+        answers, jobs = differing_answers(self.stock.results, self.tiered.results)
+        if not answers:
+            return f"all {total} answers are the same on both servers"
+        said = f"{answers} of {total} answers differ, in {jobs} of {self.jobs} jobs"
+        if self.control is None:
+            return said
+        own, own_jobs = differing_answers(self.stock.results, self.control.results)
+        return (
+            f"{said}; stock vLLM differs from itself in {own} answers, in {own_jobs} jobs, when "
+            f"the jobs begin in another order: in {self.dtype} the shape of a batch decides "
+            "between tokens that are as good as equal, and later turns follow"
+        )
 
     def as_json(self) -> dict[str, object]:
         """The same for programs. Times in seconds, sizes in tokens."""
         answers, _ = differing_answers(self.stock.results, self.tiered.results)
+        again = self.control
+        own = differing_answers(self.stock.results, again.results)[0] if again else None
         return {
             "model": self.model,
             "jobs": self.jobs,
@@ -132,6 +145,8 @@ class Comparison:
             "kv_pool_tokens": self.pool_tokens,
             "answers": len(self.stock.results),
             "differing_answers": answers,
+            "differing_answers_of_stock": own,
+            "dtype": self.dtype,
             "stock": _run_json(self.stock),
             "tiered": _run_json(self.tiered),
         }

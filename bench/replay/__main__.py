@@ -32,6 +32,7 @@ from bench.replay.measure import Replay, Workload, versions
 from bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
 from bench.replay.plot import plot
 from bench.replay.verify_pin import verify
+from bench.server import machine_dtype
 from tiered_kv.policies.registry import POLICIES
 
 OUT = ROOT / ".replay"
@@ -185,6 +186,7 @@ def ab(args: argparse.Namespace) -> int:
         Console().print(table(result))
         for line in lines(result):
             print(f"- {line}")
+        print(f"- every server computed in {machine_dtype()}")
         print(f"- runs and logs in {args.out}")
     if stopped:
         print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
@@ -213,6 +215,7 @@ def check_pin(args: argparse.Namespace) -> int:
     else:
         for turn, blocks in enumerate(held, start=1):
             print(f"turn {turn}: {blocks} blocks held through the gap")
+        print(f"the server computed in {machine_dtype()}")
         print("the pin holds" if not verdict.faults else "\n".join(verdict.faults))
     return 1 if verdict.faults else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bench.dtypes import DtypeError
 from bench.lineage import RecordingError
 from bench.model import ModelError
 from bench.plotting import PlotError
@@ -11,6 +12,7 @@ from bench.replay.measure import MeasureError
 from bench.server import ServerError
 
 FAILURES = (
+    DtypeError,
     HarnessError,
     LedgerError,
     MeasureError,

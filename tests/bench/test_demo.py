@@ -8,10 +8,12 @@ import pytest
 from rich.console import Console
 
 from bench.agents import JobPlan, make_jobs
-from bench.demo import parse_args, prepare_model, size_for
+from bench.demo import parse_args, prepare_model
+from bench.demo_stage import DemoError, Place, Stage
 from bench.report import Comparison, Run
 from bench.turns import Sources, sources_from_usage
 from tests.bench.results import turn_result
+from tests.bench.test_server import scripted
 
 
 @pytest.fixture
@@ -35,6 +37,7 @@ def comparison() -> Comparison:
         jobs=2,
         turns=2,
         pool_tokens=1024,
+        dtype="bfloat16",
         stock=Run(
             results=stock, sources=sources_from_usage(stock), wall_s=10.0, reserved_cpus="[]"
         ),
@@ -74,26 +77,23 @@ def test_the_notes_say_whether_the_runs_can_be_compared(comparison: Comparison) 
     assert "2 of 4 answers differ, in 2 of 2 jobs" in notes
 
 
+def test_answers_that_differ_are_held_against_stock_s_own(comparison: Comparison) -> None:
+    other = [replace(r, text="other") if r.turn == 2 else r for r in comparison.tiered.results]
+    again = replace(comparison.stock, results=[*comparison.stock.results[:3], other[3]])
+    shown = replace(comparison, tiered=replace(comparison.tiered, results=other), control=again)
+    notes = "\n".join(shown.notes())
+    assert "2 of 4 answers differ, in 2 of 2 jobs; stock vLLM differs from itself in 1" in notes
+    assert shown.as_json()["differing_answers_of_stock"] == 1
+
+
 def test_the_json_object_holds_the_table(comparison: Comparison) -> None:
     data = json.loads(json.dumps(comparison.as_json()))
     assert data["differing_answers"] == 0
+    assert data["differing_answers_of_stock"] is None
     assert data["tiered"]["wall_s"] == 4.0
     assert data["stock"]["later_ttft_s"] == 3.0
     second = data["tiered"]["by_turn"][1]
     assert second["sources"] == {"vram": 288, "cpu": 308, "recomputed": 4}
-
-
-def test_the_pool_is_too_small_for_all_jobs_but_not_for_one(tmp_path: Path) -> None:
-    source = tmp_path / "source.py"
-    source.write_text("value = compute(1, 2)\n" * 500)
-    plan = JobPlan()
-    jobs = make_jobs(plan, [source])
-    contexts = [job.estimate_tokens(plan.max_tokens) for job in jobs]
-    sizing = size_for(jobs, plan.max_tokens, 32)
-    assert max(contexts) * 1.15 <= sizing.max_model_len < sizing.pool_tokens < sum(contexts) / 2
-
-    alone = size_for(jobs[:1], plan.max_tokens, 32)
-    assert alone.pool_tokens > alone.max_model_len
 
 
 def test_a_model_given_as_a_folder_becomes_absolute(
@@ -108,6 +108,56 @@ def test_a_model_given_as_a_folder_becomes_absolute(
 
 def test_impossible_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_args(["--jobs", "6"]).jobs == 6
+    assert parse_args([]).jobs is None, "as many as fit"
     with pytest.raises(SystemExit):
         parse_args(["--jobs", "0"])
     assert "0 is not positive" in capsys.readouterr().err
+
+
+REFUSES = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, status):
+        self.send_response(status); self.send_header("content-length", "0"); self.end_headers()
+    def do_GET(self):
+        self.answer(200)
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"])); self.answer(500)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+DIES_OF = "import sys; sys.exit('ValueError: the model does not fit')"
+SILENT = REFUSES.replace("self.answer(500)", "import time; time.sleep(600)")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (DIES_OF, "stock vLLM, while its server started: ValueError: the model does not fit."),
+        (REFUSES, "stock vLLM, after 0 of 2 turns: turn 1 of agent-1 was refused"),
+        (SILENT, "turn 1 of agent-1 got no answer for longer than a client waits. Run the demo"),
+    ],
+)
+def test_a_run_that_fails_says_in_a_sentence_what_happened_and_where_the_log_is(
+    tmp_path: Path, script: str, said: str
+) -> None:
+    source = tmp_path / "source.py"
+    source.write_text("value = compute(1, 2)\n" * 500)
+    jobs = make_jobs(JobPlan(jobs=1, turns=2, start_s=0.0), [source])
+    place = Place()
+    patience_s = 1.0 if script == SILENT else 60.0
+    log = tmp_path / "stock.log"
+    options = scripted(script)
+    stage = Stage("stock vLLM", options, log, Console(quiet=True), place, patience_s)
+    with pytest.raises(DemoError) as failed:
+        stage.run(jobs, 24)
+    message = str(failed.value)
+    assert said in message
+    assert message.endswith(f"The server's log: {log}")
+    assert "\n" not in message
+
+
+def test_an_interrupt_says_how_far_the_demo_was(tmp_path: Path) -> None:
+    place = Place()
+    assert place.stopped().startswith("stopped: before a server was started; no server is left")
+    place.reached("tiered-kv, after 3 of 64 turns", tmp_path / "tiered.log")
+    assert f"3 of 64 turns; no server is left running. Its log: {tmp_path}" in place.stopped()

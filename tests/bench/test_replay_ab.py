@@ -31,7 +31,7 @@ from bench.replay.figures import Row
 from bench.replay.jobs import Job, Turn
 from bench.replay.kinds import Kind, make_kinds, size_for
 from bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
-from bench.replay.measure import Workload, reason
+from bench.replay.measure import Workload
 from bench.replay.results import JobDone, Run, TurnDone
 from bench.replay.verify_pin import Gap, Verdict
 
@@ -186,18 +186,6 @@ def test_the_warm_up_shares_nothing_with_the_jobs() -> None:
     assert [turn.gap_s for turn in workload.warm_up.turns] == [0.0, 0.0]
     assert [job.name for job in workload.of("idle")] == ["a"]
     assert [job.name for job in workload.of("beyond")] == ["a", "b"]
-
-
-def test_the_first_error_of_a_log_is_the_reason() -> None:
-    log = """INFO all is well
-(APIServer pid=1) WARNING [utils.py:2] This can cause errors like `OSError: [Errno 24] Too many`
-(Worker pid=3) ERROR [executor.py:1063]     raise Exception(
-(Worker pid=3) ERROR [executor.py:1063] Exception: only supported on CUDA-alike and XPU GPUs
-RuntimeError: Engine core initialization failed. See root cause above.
-"""
-    assert reason(log) == "Exception: only supported on CUDA-alike and XPU GPUs"
-    assert reason("Traceback:\nOSError: [Errno 5] no disk") == "OSError: [Errno 5] no disk"
-    assert reason("INFO all is well") is None
 
 
 def test_runs_that_were_not_alike_are_said_so(tmp_path: Path) -> None:

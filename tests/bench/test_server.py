@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import server as server_module
-from bench.server import ServerError, ServerOptions, VllmServer, all_cores
+from bench.server import ServerError, ServerOptions, VllmServer, all_cores, error_in
 
 HEALTHY = """
 import http.server, os, subprocess, sys
@@ -218,3 +218,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     # A real engine notices that its server is gone; this stand-in's child does not.
     child = int(log.read_text().split("child ")[1].split()[0])
     os.kill(child, 9)
+
+
+def test_the_first_error_of_a_log_is_the_error_in() -> None:
+    log = """INFO all is well
+(APIServer pid=1) WARNING [utils.py:2] This can cause errors like `OSError: [Errno 24] Too many`
+(Worker pid=3) ERROR [executor.py:1063]     raise Exception(
+(Worker pid=3) ERROR [executor.py:1063] Exception: only supported on CUDA-alike and XPU GPUs
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    assert error_in(log) == "Exception: only supported on CUDA-alike and XPU GPUs"
+    assert error_in("Traceback:\nOSError: [Errno 5] no disk") == "OSError: [Errno 5] no disk"
+    assert error_in("INFO all is well") is None

@@ -23,7 +23,7 @@ from tiered_kv.testing.vllm_rig import Rig, RigOptions, expected, text
 from tiered_kv.testing.vllm_runner import CELL, VOCABULARY
 from tiered_kv.transfer.base import Direction
 
-SCRIPTS = 300
+SCRIPTS = 150
 NIGHTLY_SCRIPTS = 10_000
 
 

@@ -264,6 +264,12 @@ def check_after_kill(root: Path, durable: set[int]) -> set[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("times", [12, 13])
+def test_kill_minus_nine_at_any_moment_loses_nothing_durable(tmp_path: Path, times: int) -> None:
+    kill_again_and_again(tmp_path, times)
+
+
+@pytest.mark.nightly
 def test_kill_minus_nine_at_three_hundred_moments_loses_nothing_durable(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 300)
 

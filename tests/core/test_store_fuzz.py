@@ -20,7 +20,7 @@ from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 
-MUTATIONS = 2000
+MUTATIONS, NIGHTLY_MUTATIONS = 500, 10_000
 PAGES = {page_key(i): page_bytes(page_key(i)) for i in range(23)}
 Contents = dict[str, bytearray]
 
@@ -146,10 +146,21 @@ def check(options: StoreOptions) -> int:
 def test_a_mutated_segment_never_serves_a_wrong_page(
     segments: tuple[StoreOptions, Contents], seed: int
 ) -> None:
+    mutate(segments, seed, MUTATIONS // 4)
+
+
+@pytest.mark.nightly
+def test_none_of_many_more_mutated_segments_serves_a_wrong_page(
+    segments: tuple[StoreOptions, Contents],
+) -> None:
+    mutate(segments, 4, NIGHTLY_MUTATIONS)
+
+
+def mutate(segments: tuple[StoreOptions, Contents], seed: int, times: int) -> None:
     options, contents = segments
     rng = random.Random(seed)
     served = 0
-    for _ in range(MUTATIONS // 4):
+    for _ in range(times):
         changed = {name: bytearray(content) for name, content in contents.items()}
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
             name, other = rng.choices(list(changed), k=2)
@@ -160,7 +171,7 @@ def test_a_mutated_segment_never_serves_a_wrong_page(
         for name, content in changed.items():
             (options.folder / name).write_bytes(content)
         served += check(options)
-    assert served > MUTATIONS // 4 * 23 // 3, "hardly anything survived: the test proves little"
+    assert served > times * 23 // 3, "hardly anything survived: the test proves little"
 
 
 def test_every_page_is_served_as_long_as_nothing_is_changed(

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from bench.engines import engine
 from bench.load import group_members
 from bench.restore import texts
 from bench.server import CONNECTOR, ServerOptions, VllmServer
-from tests.e2e.test_parallel import OPTIONS, TINY
-from tests.e2e.test_server import ask, count, metric
+from tests.e2e.asking import PATIENCE_S, ask, count, metric
 
 pytestmark = pytest.mark.e2e
 
@@ -56,8 +53,8 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
             "TIERED_KV_SSD_GIB": "1",
         },
     )
-    server = VllmServer(options, tmp_path / "server.log")
-    with server, httpx.Client(base_url=server.url, timeout=120) as client:
+    server = VllmServer(options, tmp_path / "server.log", start_timeout_s=PATIENCE_S)
+    with server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         *prompts, late = texts(client, CONTEXTS + 1, TOKENS)
         right = [answers(client, [prompt, prompt])[1] for prompt in prompts]
         assert count(client, "prompt_tokens_vram") == CONTEXTS * (TOKENS - 1)
@@ -69,49 +66,13 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         right.append(answers(client, [late, late])[1])
     assert "flushed" in server.log_text(), "the last context was in CPU memory only"
 
-    with server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         assert answers(client, prompts) == right
         assert count(client, "prompt_tokens_ssd") == (CONTEXTS + 1) * (TOKENS - 1)
         kill_outright(server)
 
-    with server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         assert answers(client, prompts) == right
         assert count(client, "prompt_tokens_ssd") > 0.8 * CONTEXTS * TOKENS
         for name in ("hook_errors", "ssd_pages_bad", "ssd_errors", "promotion_failures"):
             assert count(client, name) == 0, name
-
-
-def real_tiny_model(folder: Path) -> Path:
-    """Random weights in files: a model that can be recognised after a restart."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**{key: value for key, value in TINY.items() if key != "torch_dtype"})
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def test_two_ranks_keep_their_pages_over_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank has a store of its own under one path; a page counts if both have it."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    model = real_tiny_model(tmp_path / "tiny")
-    options = {key: value for key, value in OPTIONS.items() if key != "load_format"}
-    extra: dict[str, Any] = {"cpu_gib": 0.5, "ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1}
-    prompts = [[(17 * i + 31 * j) % 2000 + 5 for j in range(60 + 90 * i)] for i in range(5)]
-
-    def run() -> tuple[list[tuple[int, ...]], dict[str, int]]:
-        with engine(model, connector=True, extra=extra, tensor_parallel_size=2, **options) as two:
-            found = [answer.tokens for answer in two.alone(prompts)]
-            two.settle()
-            two.half.index.check_integrity()
-            return found, dict(two.half.counters.totals)
-
-    cold, _ = run()
-    assert len(list((tmp_path / "ssd").glob("*/*/lock"))) == 2
-    again, totals = run()
-    assert again == cold
-    assert totals["prompt_tokens_ssd"] > 0.9 * sum(map(len, prompts)) - 5 * 32
-    assert totals["hook_errors"] == totals["promotion_failures"] == 0

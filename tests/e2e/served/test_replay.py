@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,15 @@ import httpx
 import pytest
 
 from bench.replay.drive import Hints, drive
-from bench.replay.forcing import SERVER_ARGS, XARG, server_env
+from bench.replay.forcing import XARG
 from bench.replay.jobs import Job, Turn
 from bench.replay.results import JobDone
 from bench.replay.sources import with_sources
 from bench.restore import texts
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from bench.server import MODEL_NAME, VllmServer
+from tests.e2e.asking import EVENT_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("replay")
-    trace = {"TIERED_KV_CPU_GIB": "1", "TIERED_KV_TRACE": str(folder / "trace.jsonl")}
-    options = ServerOptions(
-        model=small_model,
-        kv_blocks=160,
-        max_model_len=2048,
-        kv_transfer_config=CONNECTOR,
-        env={**server_env(), **trace},
-        extra_args=SERVER_ARGS,
-    )
-    with VllmServer(options, folder / "server.log") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: VllmServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +94,7 @@ def test_forced_jobs_say_what_was_recorded_with_the_models_own_logprobs(
 
 def test_the_trace_explains_every_prompt(server: VllmServer, forced: tuple[JobDone, ...]) -> None:
     path = Path(server.options.env["TIERED_KV_TRACE"])
-    deadline = time.monotonic() + 10  # it is written behind the answers
+    deadline = time.monotonic() + EVENT_S  # it is written behind the answers
     turns = []
     while time.monotonic() < deadline:
         turns = [turn for job in with_sources(forced, path) for turn in job.turns]

@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from bench.server import MODEL_NAME, VllmServer
+from tests.e2e.asking import PATIENCE_S, Events, trace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-MIDDLEWARE = "tiered_kv.connectors.vllm.middleware.JobMiddleware"
 BASE = {"model": MODEL_NAME, "temperature": 0}
 CHAT = {**BASE, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello, " * 60}]}
 COMPLETION = {**BASE, "max_tokens": 4, "prompt": "Once upon a time " * 40}
 RESPONSE = {**BASE, "max_output_tokens": 4, "input": "Tell me of the sea. " * 30}
 
 
-@pytest.fixture(scope="module")
-def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("server")
-    options = ServerOptions(
-        model=small_model,
-        kv_blocks=160,
-        max_model_len=2048,
-        kv_transfer_config=CONNECTOR,
-        env={"TIERED_KV_CPU_GIB": "1", "TIERED_KV_TRACE": str(folder / "trace.jsonl")},
-        extra_args=("--middleware", MIDDLEWARE),
-    )
-    with VllmServer(options, folder / "server.log") as running:
-        yield running
+def turns(server: VllmServer, job: str, count: int) -> Events:
+    """The job's turns in the trace, once there are so many."""
 
+    def of_job(events: Events) -> Events:
+        return [event for event in events if event["job_id"] == job]
 
-def turns(server: VllmServer, job: str, count: int) -> list[dict[str, Any]]:
-    """The job's turns in the trace, once there are so many: it is written behind the answers."""
-    path = Path(server.options.env["TIERED_KV_TRACE"])
-    deadline = time.monotonic() + 10
-    while True:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        found = [e for e in events if e["event"] == "turn" and e["job_id"] == job]
-        if len(found) >= count or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+    return of_job(trace(server, lambda events: len(of_job(events)) >= count))
 
 
 def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         asked = [
             ("/v1/chat/completions", {**CHAT, "job_id": "swe-1", "is_last_step": False}),
             ("/v1/completions", {**COMPLETION, "job_id": "swe-1"}),

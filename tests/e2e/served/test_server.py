@@ -3,105 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
-import json
-import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from bench.restore import texts
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from bench.server import MODEL_NAME, VllmServer
+from tests.e2e.asking import EVENT_S, Events, ask, count, job, metric, tick, trace, usage_in_gap
 
 pytestmark = pytest.mark.e2e
-
-BLOCKS, BLOCK = 160, 32
-counter = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("server")
-    options = ServerOptions(
-        model=small_model,
-        kv_blocks=BLOCKS,
-        max_model_len=2048,
-        kv_transfer_config=CONNECTOR,
-        env={
-            "TIERED_KV_CPU_GIB": "1",
-            "TIERED_KV_TRACE": str(folder / "trace.jsonl"),
-            "VLLM_SERVER_DEV_MODE": "1",  # for the reset and sleep endpoints
-        },
-    )
-    with VllmServer(options, folder / "server.log") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: VllmServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as made:
-        yield made
-
-
-def ask(client: httpx.Client, prompt: Any, max_tokens: int = 4, **body: Any) -> dict[str, Any]:
-    answer = client.post(
-        "/v1/completions",
-        json={
-            "model": MODEL_NAME,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **body,
-        },
-    )
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def job(name: str, last: bool = False) -> dict[str, Any]:
-    return {"kv_transfer_params": {"job_id": name, "is_last_step": last}}
-
-
-def metric(client: httpx.Client, name: str) -> float:
-    text = client.get("/metrics").text
-    found = re.search(rf"^{re.escape(name)}\{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-    assert found, f"{name} is not on /metrics"
-    return float(found[1])
-
-
-def count(client: httpx.Client, name: str) -> float:
-    return metric(client, f"vllm:tiered_kv_{name}_total")
-
-
-def tick(client: httpx.Client) -> None:
-    """An unrelated request of one token: hooks run and gauges move on steps only."""
-    ask(client, [500 + next(counter)], max_tokens=1)
-
-
-def usage_in_gap(client: httpx.Client) -> float:
-    """``vllm:kv_cache_usage_perc`` between requests.
-
-    The gauge is set while the tick's own block is allocated or just after it is freed;
-    the smaller of a few readings is the one without it.
-    """
-    readings = []
-    for _ in range(3):
-        tick(client)
-        readings.append(metric(client, "vllm:kv_cache_usage_perc"))
-    share = 1 / (BLOCKS - 1)
-    return round(min(readings) / share) * share
 
 
 def drain(client: httpx.Client) -> None:
     """Wait until pins of earlier tests have run out."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + EVENT_S
     while usage_in_gap(client) > 0 and time.monotonic() < deadline:
         tick(client)
 
@@ -160,21 +77,6 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
     assert events[0]["vram_tokens"] >= 992, last
     assert events[1]["vram_tokens"] < 500, again
     assert events[1]["cpu_tokens"] > 400, "what left VRAM came back from CPU memory"
-
-
-Events = list[dict[str, Any]]
-
-
-def trace(server: VllmServer, there: Callable[[Events], bool], *, every: bool = False) -> Events:
-    """The turns in the trace (or ``every`` event), once it holds what is waited for: a thread
-    writes it behind the answers."""
-    path = Path(server.options.env["TIERED_KV_TRACE"])
-    deadline = time.monotonic() + 10
-    while True:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        events = [event for event in events if every or event["event"] == "turn"]
-        if there(events) or time.monotonic() > deadline:
-            return events
 
 
 BAD: list[Any] = [

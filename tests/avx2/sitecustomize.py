@@ -1,0 +1,49 @@
+"""Make PyTorch, and with it vLLM, believe that this CPU has neither AVX-512 nor AMX.
+
+``scripts/avx2 COMMAND`` puts this folder on ``PYTHONPATH``, so that every Python process of the
+command imports this module when it starts. vLLM asks ``torch.cpu`` which kernels to load; PyTorch
+and oneDNN are told by environment variables, which the script sets.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+TOLD = (
+    "_is_avx512_supported",
+    "_is_avx512_bf16_supported",
+    "_is_amx_tile_supported",
+    "_is_amx_fp16_supported",
+    "_is_vnni_supported",
+)
+
+
+class WithoutAvx512(importlib.abc.MetaPathFinder):
+    """Change ``torch.cpu`` right after it is imported. Importing torch here would slow all else."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch.cpu":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            for function in TOLD:
+                setattr(module, function, lambda: False)
+
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, WithoutAvx512())

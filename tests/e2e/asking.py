@@ -1,0 +1,94 @@
+"""Questions to a real server, and what it tells of itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.server import MODEL_NAME, VllmServer
+
+BLOCKS, BLOCK = 160, 32
+"""KV pool of the servers that ``usage_in_gap`` is asked of: blocks, and tokens of each."""
+
+PATIENCE_S = 540.0
+"""How long a server is waited for: on a slow or busy machine it takes minutes to start."""
+
+EVENT_S = 120.0
+"""How long something is waited for that comes soon after an answer."""
+
+counter = itertools.count()
+
+
+def ask(client: httpx.Client, prompt: Any, max_tokens: int = 4, **body: Any) -> dict[str, Any]:
+    answer = client.post(
+        "/v1/completions",
+        json={
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **body,
+        },
+    )
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def job(name: str, last: bool = False) -> dict[str, Any]:
+    return {"kv_transfer_params": {"job_id": name, "is_last_step": last}}
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    text = client.get("/metrics").text
+    found = re.search(rf"^{re.escape(name)}\{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not on /metrics"
+    return float(found[1])
+
+
+def count(client: httpx.Client, name: str) -> float:
+    return metric(client, f"vllm:tiered_kv_{name}_total")
+
+
+def tick(client: httpx.Client) -> None:
+    """An unrelated request of one token: hooks run and gauges move on steps only."""
+    ask(client, [500 + next(counter)], max_tokens=1)
+
+
+def usage_in_gap(client: httpx.Client) -> float:
+    """``vllm:kv_cache_usage_perc`` between requests.
+
+    The gauge is set while the tick's own block is allocated or just after it is freed;
+    the smaller of a few readings is the one without it.
+    """
+    readings = []
+    for _ in range(3):
+        tick(client)
+        readings.append(metric(client, "vllm:kv_cache_usage_perc"))
+    share = 1 / (BLOCKS - 1)
+    return round(min(readings) / share) * share
+
+
+Events = list[dict[str, Any]]
+
+
+def trace(server: VllmServer, there: Callable[[Events], bool], *, every: bool = False) -> Events:
+    """The turns in the trace (or ``every`` event), once it holds what is waited for: a thread
+    writes it behind the answers."""
+    path = Path(server.options.env["TIERED_KV_TRACE"])
+    deadline = time.monotonic() + EVENT_S
+    while True:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        events = [event for event in events if every or event["event"] == "turn"]
+        if there(events) or time.monotonic() > deadline:
+            return events
+        time.sleep(0.05)

@@ -1,0 +1,42 @@
+"""One server for all tests of this folder: each of them costs seconds, its start half a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.replay.forcing import SERVER_ARGS, server_env
+from bench.server import CONNECTOR, ServerOptions, VllmServer
+from tests.e2e.asking import BLOCKS, PATIENCE_S
+
+MIDDLEWARE = "tiered_kv.connectors.vllm.middleware.JobMiddleware"
+
+
+@pytest.fixture(scope="package")
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """It reads Continuum's fields, can be told what to answer, and writes a trace."""
+    folder = tmp_path_factory.mktemp("server")
+    options = ServerOptions(
+        model=small_model,
+        kv_blocks=BLOCKS,
+        max_model_len=2048,
+        kv_transfer_config=CONNECTOR,
+        env={
+            **server_env(),
+            "TIERED_KV_CPU_GIB": "1",
+            "TIERED_KV_TRACE": str(folder / "trace.jsonl"),
+            "VLLM_SERVER_DEV_MODE": "1",  # for the reset and sleep endpoints
+        },
+        extra_args=(*SERVER_ARGS, "--middleware", MIDDLEWARE),
+    )
+    with VllmServer(options, folder / "server.log", start_timeout_s=PATIENCE_S) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def client(server: VllmServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as made:
+        yield made
