@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-SETTLE_S = 60.0
+SETTLE_S = 300.0
 CONNECTOR: dict[str, Any] = {
     "kv_connector": "TieredContinuumConnector",
     "kv_connector_module_path": "tiered_kv.connectors.vllm.connector",

@@ -78,7 +78,7 @@ class Samples:
         env = {**options.env, "TIERED_KV_POLICY": "lru", "TIERED_KV_TRACE": str(trace)}
         kinds: list[str] = []
         server = VllmServer(replace(options, env=env), folder / "server.log")
-        with server, httpx.Client(base_url=server.url, timeout=120) as client:
+        with server, httpx.Client(base_url=server.url, timeout=600) as client:
             first_token_ms(client, list(range(100, 400)))  # warm-up
 
             def ask(kind: str, prompt: list[int]) -> None:

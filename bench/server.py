@@ -186,7 +186,7 @@ class VllmServer:
         options: ServerOptions,
         log_path: Path,
         *,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
         self.options = options

@@ -48,7 +48,7 @@ CPU_GIB, SSD_GIB = 0.25, 0.5
 WARM_UP_S = 20.0
 SAMPLE_EVERY_S = 2.0
 RESET_SHARE, HANG_UP_SHARE, NONSENSE_SHARE = 0.01, 0.08, 0.08
-SETTLE_S = 30.0
+SETTLE_S = 120.0
 GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 SLACK = {"threads": 4, "descriptors": 8}
 """What a server may have more of at the end: connections and pools that are kept for a while."""
@@ -131,7 +131,7 @@ async def soak(server: VllmServer, seconds: float, seed: int, tally: Tally, tick
     """Agents side by side, and a look at the server's memory now and then."""
     began = time.monotonic()
     until = began + seconds
-    async with httpx2.AsyncClient(base_url=server.url, timeout=300.0, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=900.0, trust_env=False) as client:
 
         async def watch() -> None:
             while time.monotonic() < until:
@@ -160,7 +160,7 @@ def holdings(server: VllmServer) -> dict[str, int]:
 
 async def settle(server: VllmServer) -> None:
     """Nothing runs any more: drop the cache, and let the server say what it then holds."""
-    async with httpx2.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=900.0, trust_env=False) as client:
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
             await client.post("/reset_prefix_cache")

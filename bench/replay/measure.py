@@ -103,7 +103,7 @@ class Replay:
         with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
             options = kind.started_in(Path(scratch))
             trace = Path(scratch) / TRACE
-            timeout_s = OPTIONAL_START_S if kind.optional else 300.0
+            timeout_s = OPTIONAL_START_S if kind.optional else 600.0
             server = VllmServer(options, log, start_timeout_s=timeout_s, on_wait=self._on_wait)
             try:
                 with server:

@@ -77,7 +77,7 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
     with (
         tempfile.TemporaryDirectory(prefix="verify-pin-") as folder,
         VllmServer(options, Path(folder) / "server.log") as server,
-        httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client,
     ):
         return Prober(client).play()
 

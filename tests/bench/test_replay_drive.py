@@ -292,7 +292,7 @@ def test_the_client_holds_no_job_back() -> None:
         waiting += 1
         if waiting == len(jobs):
             everybody.set()
-        await asyncio.wait_for(everybody.wait(), 30)
+        await asyncio.wait_for(everybody.wait(), 300)
         return chunks(body, spoken(body))
 
     done, _ = played(jobs, together)

@@ -175,7 +175,7 @@ def gate(rig: Rig) -> Iterator[Gate]:
 
     def slow(pages: Sequence[Any]) -> frozenset[int]:
         made.asked.set()
-        assert made.open.wait(60)
+        assert made.open.wait(300)
         return read(pages)
 
     target.get = slow
@@ -186,7 +186,7 @@ def gate(rig: Rig) -> Iterator[Gate]:
 def test_a_turn_waits_for_its_pages_and_holds_up_nobody(rig: Rig, gate: Gate) -> None:
     rig.add("again", CONTEXT)
     rig.step()
-    assert gate.asked.wait(30), "the promotion begins when the request arrives"
+    assert gate.asked.wait(300), "the promotion begins when the request arrives"
     other = text(40, seed=9)
     rig.add("other", other)
     for _ in range(10):

@@ -34,7 +34,7 @@ def test_a_save_given_up_under_way_is_not_flushed(make_rig: MakeRig, tmp_path: P
 
     def slow(job: Any) -> Any:
         if job.direction is Direction.SAVE:
-            assert gate.wait(30)
+            assert gate.wait(300)
         return copy(job)
 
     backend._copy = slow

@@ -94,7 +94,7 @@ def take_all(reader: ToolReader, queued: int) -> list[Result]:
     """Everything that was queued."""
     taken: list[Result] = []
     waiting = threading.Event()
-    for _ in range(2000):
+    for _ in range(30_000):
         taken += reader.take()
         if len(taken) == queued:
             return taken
@@ -291,7 +291,7 @@ def test_answers_are_dropped_and_counted_when_there_are_too_many(
     loading = threading.Event()
 
     def load() -> Any:
-        loading.wait(10)
+        loading.wait(300)
         return tokenizer
 
     reader = make_reader(load)
@@ -310,7 +310,7 @@ def test_closing_stops_the_thread_whatever_is_queued(
     loading = threading.Event()
 
     def load() -> Any:
-        loading.wait(10)
+        loading.wait(300)
         return tokenizer
 
     reader = ToolReader(load)

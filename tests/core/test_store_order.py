@@ -30,7 +30,7 @@ class SecondSegmentFirst(UnsafeFiles):
         if self.first is None:
             self.first = fd
         if fd == self.first:
-            assert self.second_is_written.wait(60), "all fits into one segment"
+            assert self.second_is_written.wait(300), "all fits into one segment"
         try:
             return super().pwrite(fd, buffers, offset)
         finally:

@@ -11,11 +11,11 @@ from bench.soak import measure
 pytestmark = pytest.mark.e2e
 
 
-def test_half_a_minute_of_agents_leaves_nothing_behind(small_model: Path, tmp_path: Path) -> None:
-    found = measure(0.5, seed=1, log=tmp_path / "server.log")
+def test_a_quarter_of_a_minute_of_agents_leaves_nothing_behind(small_model: Path, tmp_path: Path) -> None:
+    found = measure(0.25, seed=1, log=tmp_path / "server.log")
     log = (tmp_path / "server.log").read_text()
     assert found["errors"] == 0, found["first_error"]
     assert found["leaked"] == {}
-    assert found["requests"] > 30
+    assert found["requests"] > 6
     assert "failed; the engine goes on" not in log, "a hook raised"
     assert "ContinuumScheduler" in log

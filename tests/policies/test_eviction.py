@@ -218,9 +218,14 @@ def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> 
     assert [pool.order.chance(key, 60.0) for key in (A, B, C)] == [1.0, 0.0, 1.0]
 
 
-def test_evicting_one_page_of_many_is_quick() -> None:
-    """A thousand jobs wait with 300 pages each, of which the pool holds 2,000 in all."""
-    keys = [[PageKey(f"{job}-{n}".encode()) for n in range(300)] for job in range(1000)]
+def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
+    """A thousand jobs wait with 300 pages each, of which the pool holds 2,000 in all; or ten."""
+    assert eviction_s(jobs=1000) < 10 * eviction_s(jobs=10)
+
+
+def eviction_s(jobs: int) -> float:
+    """Seconds of one eviction: the quickest of many, which nothing else has disturbed."""
+    keys = [[PageKey(f"{job}-{n}".encode()) for n in range(300)] for job in range(jobs)]
     pool = Pool(stay_s=60.0, most_pages=10**6)
     pool.order.added_all([key for pages in keys for key in pages[:2]])
     for job, pages in enumerate(keys):
@@ -233,7 +238,7 @@ def test_evicting_one_page_of_many_is_quick() -> None:
         pool.order.removed(next(iter(pool.order)))
         return time.perf_counter() - began
 
-    assert min(once() for _ in range(50)) < 100e-6
+    return min(once() for _ in range(15))
 
 
 def test_chances_are_those_of_the_likeliest_job() -> None:

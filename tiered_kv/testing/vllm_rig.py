@@ -262,7 +262,7 @@ class Rig:
         if half.ssd is not None:
             with half.ssd.io._changed:  # the rig's clock went on: some may be due
                 half.ssd.io._changed.notify_all()
-            assert half.ssd.io.wait_idle(60.0), "the I/O thread is stuck"
+            assert half.ssd.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
         """Send one request, run until idle, return its output."""
