@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.capacity import StoreError
 from tiered_kv.storage.checking import Checked, check_store
 from tiered_kv.storage.cleanup import (
     Selection,
@@ -22,6 +21,7 @@ from tiered_kv.storage.cleanup import (
     leftovers,
 )
 from tiered_kv.storage.export import export
+from tiered_kv.storage.locks import StoreError
 from tiered_kv.storage.reading import StoreInfo
 from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.survey import Survey, find_stores, is_root, survey
@@ -60,36 +60,59 @@ def survey_all(stores: Sequence[StoreInfo]) -> list[Survey]:
     return surveys
 
 
+def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
+    """What had to be left out, as ``--json`` gives it; said on standard error as well."""
+    for path, reason in odd.items():
+        typer.echo(f"left out: {path}: {reason}", err=True)
+    return {str(path): reason for path, reason in odd.items()}
+
+
 @app.command("ls")
 def list_command(path: Where, as_json: AsJson = False) -> None:
-    """List the stores under PATH, the one used last at the end."""
+    """List the stores under PATH, the one used last at the end.
+
+    Exit code 1 if something had to be left out.
+    """
     with one_sentence():
-        surveys = survey_all(find_stores(path))
+        found = find_stores(path)
+        surveys = survey_all(found.stores)
+    left_out = skipped(found.odd)
     if as_json:
-        print_json({"path": str(path), "stores": [describe_store(one) for one in surveys]})
-        return
-    print_table(STORE_COLUMNS, [store_row(one) for one in surveys])
+        stores = [describe_store(one) for one in surveys]
+        print_json({"path": str(path), "stores": stores, "skipped": left_out})
+    else:
+        print_table(STORE_COLUMNS, [store_row(one) for one in surveys])
+    if left_out:
+        raise typer.Exit(1)
 
 
 @app.command("stat")
 def stat_command(path: Where, as_json: AsJson = False) -> None:
-    """Add up everything under PATH."""
+    """Add up everything under PATH.
+
+    Exit code 1 if something had to be left out.
+    """
     with one_sentence():
-        surveys = survey_all(find_stores(path))
-    total = add_up(surveys)
+        found = find_stores(path)
+        surveys = survey_all(found.stores)
+    total, left_out = add_up(surveys), skipped(found.odd)
     if as_json:
-        print_json({"path": str(path), **asdict(total)})
+        print_json({"path": str(path), **asdict(total), "skipped": left_out})
     else:
         print_table({"": False, str(path): False}, total_rows(total))
+    if left_out:
+        raise typer.Exit(1)
 
 
 @app.command("verify")
 def verify_command(path: Where, as_json: AsJson = False) -> None:
-    """Read every page under PATH; exit code 1 if any is bad. Changes nothing."""
+    """Read every page under PATH; exit code 1 if any is bad, or something had to be left out.
+    Changes nothing."""
     checked = Checked()
     began = time.monotonic()
     with one_sentence():
-        stores = find_stores(path)
+        found = find_stores(path)
+        stores = found.stores
         with bar("reading pages", sum(store.nbytes for store in stores)) as advance:
             for store in stores:
                 checked.add(check_store(store, advance))
@@ -99,11 +122,13 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
         for segment, reason in checked.bad_segments.items()
     ]
     bad_pages = [describe_bad(bad) for bad in checked.bad_pages]
+    left_out = skipped(found.odd)
+    good = checked.good and not left_out
     if as_json:
         print_json(
             {
                 "path": str(path),
-                "good": checked.good,
+                "good": good,
                 "stores": len(stores),
                 "segments": checked.segments,
                 "pages": checked.pages,
@@ -111,6 +136,7 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
                 "seconds": seconds,
                 "bad_pages": bad_pages,
                 "bad_segments": bad_segments,
+                "skipped": left_out,
             }
         )
     else:
@@ -119,11 +145,11 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
         for page in bad_pages:
             typer.echo("bad page {key} in {store}/{segment} at {offset}: {reason}".format(**page))
         bad_counts = f"{len(bad_pages)} pages and {len(bad_segments)} segments bad"
-        verdict = "all good" if checked.good else bad_counts
+        verdict = "all good" if good else bad_counts
         columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
         counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}"]
         print_table(columns, [[*counts, size(checked.nbytes), verdict]])
-    if not checked.good:
+    if not good:
         raise typer.Exit(1)
 
 
@@ -144,7 +170,8 @@ def gc_command(
 ) -> None:
     """Delete stores that nobody has open, and what dead processes left under PATH.
 
-    Exit code 1 if something that was to be deleted is in use, or could not be deleted.
+    Exit code 1 if something that was to be deleted is in use, or could not be deleted or even
+    looked at.
     """
     if everything == (older_than is not None or bool(fingerprint)):
         refuse("say which stores to delete: --older-than DAYS, --fingerprint HEX, both, or --all")
@@ -154,7 +181,8 @@ def gc_command(
     selection = Selection((older_than or 0.0) * DAY_S, digits)
     with one_sentence():
         now = time.time()
-        stores = [store for store in find_stores(path) if selection.takes(store, now)]
+        found = find_stores(path)
+        stores = [store for store in found.stores if selection.takes(store, now)]
         removed, refused = [], {}
         for store in stores:
             try:
@@ -174,6 +202,7 @@ def gc_command(
             except (StoreError, OSError) as error:
                 refused[leftover] = f"{leftover}: {error}"
     freed = sum(store.nbytes for store in removed)
+    left_out = skipped(found.odd)
     if as_json:
         print_json(
             {
@@ -183,6 +212,7 @@ def gc_command(
                 "leftovers": [str(leftover) for leftover in rest],
                 "bytes_freed": freed,
                 "refused": {str(folder): reason for folder, reason in refused.items()},
+                "skipped": left_out,
             }
         )
     else:
@@ -191,7 +221,7 @@ def gc_command(
         rows += [[word, str(leftover), "left over"] for leftover in rest]
         rows += [["kept", reason, ""] for reason in refused.values()]
         print_table({"": False, f"{size(freed)} in {len(removed)} stores": False, " ": False}, rows)
-    if refused:
+    if refused or left_out:
         raise typer.Exit(1)
 
 
@@ -210,17 +240,20 @@ def export_command(
 ) -> None:
     """Write pages, decoded, and a manifest into the folder OUT, which must be empty or new.
 
-    Exit code 1 if a page could not be read.
+    Exit code 1 if a page could not be read, or something had to be left out.
     """
     if len(targets) != (1 if everything else 2):
         refuse("give a page's key and a folder to write to, or --all and a folder")
     key = None if everything else parse_key(targets[0])
     out = Path(targets[-1])
     with one_sentence():
-        surveys = survey_all(find_stores(path))
+        found = find_stores(path)
+        surveys = survey_all(found.stores)
         total = sum(len(one.pages) for one in surveys) if key is None else 1
         with bar("writing pages", total) as advance:
             exported = export(surveys, key, out, stored=stored, advance=advance)
+    unreadable = {path: why for one in surveys for path, why in one.unreadable.items()}
+    left_out = skipped(found.odd | unreadable)
     if as_json:
         print_json(
             {
@@ -229,6 +262,7 @@ def export_command(
                 "pages": len(exported.pages),
                 "raw_bytes": exported.nbytes,
                 "failed": exported.failed,
+                "skipped": left_out,
             }
         )
     else:
@@ -236,7 +270,7 @@ def export_command(
             typer.echo(f"not exported: {reason} ({where})", err=True)
         columns = {"pages": True, "bytes": True, "to": False}
         print_table(columns, [[f"{len(exported.pages):,}", size(exported.nbytes), str(out)]])
-    if exported.failed:
+    if exported.failed or left_out:
         raise typer.Exit(1)
 
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.storage.capacity import StoreError
+from tiered_kv.storage.locks import StoreError
 
 BAD_INPUT = 2
 

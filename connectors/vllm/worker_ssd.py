@@ -27,6 +27,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.orders import OrderId, OrderReport, SaveOrder
 from tiered_kv.storage.cpu_pool import CpuPool
+from tiered_kv.storage.files import RealFiles
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
@@ -74,7 +75,7 @@ class WorkerSsd:
         )
         with _on_all_cores():
             try:
-                config.ssd_path.mkdir(mode=0o700, exist_ok=True)
+                RealFiles().make_folders(config.ssd_path)
                 disk = _measure(config.ssd_path, threads)
                 codec, bandwidth = _choose(
                     config.codec, facts.page_format, disk, min(cores, threads)

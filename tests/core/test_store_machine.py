@@ -123,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
     def the_disk_holds_no_more_than_its_capacity(self) -> None:
         if hasattr(self, "store"):
             nbytes = sum(path.stat().st_size for path in self.options.folder.glob("*.seg"))
-            assert nbytes <= self.options.capacity_bytes + self.options.segment_bytes
+            assert nbytes <= self.options.capacity_bytes
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import errno
 import re
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.capacity import LOCK_NAME, Capacity, StoreBusyError, StoreLock
 from tiered_kv.storage.files import RealFiles
+from tiered_kv.storage.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
+from tiered_kv.storage.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
 from tiered_kv.storage.reading import StoreInfo
-from tiered_kv.storage.survey import FINGERPRINT_NAME, PLACE_NAME
 
 LEFTOVER_S = 60.0
 """Age from which probe files and empty folders are nobody's: a start takes a second or two."""
 
-_PROBE_NAME = re.compile(r"\.probe-\d+")
-_STORE_FILE = re.compile(r"\d{8}\.seg|probe")
+_PROBE_NAME = re.compile(r"\.probe-[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def delete_store(store: StoreInfo) -> None:
         raise StoreBusyError(f"{store.path} is in use by {who}") from error
     try:
         for name in files.names(store.path):
-            if _STORE_FILE.fullmatch(name):
+            if name == "probe" or SEGMENT_NAME.fullmatch(name):
                 files.unlink(store.path / name)
-        with _root_locked(store.path.parent.parent):
-            if foreign := set(files.names(store.path)) - {LOCK_NAME}:
+        with root_locked(store.path.parent.parent):
+            if foreign := {path.name for path in store.path.iterdir()} - {LOCK_NAME}:
                 raise OSError(errno.ENOTEMPTY, f"not the store's: {min(foreign)}", str(store.path))
             (store.path / LOCK_NAME).unlink()
             store.path.rmdir()
@@ -89,28 +89,30 @@ def leftovers(root: Path) -> list[Path]:
     found = []
     old = time.time() - LEFTOVER_S
     for path in sorted(root.iterdir()):
-        with suppress(FileNotFoundError):
-            if FINGERPRINT_NAME.fullmatch(path.name):
+        with suppress(OSError):  # gone, or told of by ``find_stores``
+            here = path.lstat()
+            if stat.S_ISDIR(here.st_mode) and FINGERPRINT_NAME.fullmatch(path.name):
                 found += list(_empty_folders(path, old))
-            elif _PROBE_NAME.fullmatch(path.name) and path.stat().st_mtime < old:
+            elif (
+                stat.S_ISREG(here.st_mode)
+                and _PROBE_NAME.fullmatch(path.name)
+                and here.st_mtime < old
+            ):
                 found.append(path)
     return found
 
 
 def _empty_folders(fingerprint: Path, old: float) -> Iterator[Path]:
     inside = list(fingerprint.iterdir())
-    empty = [
-        path
-        for path in inside
-        if PLACE_NAME.fullmatch(path.name) and path.stat().st_mtime < old and _is_empty(path)
-    ]
+    empty = [path for path in inside if PLACE_NAME.fullmatch(path.name) and _is_empty(path, old)]
     yield from empty
     if len(empty) == len(inside) and (empty or fingerprint.stat().st_mtime < old):
         yield fingerprint
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _is_empty(path: Path, old: float) -> bool:
+    here = path.lstat()
+    return stat.S_ISDIR(here.st_mode) and here.st_mtime < old and not any(path.iterdir())
 
 
 def delete_leftover(root: Path, path: Path) -> None:
@@ -119,17 +121,5 @@ def delete_leftover(root: Path, path: Path) -> None:
     Raises:
         OSError: it stays; so does a folder in which there is something by now.
     """
-    with _root_locked(root), suppress(FileNotFoundError):
+    with root_locked(root), suppress(FileNotFoundError):
         path.rmdir() if path.is_dir() else path.unlink()
-
-
-@contextmanager
-def _root_locked(root: Path) -> Iterator[None]:
-    """Nobody opens a store under the root meanwhile.
-
-    Raises:
-        OSError: somebody holds the lock for too long.
-    """
-    # A capacity is of one store; its lock is everybody's, and all that is wanted of it.
-    with Capacity(RealFiles(), root, root, capacity_bytes=0, segment_bytes=0).locked():
-        yield

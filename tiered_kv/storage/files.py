@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
+import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -42,13 +44,18 @@ class FileLayer(Protocol):
     """What the store asks of an operating system."""
 
     def make_folders(self, folder: Path) -> None:
-        """The folder and its parents, if missing, for their owner alone."""
+        """The folder and its parents, if missing, for their owner alone. Those that were made
+        outlive a power cut."""
 
     def names(self, folder: Path) -> list[str]:
-        """Names in the folder, in any order."""
+        """Names of the plain files in the folder, in any order: no link, pipe or device."""
+
+    def free(self, folder: Path) -> int:
+        """Bytes that the disk has left for files in the folder; 0 if it takes no more files."""
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
-        """A descriptor; ``direct`` bypasses the page cache (EINVAL where that cannot be)."""
+        """A descriptor of a plain file, which no link led to; ``direct`` bypasses the page cache
+        (EINVAL where that cannot be)."""
 
     def close(self, fd: int) -> None: ...
 
@@ -79,6 +86,19 @@ class FileLayer(Protocol):
         """The page cache need not keep these bytes. Never fails."""
 
 
+def open_plain(path: Path, flags: int) -> int:
+    """A descriptor of a plain file. Follows no link, and waits for nobody.
+
+    Raises:
+        OSError: there is none, or something of that name that is no plain file.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, "no plain file", str(path))
+    return fd
+
+
 class RealFiles:
     """The operating system itself."""
 
@@ -86,13 +106,23 @@ class RealFiles:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+            with contextlib.suppress(PermissionError):  # one may write where one may not read
+                self.sync_folder(path.parent)
 
     def names(self, folder: Path) -> list[str]:
-        return os.listdir(folder)  # noqa: PTH208 - names are wanted, not paths
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+    def free(self, folder: Path) -> int:
+        disk = os.statvfs(folder)
+        if not disk.f_blocks:  # a file system that does not say
+            return sys.maxsize
+        if disk.f_files and not disk.f_favail:
+            return 0
+        return disk.f_bavail * disk.f_frsize
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
-        flags = access.value | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        return os.open(path, flags, FILE_MODE)
+        return open_plain(path, access.value | (os.O_DIRECT if direct else 0))
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -175,16 +205,17 @@ def _behind(buffers: Buffers, nbytes: int) -> Buffers:
     return []
 
 
-def takes_direct(files: FileLayer, folder: Path, block: memoryview) -> bool:
-    """Whether files of the folder can be written and read past the page cache.
+def takes_direct(files: FileLayer, known: Path, block: memoryview) -> bool:
+    """Whether files can be written and read past the page cache in the folder of a file.
 
-    Some file systems refuse at open, some at the first write. Other errors (a full disk)
-    say nothing about it and count as yes.
+    Some file systems refuse at open, some at the first write. A disk that is full takes no
+    file to try it with: there, reading must tell.
 
     Args:
+        known: a file that is there.
         block: ``BLOCK`` aligned bytes to try it with.
     """
-    path = folder / "probe"
+    path = known.with_name("probe")
     try:
         with contextlib.suppress(FileNotFoundError):
             files.unlink(path)
@@ -195,8 +226,21 @@ def takes_direct(files: FileLayer, folder: Path, block: memoryview) -> bool:
         finally:
             files.close(fd)
     except OSError as error:
-        return error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
+        refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+        return not refused and _reads_direct(files, known, block)
     finally:
         with contextlib.suppress(OSError):
             files.unlink(path)
+    return True
+
+
+def _reads_direct(files: FileLayer, known: Path, block: memoryview) -> bool:
+    try:
+        fd = files.open(known, Access.READ, direct=True)
+        try:
+            files.pread(fd, [block], 0)
+        finally:
+            files.close(fd)
+    except OSError:
+        return False
     return True

@@ -227,7 +227,7 @@ class IoThread:
     def _group(self) -> int:
         """Pages of a group; no more than a segment holds, or a small store could not make room
         for them."""
-        segment = self.store.options.segment_bytes // self._page_bytes
+        segment = self.store.segment_bytes // self._page_bytes
         return max(1, min(group_pages(self._page_bytes), segment))
 
     def _add(self, task: Task) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.capacity import SEGMENT_SUFFIX, store_folders
-from tiered_kv.storage.locks import LOCK_NAME, is_locked
+from tiered_kv.storage.folders import segment_files, store_folders
+from tiered_kv.storage.locks import LOCK_NAME, is_locked, read_holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,48 +32,44 @@ class StoreInfo:
     nbytes: int
 
 
-def list_stores(root: Path) -> list[StoreInfo]:
-    """Every store under a root, the one used last at the end.
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The stores under a root, the one used last at the end.
 
-    Raises:
-        OSError: one of them cannot be read: it is not passed over in silence.
+    Attributes:
+        odd: why something that has the name of a store or a segment is left out, by path.
     """
-    stores = []
-    for folder in store_folders(root):
-        fingerprint, place = folder.parent.name, folder.name
+
+    stores: list[StoreInfo]
+    odd: dict[Path, str]
+
+
+def list_stores(root: Path) -> Listing:
+    """Every store under a root."""
+    folders = store_folders(root)
+    stores, odd = [], dict(folders.odd)
+    for folder in folders.paths:
+        found, lock = segment_files(folder), folder / LOCK_NAME
+        odd |= found.odd
+        if folder in found.odd:
+            continue
+        replica, rank = (int(number) for number in folder.name.split("-"))
         try:
-            replica, rank = (int(number) for number in place.split("-"))
-            sizes = dict(_segments(folder))
-            lock = folder / LOCK_NAME
             stores.append(
                 StoreInfo(
                     path=folder,
-                    fingerprint=bytes.fromhex(fingerprint),
+                    fingerprint=bytes.fromhex(folder.parent.name),
                     replica=replica,
                     rank=rank,
                     locked=is_locked(lock),
-                    holder=_holder(lock),
-                    last_use=lock.stat().st_mtime,
-                    segments=tuple(sorted(sizes)),
-                    nbytes=sum(sizes.values()),
+                    holder=read_holder(lock),
+                    last_use=lock.lstat().st_mtime,
+                    segments=tuple(found.sizes),
+                    nbytes=found.nbytes,
                 )
             )
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            continue  # no store, or one that vanished meanwhile
-    return sorted(stores, key=lambda store: store.last_use)
-
-
-def _segments(folder: Path) -> Iterator[tuple[Path, int]]:
-    """With their bytes. A server may delete one while the others are looked at."""
-    for path in folder.iterdir():
-        if path.suffix == SEGMENT_SUFFIX:
-            with contextlib.suppress(FileNotFoundError):
-                yield path, path.stat().st_size
-
-
-def _holder(lock: Path) -> dict[str, object]:
-    try:
-        holder = json.loads(lock.read_text())
-    except (OSError, ValueError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
+        except FileNotFoundError:
+            continue  # it vanished meanwhile
+        except OSError as error:
+            odd[lock] = error.strerror or str(error)
+    return Listing(sorted(stores, key=lambda store: store.last_use), odd)

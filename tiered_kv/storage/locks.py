@@ -1,7 +1,10 @@
-"""The lock of a store: who may write it, and what others are told.
+"""Locks: who may write a store, what others are told, and who may make room under a root.
 
 A ``lock`` is held with flock for as long as its store is open, holds JSON naming the process,
-and was modified when the store was last used.
+and was modified when the store was last used. A root's ``capacity.lock`` is held for moments.
+
+    root/capacity.lock
+    root/<fingerprint>/<replica>-<rank>/lock, 00000001.seg, 00000002.seg ...
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from tiered_kv.storage.files import FILE_MODE
+from tiered_kv.storage.files import open_plain
 
 LOCK_NAME = "lock"
+CAPACITY_LOCK = "capacity.lock"
+CAPACITY_WAIT_S = 5.0
+"""How long to wait for another process that is making room."""
 RETRY_S = 0.01
 """Between two attempts at a lock."""
 
 _TRIES = 5
+_MOST_SAID = 64 << 10
 
 
 class StoreError(Exception):
@@ -46,8 +54,8 @@ class StoreLock:
         self._fd = -1
         self._touched_at = time.monotonic()
         for _ in range(_TRIES):
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-            if try_lock(fd) and self._is_current(fd):
+            fd = open_plain(self.path, os.O_RDWR | os.O_CREAT)
+            if try_lock(fd) and self._is_current(fd) and not self._is_shared(fd):
                 self._fd = fd
                 break
             os.close(fd)
@@ -70,6 +78,14 @@ class StoreLock:
             return os.fstat(fd).st_ino == self.path.stat().st_ino
         return False
 
+    def _is_shared(self, fd: int) -> bool:
+        """Whether the file that was locked has another name as well, under which it must stay
+        as it is. It gives up this one."""
+        if os.fstat(fd).st_nlink == 1:
+            return False
+        self.path.unlink()
+        return True
+
     @property
     def held(self) -> bool:
         """False once released, or when the file was removed by hand."""
@@ -91,6 +107,26 @@ class StoreLock:
             self._fd = -1
 
 
+@contextlib.contextmanager
+def root_locked(root: Path) -> Iterator[None]:
+    """Nobody else takes or makes room under the root, or opens a store there, meanwhile.
+
+    Raises:
+        OSError: the lock cannot be had.
+    """
+    path = root / CAPACITY_LOCK
+    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
+    try:
+        deadline = time.monotonic() + CAPACITY_WAIT_S
+        while not try_lock(fd):
+            if time.monotonic() > deadline:
+                raise OSError(errno.ETIMEDOUT, "another process holds it", str(path))
+            time.sleep(RETRY_S)
+        yield
+    finally:
+        os.close(fd)
+
+
 def try_lock(fd: int) -> bool:
     """Whether the open file is locked now, for as long as it stays open."""
     try:
@@ -102,14 +138,27 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def _busy(path: Path) -> str:
+def read_holder(path: Path) -> dict[str, object]:
+    """What the process that has or had the lock says of itself; empty if unknown."""
     try:
-        holder = json.loads(path.read_text())
+        fd = open_plain(path, os.O_RDONLY)
+        try:
+            holder = json.loads(os.pread(fd, _MOST_SAID, 0))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _busy(path: Path) -> str:
+    holder = read_holder(path)
+    try:
         who = (
             f"process {holder['pid']} on {holder['host']} ({holder['command']}) "
             f"since {holder['since']}"
         )
-    except (OSError, ValueError, TypeError, KeyError):
+    except KeyError:
         who = "another process"
     return (
         f"{path.parent} is in use by {who}: stop it, or give this engine another TIERED_KV_SSD_PATH"
@@ -122,7 +171,7 @@ def is_locked(path: Path) -> bool:
     Raises:
         OSError: there is none, or it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_plain(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -15,7 +14,7 @@ from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.packing import Batch, PageToWrite, batch_in_place, pack_batch
-from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
+from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
 from tiered_kv.storage.segment_maker import SegmentMaker
 from tiered_kv.storage.store_means import WRITE_BYTES, StoreMeans
 from tiered_kv.storage.training import Training
@@ -38,7 +37,7 @@ class Putter:
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """See ``SegmentStore.put``."""
         last = {key: i for i, (key, _) in enumerate(pages)}
-        now = int(time.time())
+        now = seconds_now()
         is_page = self._means.options.is_page
         fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
             PageToWrite(i, key, page, now)
@@ -156,8 +155,7 @@ class Putter:
             self._catalogue.delete_if_empty(one)
         if commit.error is None:
             return True
-        self._means.write_failed(f"pages cannot be written to {segment.path}", commit.error)
-        self._maker.seal(segment)  # nothing may follow what may be torn
+        self._maker.fail(segment, commit.error)
         return False
 
 

@@ -6,10 +6,11 @@ grow, shrink or vanish between two reads, which looks like damage and is reporte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered_kv.storage.files import BLOCK, FileLayer
-from tiered_kv.storage.listing import StoreInfo, list_stores
+from tiered_kv.storage.listing import StoreInfo
 from tiered_kv.storage.records import decode_record, open_record, read_blocks
 from tiered_kv.storage.scanning import scan
 from tiered_kv.storage.segment_format import (
@@ -21,13 +22,13 @@ from tiered_kv.storage.segment_format import (
     parse_trailer,
     segment_header_bytes,
 )
+from tiered_kv.storage.store_options import most_segment_bytes
 
 __all__ = [
     "BlankSegment",
     "LoadedSegment",
     "StoreInfo",
     "decode_record",
-    "list_stores",
     "load_segment",
     "open_record",
 ]
@@ -60,12 +61,17 @@ class LoadedSegment:
     sealed: bool
 
 
-def load_segment(files: FileLayer, fd: int) -> LoadedSegment:
+def load_segment(
+    files: FileLayer, fd: int, check: Callable[[SegmentHeader], None] | None = None
+) -> LoadedSegment:
     """What an open segment holds.
+
+    Args:
+        check: looks at the header before anything else is read.
 
     Raises:
         BlankSegment: it has no header yet.
-        FormatError: it has no whole header.
+        FormatError: it has no whole header, or is longer than any segment; or ``check`` raised it.
         OSError: the disk failed.
     """
     size = files.size(fd)
@@ -77,6 +83,10 @@ def load_segment(files: FileLayer, fd: int) -> LoadedSegment:
     if len(start) < header_bytes <= whole:
         start = read_blocks(files, fd, 0, header_bytes)
     header = parse_segment_header(start)
+    if check is not None:
+        check(header)
+    if size > most_segment_bytes(header.page_format):
+        raise FormatError("it is longer than any segment")
     try:
         entries = _footer(files, fd, header, size)
     except (FormatError, OSError):

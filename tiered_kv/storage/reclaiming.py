@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.aligned import aligned_bytes
-from tiered_kv.storage.capacity import Capacity
+from tiered_kv.storage.capacity import Capacity, Outlook
 from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.getting import Getter
 from tiered_kv.storage.packing import PageToWrite
@@ -53,16 +53,13 @@ class Reclaimer:
 
     def proposal(self) -> Proposal | None:
         """See ``SegmentStore.proposal``."""
-        victim = self._victim() if self._is_short() else None
+        victim = self._victim()
         if victim is None:
             return None
         return Proposal(victim.number, tuple(place.key for place in victim.places()))
 
-    def _is_short(self) -> bool:
-        segment = self._means.options.segment_bytes
-        outlook = self._capacity.outlook()
-        active = self._catalogue.active
-        left = active.writer.room if active is not None and active.writer is not None else 0
+    def _is_short(self, outlook: Outlook, left: int) -> bool:
+        segment = outlook.segment
         enough = 2 * segment if outlook.share >= 8 * segment else segment
         if outlook.owed >= enough:
             # Others have what is due to this store, and are told to give way: it gives way
@@ -72,10 +69,14 @@ class Reclaimer:
 
     def _victim(self) -> Segment | None:
         """The segment with the fewest live bytes if more than half of it is dead, else the
-        oldest; the active one only if there is no other."""
+        oldest; the active one only if it is full, and there is no other. None if there is room."""
+        outlook, active = self._capacity.outlook(), self._catalogue.active
+        left = active.writer.room if active is not None and active.writer is not None else 0
+        if not self._is_short(outlook, left):
+            return None
         sealed = [s for s in self._catalogue.segments.values() if s.writer is None]
         if not sealed:
-            return self._catalogue.active
+            return active if left < outlook.segment // MIN_PAGES else None
         emptiest = min(sealed, key=lambda segment: segment.live_bytes)
         return emptiest if 2 * emptiest.live_bytes < emptiest.end else sealed[0]
 

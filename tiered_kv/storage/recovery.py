@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from tiered_kv.codecs.base import Codec, CodecError, PageFormat
 from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.files import Access
 from tiered_kv.storage.reading import LoadedSegment, load_segment
-from tiered_kv.storage.segment_folder import SegmentFolder
+from tiered_kv.storage.segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
 from tiered_kv.storage.segment_format import FormatError, SegmentHeader
 from tiered_kv.storage.segment_maker import SegmentMaker
 from tiered_kv.storage.store_means import StoreMeans
@@ -67,6 +68,13 @@ class Recovery:
                 self._catalogue.insert(segment, loaded.entries)
                 if not loaded.sealed:
                     unsealed.append(segment)
+        if any(number > NEARLY_LAST_NUMBER for number in self._catalogue.segments):
+            logger.warning(
+                "%s begins anew: its segments have run out of numbers", self._means.options.folder
+            )
+            for segment in list(self._catalogue.segments.values()):
+                self._catalogue.delete(segment)
+            self._maker.begin_anew()
         for segment in list(self._catalogue.segments.values()):
             if segment in unsealed or not segment.live:
                 self._maker.seal(segment)
@@ -86,22 +94,28 @@ class Recovery:
             FormatError: it is of no use.
             OSError: the disk failed.
         """
-        files, options = self._means.files, self._means.options
+        files = self._means.files
         fd = files.open(path, Access.READ, direct=self._means.direct)
         try:
-            loaded = load_segment(files, fd)
+            loaded = load_segment(files, fd, partial(self._check, number))
             header = loaded.header
-            found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
-            here = (options.fingerprint, options.replica, options.rank, options.ranks, number)
-            if found != here:
-                raise FormatError("it belongs to another store")
-            if header.page_format != options.page_format:
-                raise FormatError("it holds pages of another format")
             codec = self._codec_of(header)
         except BaseException:
             files.close(fd)
             raise
         return Segment(path, header, loaded.table_id, codec, loaded.end, fd=fd), loaded
+
+    def _check(self, number: int, header: SegmentHeader) -> None:
+        """Raises:
+        FormatError: the segment is of no use here.
+        """
+        options = self._means.options
+        found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
+        here = (options.fingerprint, options.replica, options.rank, options.ranks, number)
+        if found != here:
+            raise FormatError("it belongs to another store")
+        if header.page_format != options.page_format:
+            raise FormatError("it holds pages of another format")
 
     def _codec_of(self, header: SegmentHeader) -> Codec:
         """One codec for all segments with the same table."""

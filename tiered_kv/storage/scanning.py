@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from tiered_kv.storage.segment_format import (
     parse_record_header,
 )
 
-_SEARCH_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
+_SMALL_BYTES = 128 << 10
+"""Of a record beside which its neighbours are read: of larger ones the header alone."""
 
 
 def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
@@ -43,6 +45,26 @@ def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[Fo
     ]
 
 
+@dataclass(slots=True)
+class _Window:
+    """What was read last of a file of so many bytes."""
+
+    files: FileLayer
+    fd: int
+    size: int
+    begin: int = 0
+    content: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def from_(self, offset: int, nbytes: int) -> memoryview:
+        """Whole blocks from an offset on, one at least; so many bytes of them if they must be
+        read."""
+        if not self.begin <= offset < self.begin + len(self.content):
+            nbytes = min(nbytes, self.size - offset)
+            self.content = read_blocks(self.files, self.fd, offset, nbytes)
+            self.begin = offset
+        return self.content[offset - self.begin :]
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A file that begins like a segment."""
@@ -55,17 +77,19 @@ class _Segment:
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
         """Every record from the first on, and where it begins."""
-        offset, ordinal = self.header.header_bytes, 0
+        window = _Window(self.files, self.fd, self.size)
+        offset, ordinal, ahead = self.header.header_bytes, 0, BLOCK
         while offset < self.size:
-            start = read_blocks(self.files, self.fd, offset, BLOCK)
+            start = window.from_(offset, ahead)[:BLOCK]
             record = self._parse(start, ordinal, self.size - offset)
             if record is None:
-                later = self._search(offset + BLOCK, ordinal)
+                later = self._search(window, offset + BLOCK, ordinal)
                 if later is None:
                     return
                 offset, record = later
             yield offset, record
             offset, ordinal = offset + record.nbytes, record.ordinal + 1
+            ahead = _READ_BYTES if record.nbytes <= _SMALL_BYTES else BLOCK
 
     def is_whole(self, offset: int, record: RecordHeader) -> bool:
         stored = read_blocks(self.files, self.fd, offset, record.nbytes)
@@ -83,16 +107,15 @@ class _Segment:
             return None
         return record if record.ordinal >= least and record.nbytes <= room else None
 
-    def _search(self, offset: int, least: int) -> tuple[int, RecordHeader] | None:
+    def _search(self, window: _Window, offset: int, least: int) -> tuple[int, RecordHeader] | None:
         """The next record behind something that is none, and where it begins."""
         while offset < self.size:
-            nbytes = min(_SEARCH_BYTES, self.size - offset)
-            chunk = read_blocks(self.files, self.fd, offset, nbytes)
+            chunk = window.from_(offset, _READ_BYTES)
             firsts = np.frombuffer(chunk, "S4")[:: BLOCK // 4]
             for at in (np.flatnonzero(firsts == RECORD_MAGIC) * BLOCK).tolist():
                 room = self.size - offset - at
                 record = self._parse(chunk[at : at + BLOCK], least, room)
                 if record is not None:
                     return offset + at, record
-            offset += nbytes
+            offset += len(chunk)
         return None

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiered_kv.storage.capacity import SEGMENT_SUFFIX, Capacity
+from tiered_kv.storage.capacity import Capacity
+from tiered_kv.storage.folders import SEGMENT_NAME, SEGMENT_SUFFIX
 from tiered_kv.storage.store_means import StoreMeans
+
+LAST_NUMBER = 99_999_999
+"""Of a segment: its name has eight digits."""
+NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
+"""More than any disk lives to see, and fewer than one process writes lie between the two."""
 
 
 class SegmentFolder:
@@ -27,9 +33,18 @@ class SegmentFolder:
         Raises:
             OSError: the disk failed.
         """
-        names = [Path(name) for name in self._means.files.names(self._path)]
-        stems = [name.stem for name in names if name.suffix == SEGMENT_SUFFIX]
-        return sorted(int(stem) for stem in stems if len(stem) == 8 and stem.isdecimal())
+        names = self._means.files.names(self._path)
+        return sorted(int(Path(name).stem) for name in names if SEGMENT_NAME.fullmatch(name))
+
+    def next_number(self) -> int:
+        """Greater than those of the segments that are there; what has a number that no segment
+        lives to have does not count.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        numbers = [number for number in self.numbers() if number <= NEARLY_LAST_NUMBER]
+        return max(numbers, default=0) + 1
 
     def sync(self) -> None:
         """What was created and deleted stays so.
@@ -45,11 +60,13 @@ class SegmentFolder:
             self._means.files.unlink(path)
             self.sync()
         except FileNotFoundError:
-            pass
+            self._capacity.changed()
         except OSError as error:
             self._means.write_failed(f"{path} cannot be deleted", error)
             self._doomed.append(path)
-        self._capacity.changed()
+            self._capacity.changed()
+        else:
+            self._capacity.granted()
 
     def retry(self) -> None:
         """Delete what could not be deleted before."""

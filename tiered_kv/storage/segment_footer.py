@@ -64,6 +64,8 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
         raise FormatError("the trailer is damaged")
     if offset % BLOCK or offset + footer_bytes(count, key_bytes) != size:
         raise FormatError("the footer lies elsewhere")
+    if count > (offset - segment.header_bytes) // BLOCK:
+        raise FormatError("the footer has more entries than there is room for records")
     return int(offset)
 
 

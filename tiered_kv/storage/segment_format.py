@@ -16,6 +16,7 @@ from tiered_kv.storage.files import BLOCK
 from tiered_kv.storage.segment_footer import pack_footer, parse_footer, parse_trailer
 from tiered_kv.storage.segment_layout import (
     MAX_KEY_BYTES,
+    MAX_PAGE_BYTES,
     MAX_TABLE_BYTES,
     MIN_KEY_BYTES,
     RECORD,
@@ -34,6 +35,7 @@ from tiered_kv.storage.segment_layout import (
     payload_digest,
     record_bytes,
     record_header_bytes,
+    seconds_now,
 )
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "payload_digest",
     "record_bytes",
     "record_header_bytes",
+    "seconds_now",
     "segment_header_bytes",
 ]
 
@@ -129,6 +132,8 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
         raise FormatError("the header of the segment has the wrong length")
     if xxhash.xxh3_128_digest(start[:end]) != bytes(start[end : end + 16]):
         raise FormatError("the header of the segment is damaged")
+    if page_bytes > MAX_PAGE_BYTES:
+        raise FormatError("pages of an impossible size")
     if element not in _ELEMENT_TYPES:
         raise FormatError("elements of an unknown type")
     return SegmentHeader(

@@ -55,6 +55,7 @@ its record takes no more room than if it followed its header at once.
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,8 @@ VERSION = 1
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 255
 MAX_TABLE_BYTES = 1 << 24
+MAX_PAGE_BYTES = (1 << 32) - 1
+MAX_SECONDS = (1 << 63) - 1
 
 SEGMENT = struct.Struct("<8sII16sQQQQIHHIIII")
 SEGMENT_MAGIC = b"TKVSEG\0\0"
@@ -156,6 +159,11 @@ class FooterEntry:
     @property
     def stored_bytes(self) -> int:
         return self.plane_bytes + self.frame_bytes
+
+
+def seconds_now() -> int:
+    """Seconds since 1970, for a header or a record; 0 where the clock stands before that."""
+    return min(max(0, int(time.time())), MAX_SECONDS)
 
 
 def aligned(nbytes: int) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import time
 
 from tiered_kv.codecs.base import Codec
 from tiered_kv.storage.capacity import Capacity
 from tiered_kv.storage.catalogue import Catalogue, Segment
 from tiered_kv.storage.files import Access
-from tiered_kv.storage.locks import StoreLock
-from tiered_kv.storage.segment_folder import SegmentFolder
-from tiered_kv.storage.segment_format import SegmentHeader
+from tiered_kv.storage.locks import StoreLock, root_locked
+from tiered_kv.storage.segment_folder import LAST_NUMBER, SegmentFolder
+from tiered_kv.storage.segment_format import SegmentHeader, seconds_now
 from tiered_kv.storage.segment_writer import SegmentWriter, write_footer
-from tiered_kv.storage.store_means import StoreMeans
+from tiered_kv.storage.store_means import StoreMeans, is_full
 
 
 class SegmentMaker:
@@ -39,50 +39,82 @@ class SegmentMaker:
         self._catalogue = catalogue
         self._capacity = capacity
         self._lock = lock
-        self._next_number = max(folder.numbers(), default=0) + 1
+        self._next_number = folder.next_number()
 
     def begin(self, codec: Codec, *, while_reclaiming: bool) -> Segment | None:
         """Another active segment; None if there is no room, or the disk failed. There is no
         active one yet."""
-        means, size = self._means, self._means.options.segment_bytes
-        header = self._header(codec)
-        path = self._folder.path(header.number)
-        segment = Segment(path, header, header.table_id, codec, header.header_bytes)
+        means = self._means
+        segment: Segment | None = None
         try:
             self._folder.retry()
             if not self._lock.held:
                 raise FileNotFoundError(f"{self._lock.path} was removed")
-            with self._capacity.locked():
-                if not self._make_room(while_reclaiming):
-                    means.stats.no_room += 1
+            with root_locked(means.options.root):
+                size = self._make_room(while_reclaiming)
+                if size is None:
+                    means.no_room(self._capacity.limit)
                     return None
-                self._next_number += 1
-                segment.fd = means.files.open(path, Access.CREATE, direct=means.direct)
-                means.files.preallocate(segment.fd, size)
+                segment = self._create(codec, size)
+                assert segment.fd is not None
+                self._preallocate(segment.fd, size)
             named = means.threads.submit(self._folder.sync)
             segment.writer = SegmentWriter(
-                means.files, segment.fd, header, size, means.buffers, named
+                means.files, segment.fd, segment.header, size, means.buffers, named
             )
             segment.writer.begin()
         except OSError as error:
-            means.write_failed("a segment cannot be created", error)
-            if segment.fd is not None:
+            self._failed("a segment cannot be created", error)
+            if segment is not None:
                 self._catalogue.close(segment)
-                self._folder.delete(path)
+                self._folder.delete(segment.path)
+            if is_full(error):
+                self._capacity.refused()
             return None
-        finally:
-            self._capacity.changed()
+        self._capacity.granted()
         self._lock.touch()
         self._catalogue.add(segment)
         return segment
 
+    def _create(self, codec: Codec, size: int) -> Segment:
+        """A new file, under the next number that is free."""
+        while True:
+            header = self._header(codec)
+            path = self._folder.path(header.number)
+            self._next_number += 1
+            try:
+                fd = self._means.files.open(path, Access.CREATE, direct=self._means.direct)
+            except FileExistsError:
+                continue  # something that is none of our segments
+            except OSError as error:
+                if not is_full(error) or not self._others_give_way(size):
+                    raise
+            else:
+                return Segment(path, header, header.table_id, codec, header.header_bytes, fd=fd)
+
+    def _preallocate(self, fd: int, size: int) -> None:
+        while True:
+            try:
+                self._means.files.preallocate(fd, size)
+            except OSError as error:
+                if not is_full(error) or not self._others_give_way(size):
+                    raise
+            else:
+                return
+
+    def begin_anew(self) -> None:
+        """The store was emptied because it ran out of numbers."""
+        self._next_number = 1
+
     def _header(self, codec: Codec) -> SegmentHeader:
+        if self._next_number > LAST_NUMBER:
+            raise OSError(errno.ERANGE, "the segments of a store have run out of numbers")
         options = self._means.options
         return SegmentHeader(
             fingerprint=options.fingerprint,
             nonce=int.from_bytes(os.urandom(8), "little"),
             number=self._next_number,
-            created=int(time.time()),
+            created=seconds_now(),
             page_format=options.page_format,
             codec_id=codec.codec_id,
             rank=options.rank,
@@ -91,12 +123,27 @@ class SegmentMaker:
             table=codec.table,
         )
 
-    def _make_room(self, while_reclaiming: bool) -> bool:
-        if self._capacity.make_room(while_reclaiming=while_reclaiming):
-            return True
-        return self._folder.delete_set_aside() and self._capacity.make_room(
-            while_reclaiming=while_reclaiming
-        )
+    def _make_room(self, while_reclaiming: bool) -> int | None:
+        size = self._capacity.make_room(while_reclaiming=while_reclaiming)
+        if size is None and self._folder.delete_set_aside():
+            return self._capacity.make_room(while_reclaiming=while_reclaiming)
+        return size
+
+    def _others_give_way(self, nbytes: int) -> bool:
+        """Room for so many bytes, although the disk had been thought to have it; False if there
+        is nothing that could go."""
+        return self._capacity.delete_dead(nbytes) or self._folder.delete_set_aside()
+
+    def fail(self, segment: Segment, error: OSError) -> None:
+        """A write to the segment failed: nothing may follow what may be torn."""
+        self._failed(f"pages cannot be written to {segment.path}", error)
+        self.seal(segment)
+        if is_full(error):
+            self._capacity.refused()
+
+    def _failed(self, what: str, error: OSError) -> None:
+        self._means.write_failed(what, error)
+        self._capacity.changed()
 
     def seal(self, segment: Segment) -> None:
         """Nothing more is appended to the segment: give it a footer, or delete it if it is of

@@ -15,10 +15,12 @@ The parts: ``catalogue`` (which page is where), ``putting``, ``getting``, ``segm
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
@@ -27,7 +29,7 @@ from tiered_kv.storage.capacity import Capacity
 from tiered_kv.storage.catalogue import Catalogue
 from tiered_kv.storage.files import BLOCK, FileLayer, RealFiles, takes_direct
 from tiered_kv.storage.getting import Getter
-from tiered_kv.storage.locks import StoreBusyError, StoreError, StoreLock
+from tiered_kv.storage.locks import StoreBusyError, StoreError, StoreLock, root_locked
 from tiered_kv.storage.putting import Putter
 from tiered_kv.storage.reclaiming import Proposal, Reclaimer
 from tiered_kv.storage.recovery import CodecFrom, Recovery
@@ -83,16 +85,14 @@ class SegmentStore:
         self.stats = StoreStats()
         self._closed = False
         self._training = Training(codec)
-        capacity = Capacity(
-            files, options.root, options.folder, options.capacity_bytes, options.segment_bytes
-        )
+        self._capacity = capacity = Capacity(files, options)
         try:
             files.make_folders(options.folder)
             with ExitStack() as undo:
-                with capacity.locked():
+                with root_locked(options.root):
                     self._lock = StoreLock(options.folder)
                 undo.callback(self._lock.release)
-                means = _means(options, self.stats, files)
+                means = _means(options, self.stats, files, self._lock.path)
                 self.direct = means.direct
                 self._folder = folder = SegmentFolder(means, capacity)
                 self._catalogue = catalogue = Catalogue(means, folder)
@@ -108,6 +108,11 @@ class SegmentStore:
                     self._training.skip(trained)
                 self._resources = undo.pop_all()
         except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise StoreError(
+                    f"{error.filename} is no plain file: remove it, or set another "
+                    "TIERED_KV_SSD_PATH"
+                ) from error
             raise StoreError(
                 f"{options.folder} cannot be used ({error.strerror or error}): make it writable, "
                 "or set another TIERED_KV_SSD_PATH"
@@ -183,6 +188,11 @@ class SegmentStore:
 
     # -- room ---------------------------------------------------------------------
 
+    @property
+    def segment_bytes(self) -> int:
+        """What the next segment will take."""
+        return self._capacity.segment_bytes
+
     def proposal(self) -> Proposal | None:
         """The segment that should die next, if less than about two segments' room is left or
         the store has more than its share. Changes nothing."""
@@ -227,10 +237,10 @@ class SegmentStore:
                 self._maker.seal(active)
 
 
-def _means(options: StoreOptions, stats: StoreStats, files: FileLayer) -> StoreMeans:
+def _means(options: StoreOptions, stats: StoreStats, files: FileLayer, known: Path) -> StoreMeans:
     buffers = BufferPool(WRITE_BYTES * 5 // 4, keep=2 * options.io_threads + 4)
     block = buffers.take(BLOCK)
-    direct = takes_direct(files, options.folder, block.data[:BLOCK])
+    direct = takes_direct(files, known, block.data[:BLOCK])
     buffers.give(block)
     if not direct:
         logger.warning(

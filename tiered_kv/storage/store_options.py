@@ -17,6 +17,19 @@ MIN_PAGES = 8
 """Pages for which every segment has room."""
 
 
+def _least_segment_bytes(page_format: PageFormat) -> int:
+    # A codec may store a little more than it was given.
+    page = page_format.page_bytes
+    record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
+    header = 16 * BLOCK
+    return header + MIN_PAGES * record + footer_bytes(MIN_PAGES, MIN_PAGES * MAX_KEY_BYTES)
+
+
+def most_segment_bytes(page_format: PageFormat) -> int:
+    """Of a segment of such pages, whatever the capacity is or was."""
+    return max(SEGMENT_BYTES, _least_segment_bytes(page_format))
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """Where a store lies, whose pages it holds and how much room it may take.
@@ -24,7 +37,8 @@ class StoreOptions:
     Attributes:
         root: folder shared by all ranks, replicas and fingerprints.
         fingerprint: 16 bytes; pages of other fingerprints are in other folders.
-        capacity_bytes: for everything under the root.
+        capacity_bytes: for the segments of all stores under the root; less where the disk has
+            less room.
         io_threads: threads that encode, decode, read and write.
     """
 
@@ -43,13 +57,13 @@ class StoreOptions:
 
     @property
     def segment_bytes(self) -> int:
-        """Of a segment: a sixteenth of a rank's capacity, within reason."""
-        page = self.page_format.page_bytes
-        # A codec may store a little more than it was given.
-        record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
-        header = 16 * BLOCK
-        least = header + MIN_PAGES * record + footer_bytes(MIN_PAGES, MIN_PAGES * MAX_KEY_BYTES)
-        fair = self.capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
+        """Of a segment, where the disk has room for all of the capacity."""
+        return self.segment_bytes_of(self.capacity_bytes)
+
+    def segment_bytes_of(self, capacity_bytes: int) -> int:
+        """Of a segment under that capacity: a sixteenth of a rank's, within reason."""
+        least = _least_segment_bytes(self.page_format)
+        fair = capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
         return max(least, min(SEGMENT_BYTES, fair))
 
     def is_page(self, page: Bytes) -> bool:

@@ -6,7 +6,6 @@ Nothing here locks or writes: a store may be in use, and gain and lose segments 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from pathlib import Path
 from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.capacity import CAPACITY_LOCK, LOCK_NAME, StoreError
 from tiered_kv.storage.files import Access, RealFiles
+from tiered_kv.storage.folders import FINGERPRINT_NAME
+from tiered_kv.storage.listing import Listing, list_stores
+from tiered_kv.storage.locks import CAPACITY_LOCK, LOCK_NAME, StoreError
 from tiered_kv.storage.reading import (
     BlankSegment,
     LoadedSegment,
     StoreInfo,
-    list_stores,
     load_segment,
 )
 from tiered_kv.storage.segment_format import (
@@ -31,30 +31,30 @@ from tiered_kv.storage.segment_format import (
     footer_bytes,
 )
 
-FINGERPRINT_NAME = re.compile(r"[0-9a-f]{32}")
-PLACE_NAME = re.compile(r"\d+-\d+")
 
-
-def find_stores(path: Path) -> list[StoreInfo]:
+def find_stores(path: Path) -> Listing:
     """The stores under a root, under one fingerprint of it, or the one that ``path`` is.
 
     Returns:
-        The one used last at the end; none if it is a root that was emptied.
+        The one used last at the end, and what had to be left out; nothing if it is a root that
+        was emptied.
 
     Raises:
         StoreError: no such folder, or nothing of a store in it.
-        OSError: it cannot be read.
+        OSError: the folder itself cannot be read.
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100 - a link is what its owner calls it
     if not path.exists():
         raise StoreError(f"there is no {path}: give the folder that TIERED_KV_SSD_PATH names")
     if not path.is_dir():
         raise StoreError(f"{path} is no folder: give the one that TIERED_KV_SSD_PATH names")
-    _check_readable(path)
-    stores = [store for store in list_stores(_root_of(path)) if store.path.is_relative_to(path)]
-    if not stores and not is_root(path):
+    with os.scandir(path):  # one that may not be read must not look empty
+        found = list_stores(_root_of(path))
+    stores = [store for store in found.stores if store.path.is_relative_to(path)]
+    odd = {where: why for where, why in found.odd.items() if where.is_relative_to(path)}
+    if not stores and not odd and not is_root(path):
         raise StoreError(f"{path} holds no store: give the folder that TIERED_KV_SSD_PATH names")
-    return stores
+    return Listing(stores, odd)
 
 
 def is_root(path: Path) -> bool:
@@ -66,13 +66,6 @@ def _root_of(path: Path) -> Path:
     if (path / LOCK_NAME).exists():
         return path.parent.parent
     return path.parent if FINGERPRINT_NAME.fullmatch(path.name) else path
-
-
-def _check_readable(path: Path) -> None:
-    """Folders that may not be read must not look as if there were none."""
-    for folder in path.iterdir():
-        if FINGERPRINT_NAME.fullmatch(folder.name) or PLACE_NAME.fullmatch(folder.name):
-            _check_readable(folder)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,10 +202,10 @@ def _load(info: StoreInfo, path: Path) -> Segment:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
+    """Bytes of a file; 0 if there is none, or it cannot be looked at."""
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
+        return path.lstat().st_size
+    except OSError:
         return 0
 
 

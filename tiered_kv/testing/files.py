@@ -105,6 +105,10 @@ class FaultyFiles:
         self._call("names")
         return self.inner.names(folder)
 
+    def free(self, folder: Path) -> int:
+        self._call("free")
+        return self.inner.free(folder)
+
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
         self._call(_OPENING[access])
         if direct and not self._direct:
@@ -168,6 +172,43 @@ class FaultyFiles:
 
     def uncache(self, fd: int, offset: int, nbytes: int) -> None:
         self.inner.uncache(fd, offset, nbytes)
+
+
+class SmallDisk(FaultyFiles):
+    """A disk of so many bytes: what does not fit on it does not get there.
+
+    Args:
+        folder: everything under it lies on the disk.
+        tells: whether the disk says how much it has left; a quota does not.
+    """
+
+    def __init__(
+        self, folder: Path, nbytes: int, *, tells: bool = True, inner: FileLayer | None = None
+    ) -> None:
+        super().__init__(inner)
+        self.nbytes = nbytes
+        self._folder = folder
+        self._tells = tells
+
+    @property
+    def left(self) -> int:
+        used = 0
+        for path in self._folder.rglob("*"):
+            try:
+                used += path.lstat().st_size if path.is_file() else 0
+            except FileNotFoundError:
+                continue
+        return max(0, self.nbytes - used)
+
+    def free(self, folder: Path) -> int:
+        found = super().free(folder)
+        return min(found, self.left) if self._tells else found
+
+    def preallocate(self, fd: int, nbytes: int) -> None:
+        if self.left < nbytes - self.inner.size(fd):
+            self.struck += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().preallocate(fd, nbytes)
 
 
 class UnsafeFiles(RealFiles):

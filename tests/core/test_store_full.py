@@ -1,0 +1,249 @@
+"""A disk that is full before the capacity is used up means less room, and nothing worse."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.files import FileLayer
+from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
+from tiered_kv.testing.files import FaultyFiles, SmallDisk, UnsafeFiles
+from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
+
+LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
+CAPACITY = 16 * LEAST
+
+
+@pytest.fixture(autouse=True)
+def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)
+
+
+LIVES: list[Life] = []
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    yield
+    while LIVES:
+        LIVES.pop().store.close()
+
+
+@dataclass
+class Life:
+    """A store that is put to, makes room as it proposes, and says what it holds."""
+
+    options: StoreOptions
+    files: FileLayer
+    stored: dict[PageKey, Bytes] = field(default_factory=dict)
+    next_name: int = 0
+    store: SegmentStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open()
+        LIVES.append(self)
+
+    def open(self) -> None:
+        self.store = SegmentStore(
+            self.options, RawCodec(PAGE_FORMAT), lambda i, t, f: RawCodec(f), self.files
+        )
+
+    def put(self, count: int = 8) -> int:
+        """How many of so many new pages are stored."""
+        keys = [page_key(self.next_name + i) for i in range(count)]
+        self.next_name += count
+        pages = [(key, page_bytes(key)) for key in keys]
+        failed = self.store.put(pages)
+        self.stored.update(page for i, page in enumerate(pages) if i not in failed)
+        return count - len(failed)
+
+    def make_room(self, survivors: int = 2) -> int:
+        """How many survivors were lost."""
+        lost = 0
+        while (proposal := self.store.proposal()) is not None:
+            kept = proposal.keys[:survivors]
+            for key in self.store.reclaim(proposal.segment, kept):
+                del self.stored[key]
+                lost += key in kept
+        return lost
+
+    def go_on(self, puts: int, survivors: int = 2) -> tuple[int, int]:
+        """Pages stored of those put, and survivors lost."""
+        stored = lost = 0
+        for _ in range(puts):
+            stored += self.put()
+            lost += self.make_room(survivors)
+        return stored, lost
+
+    def check(self) -> None:
+        """Everything that was stored is there, and right."""
+        assert set(self.store.keys()) == set(self.stored)
+        wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in self.stored]
+        assert self.store.get(wanted) == frozenset()
+        for key, out in wanted:
+            assert np.array_equal(out, self.stored[key]), "a wrong page"
+
+    def check_restart(self) -> None:
+        self.store.close()
+        self.open()
+        missing = self.stored.keys() - set(self.store.keys())
+        assert not missing, "durable pages are lost"
+        found = self.store.keys()  # those that were dropped may be back
+        self.stored = {key: page_bytes(key) for key in found}
+        self.check()
+
+
+def small_life(root: Path, segments: float, *, tells: bool = True, **changes: object) -> Life:
+    options = store_options(root, **{"capacity_bytes": CAPACITY, **changes})
+    return Life(options, SmallDisk(root, int(segments * LEAST), tells=tells, inner=UnsafeFiles()))
+
+
+def used(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*.seg"))
+
+
+@pytest.mark.parametrize("segments", [5.5, 8, 12])
+def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
+    tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New pages are stored all the time, survivors survive, and nobody is told of every page."""
+    life = small_life(tmp_path, segments)
+    stored, lost = life.go_on(80)
+    assert (stored, lost) == (80 * 8, 0)
+    assert life.store.stats.write_errors == 0
+    assert used(tmp_path) > (segments / 2 - 1) * LEAST
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    life.check()
+    life.check_restart()
+
+
+@pytest.mark.parametrize("segments", [2.2, 5.5, 8])
+def test_a_quota_that_nothing_tells_of_is_a_smaller_capacity(
+    tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is noticed by what fails: that costs the pages of one put for each segment, and one
+    warning in all."""
+    life = small_life(tmp_path, segments, tells=False)
+    stored, _ = life.go_on(80)
+    assert stored > 80 * 8 * 0.5
+    assert life.store.stats.write_errors > 3
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+    life.check()
+    life.check_restart()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_disk_that_others_fill_takes_pages_as_long_as_it_has_any_room(
+    tmp_path: Path, tells: bool
+) -> None:
+    life = small_life(tmp_path, 16, tells=tells)
+    life.go_on(40)
+    disk = life.files
+    assert isinstance(disk, SmallDisk)
+    before = used(tmp_path)
+    disk.nbytes = before // 2  # somebody else has written so much
+    life.go_on(20)
+    assert used(tmp_path) <= before // 2
+    stored, _ = life.go_on(20)
+    assert stored > 20 * 8 * 0.5
+    life.check()
+
+    disk.nbytes = 100 * CAPACITY  # and has taken it away again
+    stored, _ = life.go_on(60)
+    assert stored >= 59 * 8
+    assert used(tmp_path) > 11 * LEAST, "all of its share but what is kept free"
+    life.check()
+    life.check_restart()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_on_a_full_disk_stores_that_nobody_has_open_go_first(tmp_path: Path, tells: bool) -> None:
+    """A server was given another model: the pages of the one before fill the disk."""
+    old = small_life(tmp_path, 6, tells=tells, fingerprint=bytes(16))
+    while old.put() == 8:
+        pass
+    old.store.close()
+    segments = len(list(old.options.folder.glob("*.seg")))
+    assert segments >= 4
+    new = small_life(tmp_path, 6, tells=tells)
+    stored, _ = new.go_on(8)
+    assert stored == 8 * 8
+    assert len(list(old.options.folder.glob("*.seg"))) < segments
+    new.check()
+
+
+def test_on_a_full_disk_the_store_that_has_most_gives_way_to_a_newcomer(tmp_path: Path) -> None:
+    old = small_life(tmp_path, 8, rank=0, ranks=2)
+    old.go_on(60)
+    new = small_life(tmp_path, 8, rank=1, ranks=2)
+    for _ in range(20):
+        old.go_on(2)
+        new.go_on(2)
+    shares = [used(life.options.folder) for life in (old, new)]
+    assert min(shares) >= LEAST
+    assert new.go_on(10)[0] == old.go_on(10)[0] == 80
+    for life in (old, new):
+        life.check()
+
+
+def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: Path) -> None:
+    options = store_options(tmp_path, capacity_bytes=64 << 20)
+    disk = SmallDisk(tmp_path, options.segment_bytes * 3 // 4, inner=UnsafeFiles())
+    life = Life(options, disk)
+    assert life.store.segment_bytes < options.segment_bytes // 4
+    stored, lost = life.go_on(60)
+    assert (stored, lost) == (60 * 8, 0)
+    life.check()
+
+
+def short_life(folder: Path, strike: Callable[[FaultyFiles], None]) -> Life:
+    """Puts, rewritten pages, a reclaim, a drop and a restart, all on a disk that fails once."""
+    files = FaultyFiles(UnsafeFiles())
+    life = Life(store_options(folder, capacity_bytes=6 * LEAST, io_threads=1), files)
+    strike(files)
+    life.go_on(10)
+    first = list(life.stored)[:5]
+    life.store.drop(first)
+    for key in first:
+        del life.stored[key]
+    life.check()
+    life.check_restart()
+    life.go_on(3)
+    return life
+
+
+WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "truncate", "unlink"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "error"),
+    [*((one, errno.ENOSPC) for one in WRITES), ("preallocate", errno.EDQUOT)],
+)
+def test_no_room_at_any_one_write_costs_the_pages_of_a_put(
+    tmp_path: Path, operation: str, error: int
+) -> None:
+    """Every write in turn."""
+    well = short_life(tmp_path / "well", lambda files: None)
+    assert isinstance(well.files, FaultyFiles)
+    calls = well.files.calls.get(operation, 0)
+    well.store.close()
+    for after in range(calls):
+        life = short_life(
+            tmp_path / f"{after}", lambda files, n=after: files.fail(operation, error, after=n)
+        )
+        assert isinstance(life.files, FaultyFiles)
+        life.files.heal()
+        life.check()
+        assert life.go_on(3)[0] == 24
+        life.check_restart()
+        life.store.close()
+    assert calls > 0
