@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -205,11 +206,11 @@ def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: P
     life.check()
 
 
-def short_life(folder: Path, strike: Callable[[FaultyFiles], None]) -> Life:
+def short_life(folder: Path, begin: Callable[[FaultyFiles], None]) -> Life:
     """Puts, rewritten pages, a reclaim, a drop and a restart, all on a disk that fails once."""
     files = FaultyFiles(UnsafeFiles())
     life = Life(store_options(folder, capacity_bytes=6 * LEAST, io_threads=1), files)
-    strike(files)
+    begin(files)
     life.go_on(10)
     first = list(life.stored)[:5]
     life.store.drop(first)
@@ -219,6 +220,10 @@ def short_life(folder: Path, strike: Callable[[FaultyFiles], None]) -> Life:
     life.check_restart()
     life.go_on(3)
     return life
+
+
+def strike(operation: str, error: int, after: int, files: FaultyFiles) -> None:
+    files.fail(operation, error, after=after)
 
 
 WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "truncate", "unlink"]
@@ -237,9 +242,7 @@ def test_no_room_at_any_one_write_costs_the_pages_of_a_put(
     calls = well.files.calls.get(operation, 0)
     well.store.close()
     for after in range(calls):
-        life = short_life(
-            tmp_path / f"{after}", lambda files, n=after: files.fail(operation, error, after=n)
-        )
+        life = short_life(tmp_path / f"{after}", partial(strike, operation, error, after))
         assert isinstance(life.files, FaultyFiles)
         life.files.heal()
         life.check()

@@ -1,0 +1,400 @@
+"""What lies under a root and is no store's is not read, followed, counted or deleted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.storage.files import FileLayer, RealFiles
+from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.testing.files import FaultyFiles
+from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
+
+LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
+OTHER = bytes(16)
+Opener = Callable[..., SegmentStore]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    """A store of six segments under ``root``."""
+    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)
+    opened: list[SegmentStore] = []
+
+    def open_store(files: FileLayer | None = None, **changes: object) -> SegmentStore:
+        options = options_of(tmp_path, **changes)
+        codec = RawCodec(options.page_format)
+        opened.append(SegmentStore(options, codec, lambda i, t, f: RawCodec(f), files))
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def options_of(folder: Path, **changes: object) -> StoreOptions:
+    changes = {"capacity_bytes": 6 * LEAST, **changes}
+    return replace(store_options(folder / "root"), **changes)  # type: ignore[arg-type]
+
+
+def put(store: SegmentStore, *names: int) -> int:
+    """How many pages are stored."""
+    keys = [page_key(name) for name in names]
+    return len(keys) - len(store.put([(key, page_bytes(key)) for key in keys]))
+
+
+def found_in(store: SegmentStore) -> set[int]:
+    """Names of the pages, all of which must be right."""
+    keys = store.keys()
+    wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
+    assert store.get(wanted) == frozenset()
+    assert all(np.array_equal(out, page_bytes(key)) for key, out in wanted)
+    return {int.from_bytes(key[16:], "big") for key in keys}
+
+
+def fill(store: SegmentStore, puts: int) -> int:
+    """Puts that make room as they go; how many pages are stored."""
+    stored = 0
+    for first in range(0, 8 * puts, 8):
+        stored += put(store, *range(first, first + 8))
+        while (proposal := store.proposal()) is not None:
+            store.reclaim(proposal.segment, ())
+    return stored
+
+
+def dead_store(open_store: Opener, root: Path, fingerprint: bytes = OTHER) -> Path:
+    """The folder of a store that fills most of its capacity, and that nobody has open."""
+    store = open_store(root=root, fingerprint=fingerprint)
+    for name in range(0, 64, 8):
+        put(store, *range(name, name + 8))
+    store.close()
+    assert len(list(store.options.folder.glob("*.seg"))) >= 3
+    return store.options.folder
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- making room ------------------------------------------------------------------------
+
+
+def test_making_room_deletes_segments_of_stores_and_nothing_else(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    dead = dead_store(open_store, root)
+    strangers = {
+        root / "backups" / "2024" / "lock": b"",
+        root / "backups" / "2024" / "00000001.seg": b"x" * 4 * LEAST,
+        root / ("ab" * 16) / "notes" / "lock": b"",
+        root / ("ab" * 16) / "notes" / "00000001.seg": b"x" * LEAST,
+        dead / "00000000.seg": b"a film, not a segment" * 5000,
+        dead / "film.seg": b"another" * 20_000,
+        dead / "notes.txt": b"mine",
+    }
+    for path, content in strangers.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (dead / "00000099.seg").mkdir()
+    os.utime(dead / "lock", (1e9, 1e9))
+
+    store = open_store()
+    assert fill(store, 40) == 40 * 8
+
+    assert {path: path.read_bytes() for path in strangers} == strangers
+    assert (dead / "00000099.seg").is_dir()
+    assert not (dead / "00000001.seg").exists()
+
+
+@pytest.mark.parametrize("linked", ["fingerprint", "place", "segment"])
+def test_making_room_follows_no_link(open_store: Opener, tmp_path: Path, linked: str) -> None:
+    """Somebody else's store, to which a link under this root leads."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    outside = dead_store(open_store, elsewhere)
+    mine = dead_store(open_store, root, fingerprint=bytes(15) + b"\1")
+    before = everything(elsewhere)
+    if linked == "fingerprint":
+        (root / outside.parent.name).symlink_to(outside.parent)
+    elif linked == "place":
+        (root / outside.parent.name).mkdir()
+        (root / outside.parent.name / "0-0").symlink_to(outside)
+    else:
+        (mine / "00000000.seg").symlink_to(next(outside.glob("*.seg")))
+    links = [path for path in root.rglob("*") if path.is_symlink()]
+
+    store = open_store()
+    assert fill(store, 40) == 40 * 8
+
+    assert everything(elsewhere) == before
+    assert all(path.is_symlink() for path in links)
+    assert not (mine / "00000001.seg").exists()
+
+
+def test_a_file_that_is_in_the_way_and_does_not_go_takes_room_and_freezes_nothing(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    dead = dead_store(open_store, tmp_path / "root")
+    for path in dead.glob("*.seg"):
+        path.write_bytes(b"no segment" * (LEAST // 10))
+    store = open_store()
+    assert fill(store, 30) > 15 * 8
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.seg")) <= 6 * LEAST
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The folder has mode 000, which means nothing to the superuser."""
+
+    def refusing(name: str) -> None:
+        asked = getattr(os, name)
+
+        def ask(path: object = ".", *arguments: object, **options: object) -> object:
+            if not isinstance(path, int):
+                named = Path(os.fsdecode(path))  # type: ignore[arg-type]
+                lists = named == folder and name in ("scandir", "listdir")
+                if lists or named.parent == folder:
+                    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return asked(path, *arguments, **options)
+
+        monkeypatch.setattr(os, name, ask)
+
+    for name in ("stat", "lstat", "scandir", "listdir", "open"):
+        refusing(name)
+
+
+def test_a_folder_that_may_not_be_entered_does_not_lift_the_limit(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    beside = store.options.folder.with_name("0-1")
+    beside.mkdir()
+    forbid(monkeypatch, beside)
+    refused = 0
+    for first in range(0, 400, 8):
+        refused += 8 - put(store, *range(first, first + 8))
+    folder = store.options.folder
+    used = sum((folder / name).stat().st_size for name in RealFiles().names(folder))
+    assert refused > 0
+    assert store.proposal() is not None
+    assert used <= store.options.capacity_bytes
+
+
+# -- locks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lock", ["lock", "capacity.lock"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "socket"])
+def test_a_lock_that_is_no_plain_file_is_refused_with_a_sentence(
+    open_store: Opener, tmp_path: Path, kind: str, lock: str
+) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("what must stay")
+    folder = options_of(tmp_path).folder
+    folder.mkdir(parents=True)
+    path = folder / "lock" if lock == "lock" else tmp_path / "root" / lock
+    make_odd(path, kind, precious)
+    with pytest.raises(StoreError, match=f"{path} is no plain file: remove it"):
+        open_store()
+    assert precious.read_text() == "what must stay"
+    assert not (tmp_path / "nowhere").exists()
+    path.rmdir() if kind == "folder" else path.unlink()
+    assert put(open_store(), 1) == 1
+
+
+def make_odd(path: Path, kind: str, precious: Path) -> None:
+    if kind == "link":
+        path.symlink_to(precious)
+    elif kind == "dangling":
+        path.symlink_to(precious.with_name("nowhere"))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "itself":
+        path.symlink_to(path.name)
+    else:
+        here = Path.cwd()
+        with socket.socket(socket.AF_UNIX) as bound:  # a name may have a hundred bytes
+            os.chdir(path.parent)
+            try:
+                bound.bind(path.name)
+            finally:
+                os.chdir(here)
+
+
+def test_a_lock_with_another_name_leaves_what_that_name_stands_for(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    """A backup made of hard links, or a trap."""
+    store = open_store()
+    put(store, 1)
+    store.close()
+    kept = tmp_path / "kept"
+    kept.write_text("what must stay")
+    lock = store.options.folder / "lock"
+    lock.unlink()
+    lock.hardlink_to(kept)
+    store = open_store()
+    assert found_in(store) == {1}
+    assert put(store, 2) == 1
+    assert kept.read_text() == "what must stay"
+    assert json.loads(lock.read_text())["pid"] == os.getpid()
+    with pytest.raises(StoreError, match="in use by process"):
+        open_store()
+
+
+# -- what is named like a segment -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "socket", "itself"])
+def test_what_is_no_plain_file_is_no_segment(open_store: Opener, tmp_path: Path, kind: str) -> None:
+    """The store opens, numbers its segments around it, and lets it be."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"what must stay")
+    store = open_store()
+    put(store, 1, 2, 3)
+    store.close()
+    odd = store.options.folder / "00000002.seg"
+    make_odd(odd, kind, precious)
+    store = open_store()
+    assert found_in(store) == {1, 2, 3}
+    assert store.stats.segments_bad == 0
+    assert put(store, 4, 5) == 2
+    store.close()
+    store = open_store()
+    assert found_in(store) == {1, 2, 3, 4, 5}
+    store.clear()
+    assert odd.lstat()
+    assert precious.read_bytes() == b"what must stay"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_another_store_whose_lock_is_no_plain_file_hangs_nobody(
+    open_store: Opener, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "root" / ("ff" * 16) / "0-0"
+    folder.mkdir(parents=True)
+    make_odd(folder / "lock", kind, tmp_path / "precious")
+    store = open_store()
+    assert fill(store, 20) == 20 * 8
+
+
+@pytest.mark.parametrize("number", [99_999_999, 99_999_998, 90_000_001])
+@pytest.mark.parametrize("kind", ["junk", "pipe"])
+def test_a_number_at_the_end_of_the_range_hides_no_segment_behind_it(
+    open_store: Opener, tmp_path: Path, number: int, kind: str
+) -> None:
+    store = open_store()
+    put(store, *range(10))
+    store.close()
+    odd = store.options.folder / f"{number}.seg"
+    if kind == "junk":
+        odd.write_bytes(b"junk" * 5000)
+    else:
+        os.mkfifo(odd)
+    for first in (10, 20, 30):
+        store = open_store()
+        assert found_in(store) == set(range(first))
+        assert put(store, *range(first, first + 10)) == 10
+        store.close()
+    assert found_in(open_store()) == set(range(40))
+
+
+def test_a_store_that_has_run_out_of_numbers_begins_anew(
+    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it wrote for a thousand years or somebody made such a segment, it goes on."""
+    monkeypatch.setattr("tiered_kv.storage.segment_folder.NEARLY_LAST_NUMBER", 3)
+    monkeypatch.setattr("tiered_kv.storage.recovery.NEARLY_LAST_NUMBER", 3)
+    store = open_store()
+    for first in (0, 20, 40):
+        put(store, *range(first, first + 20))
+    store.close()
+    assert (store.options.folder / "00000004.seg").exists()
+    store = open_store()
+    assert found_in(store) == set()
+    assert put(store, *range(20)) == 20
+    store.close()
+    assert sorted(path.name for path in store.options.folder.glob("*.seg"))[0] == "00000001.seg"
+    assert found_in(open_store()) == set(range(20))
+
+
+def test_the_last_number_of_all_is_the_last(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.storage.segment_maker.LAST_NUMBER", 1)
+    store = open_store()
+    assert put(store, *range(20)) < 20
+    assert [path.name for path in store.options.folder.glob("*.seg")] == ["00000001.seg"]
+    assert store.stats.write_errors > 0
+
+
+# -- the disk -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["create", "pwrite"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_full_disk_does_not_hide_whether_it_takes_direct_io(
+    open_store: Opener, operation: str, direct: bool
+) -> None:
+    store = open_store()
+    put(store, *range(10))
+    store.close()
+    files = FaultyFiles()
+    if not direct:
+        files.refuse_direct()
+    files.fail(operation, errno.ENOSPC)
+    store = open_store(files)
+    assert files.struck == (1 if direct or operation == "create" else 0)
+    assert store.direct is direct
+    assert found_in(store) == set(range(10))
+
+
+class WatchedFiles(RealFiles):
+    """Notes which folders were made durable."""
+
+    def __init__(self) -> None:
+        self.synced: list[Path] = []
+
+    def sync_folder(self, folder: Path) -> None:
+        self.synced.append(folder)
+        super().sync_folder(folder)
+
+
+def test_every_folder_that_is_made_outlives_a_power_cut(open_store: Opener, tmp_path: Path) -> None:
+    files = WatchedFiles()
+    folder = open_store(files, root=tmp_path / "deep" / "root").options.folder
+    assert set(folder.parents) & set(files.synced) == {
+        tmp_path,
+        tmp_path / "deep",
+        tmp_path / "deep" / "root",
+        folder.parent,
+    }
+    files.synced.clear()
+    RealFiles.make_folders(files, folder)
+    assert files.synced == [], "they are there already"
+
+
+@pytest.mark.parametrize("now", [-5.0, -1e9, 0.0, 2.0**63, 2.0**70])
+def test_a_clock_that_stands_anywhere_stops_nobody(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch, now: float
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now)
+        store = open_store()
+        assert put(store, *range(10)) == 10
+        store.close()
+        store = open_store()
+        assert found_in(store) == set(range(10))
+        store.close()
+    assert found_in(open_store()) == set(range(10))
