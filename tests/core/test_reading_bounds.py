@@ -238,7 +238,7 @@ def test_real_files_give_no_descriptor_of_what_is_no_plain_file(tmp_path: Path) 
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "link", "folder"):
         for access in (Access.READ, Access.WRITE):
-            with pytest.raises(OSError, match="no plain file|symbolic|Is a directory"):
+            with pytest.raises(OSError, match=r"no plain file|symbolic|directory"):
                 RealFiles().open(tmp_path / name, access, direct=False)
     assert RealFiles().names(tmp_path) == []
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -206,11 +205,26 @@ def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: P
     life.check()
 
 
-def short_life(folder: Path, begin: Callable[[FaultyFiles], None]) -> Life:
-    """Puts, rewritten pages, a reclaim, a drop and a restart, all on a disk that fails once."""
-    files = FaultyFiles(UnsafeFiles())
+class FullUntilDeleted(FaultyFiles):
+    """Once an operation found no room, none finds any until a segment is deleted."""
+
+    def __init__(self) -> None:
+        super().__init__(UnsafeFiles())
+
+    def unlink(self, path: Path) -> None:
+        nbytes = path.stat().st_size if path.exists() else 0
+        super().unlink(path)
+        if path.suffix == ".seg" and nbytes:
+            self.heal()
+
+
+def short_life(folder: Path, operation: str = "", error: int = 0, after: int = 0) -> Life:
+    """Puts, reclaims, a drop and a restart, on a disk that is full from some call on."""
+    files = FullUntilDeleted()
     life = Life(store_options(folder, capacity_bytes=6 * LEAST, io_threads=1), files)
-    begin(files)
+    if operation:
+        times = 1 if operation == "unlink" else float("inf")
+        files.fail(operation, error, after=after, times=times)
     life.go_on(10)
     first = list(life.stored)[:5]
     life.store.drop(first)
@@ -222,10 +236,6 @@ def short_life(folder: Path, begin: Callable[[FaultyFiles], None]) -> Life:
     return life
 
 
-def strike(operation: str, error: int, after: int, files: FaultyFiles) -> None:
-    files.fail(operation, error, after=after)
-
-
 WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "truncate", "unlink"]
 
 
@@ -233,20 +243,23 @@ WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "trunca
     ("operation", "error"),
     [*((one, errno.ENOSPC) for one in WRITES), ("preallocate", errno.EDQUOT)],
 )
-def test_no_room_at_any_one_write_costs_the_pages_of_a_put(
+def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
     tmp_path: Path, operation: str, error: int
 ) -> None:
-    """Every write in turn."""
-    well = short_life(tmp_path / "well", lambda files: None)
+    """Every write in turn: what was stored stays, something makes room, life goes on."""
+    well = short_life(tmp_path / "well")
     assert isinstance(well.files, FaultyFiles)
-    calls = well.files.calls.get(operation, 0)
+    calls = well.files.calls[operation]
     well.store.close()
     for after in range(calls):
-        life = short_life(tmp_path / f"{after}", partial(strike, operation, error, after))
-        assert isinstance(life.files, FaultyFiles)
-        life.files.heal()
+        life = short_life(tmp_path / f"{after}", operation, error, after)
         life.check()
+        if not life.stored:  # there never was anything that could make room
+            assert isinstance(life.files, FaultyFiles)
+            life.files.heal()
+        life.go_on(2)
         assert life.go_on(3)[0] == 24
+        life.check()
         life.check_restart()
         life.store.close()
     assert calls > 0
