@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,12 @@ from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.files import FileLayer
-from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
+from tiered_kv.storage.segment_store import (
+    SegmentStore,
+    StoreBusyError,
+    StoreError,
+    StoreOptions,
+)
 from tiered_kv.testing.files import FaultyFiles, SmallDisk, UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 
@@ -263,3 +269,46 @@ def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
         life.check_restart()
         life.store.close()
     assert calls > 0
+
+
+def test_a_store_begins_on_a_full_disk_in_the_place_of_one_that_nobody_has_open(
+    tmp_path: Path,
+) -> None:
+    """There is no room even for its folder."""
+    old = small_life(tmp_path, 12, fingerprint=bytes(16))
+    old.go_on(8)
+    old.store.close()
+    files = FullUntilDeleted()
+    files.fail("make_folders", errno.ENOSPC, times=float("inf"))
+    new = Life(store_options(tmp_path, capacity_bytes=CAPACITY), files)
+    assert new.go_on(3) == (24, 0)
+    new.check()
+    assert not (old.options.folder / "00000001.seg").exists()
+    assert (old.options.folder / "00000002.seg").exists()
+
+
+def test_where_nothing_can_give_way_the_start_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    files = FullUntilDeleted()
+    files.fail("make_folders", errno.ENOSPC, times=float("inf"))
+    tmp_path.joinpath("root").mkdir()
+    with pytest.raises(StoreError, match="No space left on device"):
+        Life(store_options(tmp_path / "root", capacity_bytes=CAPACITY), files)
+
+
+def test_a_store_opens_where_its_lock_cannot_say_who_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = small_life(tmp_path, 12)
+    life.go_on(2)
+    life.store.close()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        life.open()
+    life.check()
+    assert life.go_on(2) == (16, 0)
+    with pytest.raises(StoreBusyError, match="in use by"):
+        life.open()

@@ -205,6 +205,7 @@ class Capacity:
                 dead += nbytes
         free = self._files.free(self._options.root)
         self._usage = Usage(own, dead, total, live, free)
+        self._stuck = min(self._stuck, dead)
         self._usage_at = time.monotonic()
         return self._usage
 

@@ -69,8 +69,9 @@ class StoreLock:
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }
         text = json.dumps(holder).encode()
-        os.pwrite(self._fd, text, 0)
-        os.ftruncate(self._fd, len(text))
+        with contextlib.suppress(OSError):  # it locks without saying who, on a full disk
+            os.pwrite(self._fd, text, 0)
+            os.ftruncate(self._fd, len(text))
 
     def _is_current(self, fd: int) -> bool:
         """Whether the file that was locked is still the one of that name."""

@@ -35,7 +35,7 @@ from tiered_kv.storage.reclaiming import Proposal, Reclaimer
 from tiered_kv.storage.recovery import CodecFrom, Recovery
 from tiered_kv.storage.segment_folder import SegmentFolder
 from tiered_kv.storage.segment_maker import SegmentMaker
-from tiered_kv.storage.store_means import WRITE_BYTES, StoreMeans
+from tiered_kv.storage.store_means import WRITE_BYTES, StoreMeans, is_full
 from tiered_kv.storage.store_options import StoreOptions, StoreStats
 from tiered_kv.storage.training import Training
 
@@ -87,10 +87,8 @@ class SegmentStore:
         self._training = Training(codec)
         self._capacity = capacity = Capacity(files, options)
         try:
-            files.make_folders(options.folder)
             with ExitStack() as undo:
-                with root_locked(options.root):
-                    self._lock = StoreLock(options.folder)
+                self._lock = _begin(options, files, capacity)
                 undo.callback(self._lock.release)
                 means = _means(options, self.stats, files, self._lock.path)
                 self.direct = means.direct
@@ -235,6 +233,22 @@ class SegmentStore:
         with self._resources:
             if (active := self._catalogue.active) is not None:
                 self._maker.seal(active)
+
+
+def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:
+    """The lock of the store, whose folder is made if need be. Where even that has no room, stores
+    that nobody has open give way."""
+    while True:
+        try:
+            files.make_folders(options.folder)
+            with root_locked(options.root):
+                return StoreLock(options.folder)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            with root_locked(options.root):
+                if not capacity.delete_dead(1):
+                    raise
 
 
 def _means(options: StoreOptions, stats: StoreStats, files: FileLayer, known: Path) -> StoreMeans:
