@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -53,3 +56,13 @@ def test_memory_that_cannot_be_had_is_an_error_and_not_a_crash() -> None:
 def test_the_memory_left_is_some_of_the_machines() -> None:
     total, available = memory()
     assert 0 < available <= total < 1 << 50
+
+
+def test_the_slab_is_in_memory_before_anybody_saves_to_it() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    pool = CpuPool(64, 1 << 20)
+    assert resident() - before > 56 << 20
+    pool.close()

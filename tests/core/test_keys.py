@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.keys import Fingerprint, page_keys, tail_key
+from tiered_kv.keys import UNIDENTIFIED, Fingerprint, page_keys, tail_key
 
 BASE = Fingerprint(
     model="a" * 32,
@@ -103,3 +103,10 @@ def test_tails_of_different_contexts_have_different_keys(
 def test_a_tail_is_no_full_page() -> None:
     fingerprint = BASE.digest()
     assert tail_key(fingerprint, [], None) != page_keys(fingerprint, [b""])[0]
+
+
+def test_a_fingerprint_lasts_unless_it_is_of_a_generation_or_of_a_model_without_files() -> None:
+    assert BASE.lasting
+    assert not replace(BASE, generation="5f").lasting
+    assert not replace(BASE, model=f"{UNIDENTIFIED}5f").lasting
+    assert not replace(BASE, model=f"{UNIDENTIFIED}5f", generation="5f").lasting

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -17,6 +18,7 @@ from tiered_kv.storage.files import BLOCK
 from tiered_kv.storage.segment_format import (
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,
+    TRAILER_BYTES,
     FooterEntry,
     FormatError,
     RecordHeader,
@@ -33,6 +35,7 @@ from tiered_kv.storage.segment_format import (
     record_bytes,
     segment_header_bytes,
 )
+from tiered_kv.storage.segment_layout import ENTRY, SEGMENT, TRAILER, TRAILER_MAGIC
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -218,3 +221,44 @@ def test_the_format_does_not_change_unnoticed() -> None:
     assert record_bytes(48, 2 * BLOCK) == 3 * BLOCK
     assert dataclasses.replace(RECORD, plane_bytes=BLOCK, frame_bytes=0).header_bytes == BLOCK
     assert xxhash.xxh3_64_hexdigest(everything) == "b2a51352e5b93e28"
+
+
+def test_what_is_wrong_with_a_header_is_said() -> None:
+    packed = pack_segment_header(HEADER)
+    with pytest.raises(FormatError, match="not a segment"):
+        parse_segment_header(b"TKVSEG\0\1" + packed[8:])
+    with pytest.raises(FormatError, match="cut off"):
+        parse_segment_header(packed[:-1])
+    longer = bytearray(packed.ljust(2 * BLOCK, b"\0"))
+    longer[12:16] = (2 * BLOCK).to_bytes(4, "little")
+    end = SEGMENT.size + len(HEADER.table)
+    longer[end : end + 16] = xxhash.xxh3_128_digest(bytes(longer[:end]))
+    with pytest.raises(FormatError, match="wrong length"):
+        parse_segment_header(bytes(longer))
+
+
+def test_a_footer_of_another_length_than_it_says_is_refused() -> None:
+    places = [FooterEntry(PageKey(b"a" * 48), BLOCK, 10, 20, 5)]
+    footer = pack_footer(HEADER, 3 * BLOCK, places)
+    assert parse_footer(HEADER, footer) == places
+    longer = footer[:-TRAILER_BYTES] + bytes(BLOCK) + footer[-TRAILER_BYTES:]
+    with pytest.raises(FormatError, match="wrong length"):
+        parse_footer(HEADER, longer)
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (48, 49), (48, 47), (81, 15), (256, 48)])
+def test_a_footer_whose_keys_have_other_lengths_is_refused(lengths: tuple[int, int]) -> None:
+    """Made by somebody who knows how to make digests."""
+    places = [FooterEntry(PageKey(bytes([n]) * 48), BLOCK * n, 10, 20, 5) for n in (1, 2)]
+    footer = bytearray(pack_footer(HEADER, 3 * BLOCK, places))
+    rows = np.frombuffer(footer, ENTRY, 2)
+    for row, length in enumerate(lengths):
+        rows["key"][row] = length
+    body = 2 * ENTRY.itemsize + 96
+    fixed = len(footer) - TRAILER_BYTES
+    trailer = TRAILER.pack(
+        TRAILER_MAGIC, HEADER.nonce, 3 * BLOCK, 2, 96, xxhash.xxh3_128_digest(bytes(footer[:body]))
+    )
+    footer[fixed : fixed + TRAILER.size] = trailer
+    with pytest.raises(FormatError, match="keys of the footer have the wrong lengths"):
+        parse_footer(HEADER, bytes(footer))

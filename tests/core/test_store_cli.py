@@ -277,6 +277,46 @@ def test_a_lost_record_of_an_unsealed_segment_is_found(disk: Disk, live: Segment
     assert (bad["offset"], bad["key"]) == (place.entry.offset, None)
 
 
+@pytest.mark.parametrize(("lost", "found"), [(19, True), (20, False)])
+def test_only_what_was_written_last_may_be_missing(
+    disk: Disk, live: SegmentStore, lost: int, found: bool
+) -> None:
+    """The last page before the last group was durable; the first of the group perhaps never."""
+    disk.put(live, *range(20, 30))
+    place = disk.survey.pages[page_key(lost)]
+    flip(place.segment.path, place.entry.offset + 20)
+    result = run_json("verify", disk.root, code=1 if found else 0)
+    assert [bad["offset"] for bad in result["bad_pages"]] == [place.entry.offset] * found
+
+
+def test_an_unsealed_segment_that_lost_a_byte_of_nothing_is_found(
+    disk: Disk, live: SegmentStore
+) -> None:
+    (path,) = live.options.folder.glob("*.seg")
+    os.truncate(path, path.stat().st_size - 1)
+    (bad,) = run_json("verify", disk.root, code=1)["bad_segments"]
+    assert "cut off" in bad["reason"]
+
+
+def test_a_segment_with_room_for_its_footer_and_no_more_is_not_cut_off(disk: Disk) -> None:
+    disk.fill(10)
+    (segment,) = disk.survey.segments
+    with segment.path.open("r+b") as file:
+        file.seek(segment.records_end)
+        file.write(bytes(segment.loaded.size - segment.records_end))
+    result = run_json("verify", disk.root)
+    assert (result["good"], result["pages"]) == (True, 10)
+
+
+def test_pages_are_told_in_the_order_they_were_written(disk: Disk) -> None:
+    store = disk.open()
+    disk.put(store, *range(10))
+    disk.put(store, 3, version=1)
+    store.close()
+    order = [page_key(name) for name in (0, 1, 2, 4, 5, 6, 7, 8, 9, 3)]
+    assert list(disk.survey.pages) == order
+
+
 def test_a_segment_of_another_store_is_bad(disk: Disk) -> None:
     folder = disk.fill(10)
     (folder / "00000001.seg").rename(folder / "00000007.seg")
@@ -458,6 +498,12 @@ def test_export_gives_back_what_was_put(disk: Disk, tmp_path: Path, codec: str) 
         else:
             assert len(unpacked) == len(content) // 2
             assert (out / page["table_file"]).read_bytes() == store.codec.table
+
+
+def test_an_empty_folder_can_be_exported_to(disk: Disk, tmp_path: Path) -> None:
+    disk.fill(10)
+    (tmp_path / "out").mkdir()
+    assert run_json("export", disk.root, "--all", tmp_path / "out")["pages"] == 10
 
 
 def test_one_page_is_exported_from_every_store_that_has_it(disk: Disk, tmp_path: Path) -> None:

@@ -1,0 +1,378 @@
+"""What a store does beside keeping pages: it tidies up, counts, waits a moment, and learns once."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.capacity import Capacity
+from tiered_kv.storage.files import Access, Buffers, FileLayer, RealFiles
+from tiered_kv.storage.locks import StoreLock, root_locked
+from tiered_kv.storage.reading import load_segment
+from tiered_kv.storage.segment_store import SegmentStore, StoreBusyError, StoreError, StoreOptions
+from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
+from tiered_kv.testing.segments import SegmentFile
+from tiered_kv.testing.store import (
+    FINGERPRINT,
+    PAGE_FORMAT,
+    ToyCodec,
+    page_bytes,
+    page_key,
+    store_options,
+)
+
+LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
+
+
+def codec_from(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+    return RawCodec(page_format) if codec_id == 0 else ToyCodec(page_format, table)
+
+
+def open_store(
+    options: StoreOptions, codec: Codec | None = None, files: FileLayer | None = None
+) -> SegmentStore:
+    return SegmentStore(options, codec or RawCodec(PAGE_FORMAT), codec_from, files)
+
+
+def put(store: SegmentStore, *names: int, version: int = 0) -> None:
+    keys = [page_key(name) for name in names]
+    assert store.put([(key, page_bytes(key, version)) for key in keys]) == frozenset()
+
+
+def segments_of(options: StoreOptions) -> list[Path]:
+    return sorted(options.folder.glob("*.seg"))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> StoreOptions:
+    return store_options(tmp_path / "root", capacity_bytes=16 * LEAST)
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """As many files are open afterwards as before."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    yield
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# -- tidying up ---------------------------------------------------------------------------
+
+
+def test_a_segment_whose_pages_are_all_written_again_elsewhere_goes(options: StoreOptions) -> None:
+    store = open_store(options)
+    put(store, *range(12))
+    first = SegmentFile(segments_of(options)[0])
+    inside = len(first.entries)
+    put(store, *range(100, 120))  # it is full, and sealed
+    put(store, *range(min(inside, 12)), *range(100, 108), version=1)
+    assert not first.path.exists()
+    assert len(store) == 32
+    store.close()
+
+
+def test_clearing_takes_the_segments_that_could_not_be_read_too(options: StoreOptions) -> None:
+    files = FaultyFiles(UnsafeFiles())
+    store = open_store(options, files=files)
+    put(store, *range(40))
+    store.close()
+    files.fail("size", errno.EIO)
+    store = open_store(options, files=files)
+    assert 0 < len(store) < 40
+    store.clear()
+    assert segments_of(options) == []
+    store.close()
+    store = open_store(options, files=files)
+    assert len(store) == 0
+    store.close()
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_no_file_stays_open(options: StoreOptions) -> None:
+    store = open_store(options)
+    for first in range(0, 400, 10):
+        put(store, *range(first, first + 10))
+        while (proposal := store.proposal()) is not None:
+            store.reclaim(proposal.segment, proposal.keys[:1])
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    for first in range(400, 800, 10):
+        put(store, *range(first, first + 10))
+        while (proposal := store.proposal()) is not None:
+            store.reclaim(proposal.segment, proposal.keys[:1])
+    assert len(list(Path("/proc/self/fd").iterdir())) <= held + 1
+    put(store, 1, 2, 3)
+    killed = options.folder.with_name("killed")
+    shutil.copytree(options.folder, killed)
+    store.close()
+    shutil.rmtree(options.folder)
+    killed.rename(options.folder)
+    open_store(options).close()  # seals what the killed one left
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_no_folder_stays_open_that_was_made_durable(tmp_path: Path) -> None:
+    for _ in range(3):
+        RealFiles().sync_folder(tmp_path)
+
+
+def test_a_footer_has_room_also_behind_the_longest_keys(options: StoreOptions) -> None:
+    store = open_store(options)
+    keys = [PageKey(FINGERPRINT + bytes([n]) * 239) for n in range(60)]
+    assert store.put([(key, page_bytes(key)) for key in keys]) == frozenset()
+    store.close()
+    assert all(path.stat().st_size <= options.segment_bytes for path in segments_of(options))
+    assert all(SegmentFile(path).sealed for path in segments_of(options))
+
+
+def test_a_page_that_fits_no_segment_costs_itself_and_no_other(options: StoreOptions) -> None:
+    class Greedy(ToyCodec):
+        wants_training = False
+
+        def encode(self, page: Bytes) -> EncodedPage:
+            if page[0] == 13:
+                return EncodedPage(np.zeros(1 << 20, np.uint8), page[:0])
+            return super().encode(page)
+
+    store = open_store(options, Greedy(PAGE_FORMAT))
+    pages = [(page_key(name), page_bytes(page_key(name))) for name in range(9)]
+    for i, (_, page) in enumerate(pages):
+        page[0] = 13 if i in (0, 4, 5) else 1
+    assert store.put(pages) == {0, 4, 5}
+    assert store.keys() == [page_key(name) for name in (1, 2, 3, 6, 7, 8)]
+    store.close()
+
+
+# -- counting -------------------------------------------------------------------------------
+
+
+def test_segments_of_no_use_are_counted_and_deleted(options: StoreOptions) -> None:
+    store = open_store(options, ToyCodec(PAGE_FORMAT))
+    put(store, *range(20))
+    store.close()
+    (options.folder / "00000090.seg").write_bytes(b"junk" * 5000)
+
+    def unknown(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+        raise CodecError("no such codec")
+
+    count = len(segments_of(options))
+    store = SegmentStore(options, RawCodec(PAGE_FORMAT), unknown)
+    assert store.stats.segments_bad == count > 1
+    assert len(store) == 0
+    assert segments_of(options) == []
+    store.close()
+
+
+def test_a_store_with_too_little_room_says_how_much_it_takes(tmp_path: Path) -> None:
+    large = PageFormat(PAGE_FORMAT.element, 64 << 20, 16)
+    options = store_options(tmp_path, page_format=large, capacity_bytes=1 << 20)
+    needed = 2 * options.segment_bytes / (1 << 30)
+    assert needed == pytest.approx(1.02, abs=0.02)
+    with pytest.raises(StoreError, match=f"raise TIERED_KV_SSD_GIB to {needed:.2f} or more"):
+        SegmentStore(options, RawCodec(large), codec_from)
+
+
+# -- locks ----------------------------------------------------------------------------------
+
+
+def test_a_lock_that_somebody_only_looks_at_is_had_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looker = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looker, fcntl.LOCK_SH)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        fcntl.flock(looker, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    lock = StoreLock(tmp_path)
+    assert len(slept) == 1
+    with pytest.raises(StoreBusyError):
+        StoreLock(tmp_path)
+    lock.release()
+    lock.release()
+    os.close(looker)
+    StoreLock(tmp_path).release()
+
+
+def test_whoever_makes_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = os.open(tmp_path / "capacity.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        fcntl.flock(other, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with root_locked(tmp_path):
+        assert len(slept) == 1
+    os.close(other)
+
+
+def test_the_last_use_is_noted_when_a_segment_begins_and_at_the_end(options: StoreOptions) -> None:
+    store = open_store(options)
+    lock = options.folder / "lock"
+    uses: list[Callable[[], None]] = [lambda: put(store, 1), store.close]
+    for use in uses:
+        os.utime(lock, (1e9, 1e9))
+        use()
+        assert lock.stat().st_mtime > 1.1e9
+
+
+# -- room -------------------------------------------------------------------------------------
+
+
+def test_no_more_of_a_dead_store_goes_than_must(options: StoreOptions) -> None:
+    folders = [options.root / (bytes([n]) * 16).hex() / "0-0" for n in (1, 2)]
+    for age, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+        os.utime(folder / "lock", (1e9 + age, 1e9 + age))
+        for number in (1, 2):
+            (folder / f"{number:08}.seg").write_bytes(bytes(8192))
+
+    def left() -> list[int]:
+        return [len(list(folder.glob("*.seg"))) for folder in folders]
+
+    capacity = Capacity(UnsafeFiles(), options)
+    assert capacity.delete_dead(8192)
+    assert left() == [1, 2]
+    assert capacity.delete_dead(8193)
+    assert left() == [0, 1]
+    assert capacity.delete_dead(1 << 30)
+    assert left() == [0, 0]
+    assert not capacity.delete_dead(1)
+
+
+def test_each_store_takes_its_share_to_the_last_segment(
+    options: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)
+    both = [
+        store_options(options.root, capacity_bytes=16 * LEAST, rank=rank, ranks=2)
+        for rank in (0, 1)
+    ]
+    stores = [open_store(one, files=UnsafeFiles()) for one in both]
+    for store in stores:
+        name = 0
+        while not store.put([(page_key(name), page_bytes(page_key(name)))]):
+            name += 1
+    assert [len(segments_of(one)) for one in both] == [7, 7], "of sixteen, two are kept free"
+    for store in stores:
+        store.close()
+
+
+def test_nothing_is_proposed_while_there_is_room(
+    options: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when a segment is full, nor when others have all the rest and it is not."""
+    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)
+    store = open_store(options, files=UnsafeFiles())
+    name = 0
+    while len(segments_of(options)) < 2:
+        assert store.proposal() is None
+        put(store, name)
+        name += 1
+    assert store.proposal() is None
+    while not store.put([(page_key(name), page_bytes(page_key(name)))]):
+        name += 1
+    newcomer = store_options(options.root, capacity_bytes=16 * LEAST, rank=1, ranks=2)
+    new = open_store(newcomer, files=UnsafeFiles())
+    put(new, 1)
+    assert new.proposal() is None
+    name = 2
+    while not new.put([(page_key(name), page_bytes(page_key(name)))]):
+        name += 1
+    assert new.proposal() is not None
+    store.close()
+    new.close()
+
+
+# -- learning ---------------------------------------------------------------------------------
+
+
+def test_a_codec_that_was_never_trained_is_trained_by_the_next_process(
+    options: StoreOptions,
+) -> None:
+    store = open_store(options, ToyCodec(PAGE_FORMAT))
+    put(store, *range(5))
+    store.close()
+    store = open_store(options, ToyCodec(PAGE_FORMAT))
+    put(store, *range(5, 30))
+    tables = [SegmentFile(path).header.table for path in segments_of(options)]
+    assert tables[0] == b""
+    assert tables[-1] != b""
+    store.close()
+
+
+def test_pages_that_were_learnt_from_are_not_kept(options: StoreOptions) -> None:
+    seen: list[weakref.ref[Bytes]] = []
+
+    class Curious(ToyCodec):
+        def trained(self, pages: list[Bytes]) -> Codec:
+            seen.extend(weakref.ref(page) for page in pages)
+            return super().trained(pages)
+
+    store = open_store(options, Curious(PAGE_FORMAT))
+    for name in range(16):
+        put(store, name)
+    gc.collect()
+    assert len(seen) == 16
+    assert [page for page in seen if page() is not None] == []
+    store.close()
+
+
+# -- direct I/O, footers ------------------------------------------------------------------------
+
+
+class RefusesWrites(RealFiles):
+    """A file system that opens a file for direct I/O, and refuses the first write."""
+
+    def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return super().pwrite(fd, buffers, offset)
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_a_probe_that_a_killed_process_left_hides_nothing(options: StoreOptions) -> None:
+    options.folder.mkdir(parents=True)
+    (options.folder / "probe").write_bytes(bytes(4096))
+    store = open_store(options, files=RefusesWrites())
+    assert store.direct is False
+    assert not (options.folder / "probe").exists()
+    put(store, *range(10))
+    store.close()
+
+
+def test_a_footer_longer_than_what_is_read_of_the_end_is_read_whole(
+    options: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.storage.reading._END_BYTES", 4096)
+    large = store_options(options.root, capacity_bytes=64 << 20)
+    store = open_store(large, files=UnsafeFiles())
+    put(store, *range(200))
+    store.close()
+    (path,) = segments_of(large)
+    fd = RealFiles().open(path, Access.READ, direct=False)
+    try:
+        loaded = load_segment(RealFiles(), fd)
+    finally:
+        RealFiles().close(fd)
+    assert loaded.sealed
+    assert [entry.key for entry in loaded.entries] == [page_key(name) for name in range(200)]
