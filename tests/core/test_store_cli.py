@@ -420,6 +420,18 @@ def test_gc_removes_what_is_selected_and_no_more(disk: Disk) -> None:
     assert run_json("gc", disk.root, "--all")["removed"] == []
 
 
+@pytest.mark.parametrize("last_use", [-5.0, 0.0, 3600.0])
+def test_a_store_used_under_a_clock_that_was_not_set_is_of_no_age(
+    disk: Disk, last_use: float
+) -> None:
+    """Perhaps it was used a minute ago."""
+    folder = disk.fill(10)
+    os.utime(folder / "lock", (last_use, last_use))
+    assert run_json("gc", disk.root, "--older-than", 1)["removed"] == []
+    assert len(run_json("ls", disk.root)["stores"]) == 1
+    assert run_json("gc", disk.root, "--all")["removed"] == [str(folder)]
+
+
 def test_gc_keeps_a_folder_with_something_of_somebody_else_in_it(disk: Disk) -> None:
     folder = disk.fill(10)
     (folder / "notes.txt").write_text("mine")

@@ -24,6 +24,7 @@ from tiered_kv.storage.reading import StoreInfo
 LEFTOVER_S = 60.0
 """Age from which probe files and empty folders are nobody's: a start takes a second or two."""
 
+_CLOCK_SET = 365 * 86400.0
 _PROBE_NAME = re.compile(r"\.probe-[0-9]+")
 
 
@@ -41,7 +42,8 @@ class Selection:
 
     def takes(self, store: StoreInfo, now: float) -> bool:
         """Args: now: seconds since 1970."""
-        unused = now - store.last_use >= self.unused_s or not self.unused_s
+        known = store.last_use >= _CLOCK_SET  # else by a machine whose clock was not set
+        unused = not self.unused_s or (known and now - store.last_use >= self.unused_s)
         return unused and store.fingerprint.hex().startswith(self.fingerprint)
 
 

@@ -192,6 +192,7 @@ class SmallDisk(FaultyFiles):
 
     @property
     def left(self) -> int:
+        """Bytes that still fit."""
         used = 0
         for path in self._folder.rglob("*"):
             try:
