@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.core.test_store_cli import OTHER, PAGE_FORMAT, Disk, disk, run, run_json
+from tests.core.store_disk import OTHER, PAGE_FORMAT, Disk, run, run_json
 from tiered_kv.codecs.base import PageFormat
 from tiered_kv.storage.segment_format import SegmentHeader, pack_segment_header
 from tiered_kv.testing.store import FINGERPRINT, page_key
-
-__all__ = ["disk"]
 
 ODD = bytes(15) + b"\2"
 

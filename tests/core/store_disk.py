@@ -1,0 +1,84 @@
+"""A root with stores in it, and what ``tiered-kv store`` says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from tiered_kv.cli import app
+from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.survey import Survey, find_stores, survey
+from tiered_kv.testing.store import page_key, store_options
+
+PAGE_FORMAT = PageFormat(ElementType.BF16, 16384, 16)
+OTHER = bytes(15) + b"\1"
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """What a command prints on standard output."""
+    result = CliRunner().invoke(app, ["store", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    if code != 2:
+        return result.stdout
+    assert result.stdout == ""
+    assert result.stderr.startswith("tiered-kv: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """The one object that a command prints."""
+    found = json.loads(run(*arguments, "--json", code=code))
+    assert isinstance(found, dict)
+    return found
+
+
+class Disk:
+    """A root with stores in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.pages: dict[PageKey, bytes] = {}
+
+    def open(self, codec: str = "raw", **changes: object) -> SegmentStore:
+        options = store_options(
+            self.root, page_format=PAGE_FORMAT, capacity_bytes=64 << 20, **changes
+        )
+        return SegmentStore(options, make_codec(codec, PAGE_FORMAT), codec_from)
+
+    def put(self, store: SegmentStore, *names: int, version: int = 0) -> list[PageKey]:
+        keys = [page_key(name, store.options.fingerprint) for name in names]
+        pages = [
+            (key, synthetic_page(PAGE_FORMAT, seed=name + 1000 * version))
+            for key, name in zip(keys, names, strict=True)
+        ]
+        assert not store.put(pages)
+        self.pages.update((key, page.tobytes()) for key, page in pages)
+        return keys
+
+    def fill(self, count: int = 40, codec: str = "raw", **changes: object) -> Path:
+        """A closed store of so many pages, put in groups of ten; its folder."""
+        store = self.open(codec, **changes)
+        for first in range(0, count, 10):
+            self.put(store, *range(first, first + 10))
+        store.close()
+        return store.options.folder
+
+    @property
+    def survey(self) -> Survey:
+        (info,) = find_stores(self.root).stores
+        return survey(info)
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x10
+    path.write_bytes(content)
