@@ -96,6 +96,7 @@ def open_plain(path: Path, flags: int) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "no plain file", str(path))
+    os.set_blocking(fd, True)  # only the opening of a pipe was not to be waited for
     return fd
 
 

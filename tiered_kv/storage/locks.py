@@ -82,7 +82,7 @@ class StoreLock:
     def _is_shared(self, fd: int) -> bool:
         """Whether the file that was locked has another name as well, under which it must stay
         as it is. It gives up this one."""
-        if os.fstat(fd).st_nlink == 1:
+        if os.fstat(fd).st_nlink <= 1:
             return False
         self.path.unlink()
         return True

@@ -106,8 +106,10 @@ class Recovery:
         return Segment(path, header, loaded.table_id, codec, loaded.end, fd=fd), loaded
 
     def _check(self, number: int, header: SegmentHeader) -> None:
-        """Raises:
-        FormatError: the segment is of no use here.
+        """Refuse a segment of another store.
+
+        Raises:
+            FormatError: it is one.
         """
         options = self._means.options
         found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
