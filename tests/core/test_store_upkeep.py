@@ -129,10 +129,13 @@ def test_no_folder_stays_open_that_was_made_durable(tmp_path: Path) -> None:
 
 
 def test_a_footer_has_room_also_behind_the_longest_keys(options: StoreOptions) -> None:
-    store = open_store(options)
-    keys = [PageKey(FINGERPRINT + bytes([n]) * 239) for n in range(60)]
-    assert store.put([(key, page_bytes(key)) for key in keys]) == frozenset()
+    small = PageFormat(PAGE_FORMAT.element, 1024, 16)  # of which there are many in a segment
+    options = store_options(options.root, page_format=small, capacity_bytes=1 << 20)
+    store = SegmentStore(options, RawCodec(small), codec_from)
+    keys = [PageKey(FINGERPRINT + bytes([n]) * 239) for n in range(100)]
+    assert store.put([(key, page_bytes(key, 0, 1024)) for key in keys]) == frozenset()
     store.close()
+    assert len(segments_of(options)) > 1
     assert all(path.stat().st_size <= options.segment_bytes for path in segments_of(options))
     assert all(SegmentFile(path).sealed for path in segments_of(options))
 
@@ -259,6 +262,21 @@ def test_no_more_of_a_dead_store_goes_than_must(options: StoreOptions) -> None:
     assert not capacity.delete_dead(1)
 
 
+def test_a_share_is_given_to_the_last_byte_and_what_survives_has_the_rest(
+    options: StoreOptions,
+) -> None:
+    options.folder.mkdir(parents=True)
+    capacity = Capacity(UnsafeFiles(), options)
+    for number in range(17):
+        usual = LEAST if number < 14 else None
+        surviving = LEAST if number < 16 else None
+        assert capacity.make_room(while_reclaiming=False) == usual
+        assert capacity.make_room(while_reclaiming=True) == surviving
+        segment = options.folder / f"{number:08}.seg"
+        segment.touch()
+        os.truncate(segment, LEAST)
+
+
 def test_each_store_takes_its_share_to_the_last_segment(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +317,12 @@ def test_nothing_is_proposed_while_there_is_room(
     while not new.put([(page_key(name), page_bytes(page_key(name)))]):
         name += 1
     assert new.proposal() is not None
+    given = store.proposal()
+    assert given is not None
+    store.reclaim(given.segment, ())
+    put(new, name)  # in a second segment, while the others still have more than their share
+    assert len(segments_of(newcomer)) == 2
+    assert new.proposal() is None
     store.close()
     new.close()
 
