@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from tiered_kv.storage.aligned import HUGE_PAGE, BufferPool, aligned_bytes, is_blocks
@@ -16,6 +22,28 @@ def test_memory_begins_at_a_page_and_large_memory_at_a_huge_one(nbytes: int) -> 
     if nbytes >= HUGE_PAGE // 2:
         assert memory.ctypes.data % HUGE_PAGE == 0
     memory[:] = 7
+
+
+def may_be_huge(address: int) -> bool:
+    """Whether the kernel was asked for huge pages there."""
+    asked = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            asked = int(match[1], 16) <= address < int(match[2], 16)
+        elif asked and line.startswith("VmFlags:"):
+            return " hg" in line
+    return False
+
+
+def test_large_memory_is_asked_for_in_huge_pages_and_small_is_not() -> None:
+    control = mmap.mmap(-1, 4 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        control.madvise(mmap.MADV_HUGEPAGE)
+    if not may_be_huge(np.frombuffer(control, np.uint8).ctypes.data):
+        pytest.skip("a kernel without huge pages")
+    for nbytes in (HUGE_PAGE // 2, HUGE_PAGE):
+        assert may_be_huge(aligned_bytes(nbytes).ctypes.data)
+    assert not may_be_huge(aligned_bytes(HUGE_PAGE // 2 - BLOCK).ctypes.data)
 
 
 def test_buffers_are_used_again_and_only_so_many_are_kept() -> None:

@@ -138,13 +138,22 @@ def test_a_segment_with_room_for_its_footer_and_no_more_is_not_cut_off(disk: Dis
     assert (result["good"], result["pages"]) == (True, 10)
 
 
-def test_pages_are_told_in_the_order_they_were_written(disk: Disk) -> None:
-    store = disk.open()
-    disk.put(store, *range(10))
-    disk.put(store, 3, version=1)
-    store.close()
-    order = [page_key(name) for name in (0, 1, 2, 4, 5, 6, 7, 8, 9, 3)]
-    assert list(disk.survey.pages) == order
+def test_pages_are_told_in_the_order_they_were_written(disk: Disk, live: SegmentStore) -> None:
+    disk.put(live, 3, version=1)
+    order = [page_key(name) for name in (*range(3), *range(4, 20), 3)]
+    assert list(disk.survey.pages) == live.keys() == order
+
+
+def test_a_damaged_page_of_an_unsealed_segment_is_that_and_no_more(
+    disk: Disk, live: SegmentStore
+) -> None:
+    disk.put(live, *range(20, 30))
+    place = disk.survey.pages[page_key(3)]
+    flip(place.segment.path, place.entry.offset + 5000)
+    result = run_json("verify", disk.root, code=1)
+    (bad,) = result["bad_pages"]
+    assert (bad["offset"], bad["key"]) == (place.entry.offset, page_key(3).hex())
+    assert result["pages"] == 30
 
 
 def test_a_segment_of_another_store_is_bad(disk: Disk) -> None:
