@@ -241,4 +241,8 @@ def test_real_files_give_no_descriptor_of_what_is_no_plain_file(tmp_path: Path) 
             with pytest.raises(OSError, match=r"no plain file|symbolic|directory"):
                 RealFiles().open(tmp_path / name, access, direct=False)
     assert RealFiles().names(tmp_path) == []
+    plain = RealFiles().open(tmp_path / "plain", Access.CREATE, direct=False)
+    assert os.get_blocking(plain)
+    RealFiles().close(plain)
+    assert RealFiles().names(tmp_path) == ["plain"]
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ import pytest
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import FileLayer
+from tiered_kv.storage.files import FileLayer, RealFiles
+from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.segment_store import (
     SegmentStore,
     StoreBusyError,
@@ -211,6 +214,37 @@ def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: P
     life.check()
 
 
+def test_a_disk_with_room_for_one_segment_has_it_filled(tmp_path: Path) -> None:
+    """It is not given up for the next one while it takes pages."""
+    life = small_life(tmp_path, 1.5)
+    assert life.put() == 8
+    assert life.store.proposal() is None
+    assert life.put() == 8
+    while life.put(1):
+        pass
+    assert life.store.proposal() is not None
+    life.check()
+
+
+def test_groups_are_as_small_as_the_segments_that_they_go_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or there would be no room to be made for a group."""
+    options = store_options(tmp_path, capacity_bytes=64 << 20)
+    life = Life(options, SmallDisk(tmp_path, 12 * LEAST, inner=UnsafeFiles()))
+    groups: list[int] = []
+    put = life.store.put
+
+    def noted(pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        groups.append(len(pages))
+        return put(pages)
+
+    monkeypatch.setattr(life.store, "put", noted)
+    io = IoThread(life.store, np.zeros((300, PAGE_FORMAT.page_bytes), np.uint8))
+    io.close([(page_key(slot), slot) for slot in range(300)], 60.0)
+    assert max(groups) <= LEAST // PAGE_FORMAT.page_bytes < 300
+
+
 class FullUntilDeleted(FaultyFiles):
     """Once an operation found no room, none finds any until a segment is deleted."""
 
@@ -312,3 +346,52 @@ def test_a_store_opens_where_its_lock_cannot_say_who_has_it(
     assert life.go_on(2) == (16, 0)
     with pytest.raises(StoreBusyError, match="in use by"):
         life.open()
+
+
+@pytest.mark.parametrize("operation", ["pwrite", "fdatasync"])
+def test_a_disk_that_promises_room_and_has_none_is_full_as_well(
+    tmp_path: Path, operation: str
+) -> None:
+    """A file system that writes elsewhere than where room was reserved."""
+    files = FaultyFiles(UnsafeFiles())
+    life = Life(store_options(tmp_path, capacity_bytes=CAPACITY), files)
+    assert life.go_on(5) == (40, 0)
+    assert life.store.proposal() is None
+    files.fail(operation, errno.ENOSPC, times=float("inf"))
+    assert life.put() == 0
+    proposal = life.store.proposal()
+    assert proposal is not None
+    files.heal()  # whoever took the room has given it back
+    assert life.go_on(3)[0] == 24
+    assert life.store.proposal() is None
+    life.check()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "files", "free"),
+    [
+        ((100, 7), (10, 3), 7 * 4096),
+        ((100, 0), (10, 3), 0),
+        ((100, 7), (10, 0), 0),  # it takes no more files
+        ((100, 7), (0, 0), 7 * 4096),  # it takes any number of files
+        ((0, 0), (0, 0), sys.maxsize),  # it does not say
+    ],
+)
+def test_what_a_disk_has_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: tuple[int, int],
+    files: tuple[int, int],
+    free: int,
+) -> None:
+    def statvfs(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(
+            f_blocks=blocks[0],
+            f_bavail=blocks[1],
+            f_frsize=4096,
+            f_files=files[0],
+            f_favail=files[1],
+        )
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert RealFiles().free(tmp_path) == free
