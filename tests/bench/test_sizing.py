@@ -81,7 +81,12 @@ def test_the_smallest_jobs_still_put_the_pool_under_pressure(tmp_path: Path) -> 
     assert sizing.pool_tokens < sizing.contexts_tokens / 2
 
 
-def test_a_model_that_does_not_run_is_an_error_that_says_why(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SpeedError, match=r"(?s)did not run .*Error"):
-        measure_speed(tmp_path, "float32")
+def test_a_model_that_does_not_run_is_an_error_that_shows_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ValueError: $3 is no model\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(SpeedError, match=r"(?s)did not run /none:.*ValueError: /none is no model"):
+        measure_speed("/none", "float32")
