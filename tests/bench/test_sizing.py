@@ -85,7 +85,7 @@ def test_a_model_that_does_not_run_is_an_error_that_shows_what_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho \"ValueError: $3 is no model\" >&2\nexit 1\n")
+    python.write_text('#!/bin/sh\necho "ValueError: $3 is no model" >&2\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     with pytest.raises(SpeedError, match=r"(?s)did not run /none:.*ValueError: /none is no model"):

@@ -20,7 +20,9 @@ def computed(run: dict[str, Any]) -> int:
     return sum(row["sources"]["recomputed"] for row in run["by_turn"][1:])
 
 
-def test_the_demo_shows_its_point_on_a_cpu_without_avx512(tmp_path: Path, small_model: Path) -> None:
+def test_the_demo_shows_its_point_on_a_cpu_without_avx512(
+    tmp_path: Path, small_model: Path
+) -> None:
     avx2 = str(ROOT / "scripts" / "avx2")
     command = [avx2, sys.executable, "-m", "bench.demo", "--model", str(small_model), "--json"]
     command += ["--seconds", "50", "--turns", "6", "--out", str(tmp_path)]

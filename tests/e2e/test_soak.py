@@ -11,7 +11,9 @@ from bench.soak import measure
 pytestmark = pytest.mark.e2e
 
 
-def test_a_quarter_of_a_minute_of_agents_leaves_nothing_behind(small_model: Path, tmp_path: Path) -> None:
+def test_a_quarter_of_a_minute_of_agents_leaves_nothing_behind(
+    small_model: Path, tmp_path: Path
+) -> None:
     found = measure(0.25, seed=1, log=tmp_path / "server.log")
     log = (tmp_path / "server.log").read_text()
     assert found["errors"] == 0, found["first_error"]
