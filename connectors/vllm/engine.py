@@ -111,6 +111,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
             "TieredContinuumConnector does not support speculative decoding: "
             "remove --speculative-config."
         )
+    if is_diffusion(vllm_config):
+        raise UnsupportedError(
+            "TieredContinuumConnector does not support diffusion models, which change the tokens "
+            "of blocks that are full: leave --kv-transfer-config out."
+        )
     if transfer.kv_role != "kv_both":
         raise UnsupportedError(
             f'kv_role "{transfer.kv_role}" makes no sense for a cache: write "kv_role":"kv_both".'
@@ -125,6 +130,13 @@ def refuse_unsupported(vllm_config: Any) -> None:
             "TieredContinuumConnector needs prefix caching: remove --no-enable-prefix-caching. "
             "vLLM turns it off for some models; serve those without this connector."
         )
+
+
+def is_diffusion(vllm_config: Any) -> bool:
+    """Whether the model's tokens are not final once they are computed. vLLM has a scheduler of its
+    own for these."""
+    said = getattr(vllm_config, "diffusion_config", None) is not None
+    return said or bool(getattr(vllm_config.model_config, "is_diffusion", False))
 
 
 def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:

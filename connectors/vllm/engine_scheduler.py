@@ -7,6 +7,7 @@ Three things are changed. Requests that the connector holds are parked outside t
 Those in the queue are taken in the order in which their jobs began, jobs whose KV is held for them
 first. And whoever must be preempted is the one that loses least. Without our connector, or with
 ``--scheduling-policy priority`` (the operator's own order), nothing but parking is changed.
+Diffusion models, for which vLLM has a scheduler of its own, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from tiered_kv.connectors.vllm.engine import is_diffusion
+from tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
@@ -34,8 +38,13 @@ class _InJobOrder:
     policy: SchedulingPolicy
     _pause_state: PauseState
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if is_diffusion(vllm_config):
+            raise UnsupportedError(
+                "ContinuumScheduler would take the place of the scheduler that vLLM has for "
+                "diffusion models: leave --scheduler-cls out."
+            )
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self._parked: dict[str, Any] = {}  # requests by id, in the order they are let in
         self._came: deque[str] = deque()  # the same, first come first; some are gone
         self._unsorted = False

@@ -119,6 +119,16 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "remove --speculative-config.",
     ),
     (
+        {"diffusion_config": SimpleNamespace(canvas_length=32)},
+        "does not support diffusion models",
+        "leave --kv-transfer-config out.",
+    ),
+    (
+        {"model_config__is_diffusion": True},
+        "does not support diffusion models",
+        "leave --kv-transfer-config out.",
+    ),
+    (
         {"kv_transfer_config__kv_role": "kv_producer"},
         'kv_role "kv_producer" makes no sense for a cache',
         'write "kv_role":"kv_both".',

@@ -8,7 +8,9 @@ import pytest
 
 from tests.connector.admitting import TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
+from tiered_kv.errors import UnsupportedError
 from tiered_kv.policies.signals import JobKey
+from tiered_kv.testing.vllm_engine import make_scheduler
 from tiered_kv.testing.vllm_rig import Rig, expected, text
 
 
@@ -219,3 +221,16 @@ def test_vllm_shares_a_step_among_those_in_its_queue(
 def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=64, max_model_len=256, extra=None, in_job_order=True)
     assert rig.ask("a", text(50, seed=1)) == expected(text(50, seed=1), 4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    """vLLM takes a scheduler class that is named as it is, and would leave out its own."""
+    rig = make_rig(extra=None, ahead=ahead)
+    rig.config.diffusion_config = object()
+    with pytest.raises(UnsupportedError, match=r"diffusion models: leave --scheduler-cls out\.$"):
+        make_scheduler(
+            rig.config, rig.scheduler.kv_cache_config, log_stats=False, in_job_order=True
+        )
