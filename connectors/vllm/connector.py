@@ -10,10 +10,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import vllm
+from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import load_config
+from tiered_kv.connectors.vllm.beside import refuse_company
 from tiered_kv.connectors.vllm.engine import (
     check_version,
     read_engine,
@@ -77,6 +80,10 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         check_version(vllm.__version__)
         refuse_unsupported(vllm_config)
         transfer = vllm_config.kv_transfer_config
+        # Known in the workers only. They are made first, and what they refuse ends the start.
+        engine = get_current_vllm_config_or_none()
+        if engine is not None and engine.kv_transfer_config is not None:
+            refuse_company(transfer, engine.kv_transfer_config, _connector_class)
         config = load_config(os.environ, transfer.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         facts = read_engine(vllm_config, kv_cache_config)
@@ -271,6 +278,11 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_half.close()
         if self.worker_half is not None:
             self.worker_half.close()
+
+
+def _connector_class(config: Mapping[str, Any]) -> type:
+    found: type = KVConnectorFactory.get_connector_class(KVTransferConfig(**config))
+    return found
 
 
 def _tool_reader(vllm_config: Any) -> ToolReader | None:

@@ -73,6 +73,9 @@ class Saves:
         """
         if step not in self._calendar:
             return
+        from vllm.v1.request import RequestStatus
+
+        waits_for_kv = RequestStatus.WAITING_FOR_REMOTE_KVS
         due = self._calendar.pop(step)
         filled: dict[PageKey, int] = {}
         size = self._facts.block_size
@@ -81,6 +84,9 @@ class Saves:
             if turn.due != step or turn.fingerprint is None:
                 continue
             request = turn.request
+            if request.status is waits_for_kv:
+                turn.loading = True  # by another connector; vLLM admits it again when it has come
+                continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
             filled.update(self._newly_filled(turn, tokens))
             look = step + 1  # a prefill may fill many blocks in the next step

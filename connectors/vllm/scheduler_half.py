@@ -178,6 +178,7 @@ class SchedulerHalf:
         if turn is None:
             return
         restored = self.exchange.restored.pop(request.request_id, None) is not None
+        turn.loading = False  # whoever loaded into its blocks is done; ``order`` may begin anew
         fresh = not turn.admitted
         if fresh:
             turn.admitted = True

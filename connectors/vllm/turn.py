@@ -39,7 +39,7 @@ class Turn:
         due: the step at which its next block may be full; later entries of the
             calendar are stale.
         admitted: it has had blocks, at least once.
-        loading: an async restore writes into its blocks.
+        loading: an async restore writes into its blocks, ours or another connector's.
         vram_tokens, cpu_tokens: where its prompt came from, at its first admission.
         asked_at: the step in which vLLM last asked what can be restored.
         promotions: how often pages were looked for on SSD.

@@ -6,7 +6,7 @@ vLLM and torch are imported when one is made.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,12 +38,19 @@ class EngineSize:
     ahead: bool = False
 
 
-def engine_config(folder: Path, size: EngineSize, extra: Mapping[str, Any] | None) -> Any:
+def engine_config(
+    folder: Path,
+    size: EngineSize,
+    extra: Mapping[str, Any] | None,
+    around: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Any:
     """A ``VllmConfig``.
 
     Args:
         folder: where the model's config.json is written.
         extra: the connector's settings, or None for stock vLLM.
+        around: makes the engine's transfer configuration from the connector's, where that is not
+            the only connector.
     """
     from vllm.config import (
         CacheConfig,
@@ -57,13 +64,14 @@ def engine_config(folder: Path, size: EngineSize, extra: Mapping[str, Any] | Non
     _write_model(folder, size)
     transfer = None
     if extra is not None:
-        transfer = KVTransferConfig(
-            kv_connector="TieredContinuumConnector",
-            kv_connector_module_path=CONNECTOR_MODULE,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=dict(extra),
-        )
+        ours: dict[str, Any] = {
+            "kv_connector": "TieredContinuumConnector",
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": dict(extra),
+        }
+        transfer = KVTransferConfig(**(around(ours) if around is not None else ours))
     cache = CacheConfig(block_size=size.block_size, enable_prefix_caching=True)
     cache.num_gpu_blocks = size.blocks
     config = VllmConfig(

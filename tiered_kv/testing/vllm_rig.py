@@ -36,6 +36,8 @@ class RigOptions:
         in_job_order: with ``ContinuumScheduler``.
         check_kv: write and check KV; without it the model says the same to everything,
             and large engines are fast.
+        around: makes the engine's transfer configuration from the connector's, where that is one
+            of several.
         ahead: asynchronous scheduling: a step is scheduled and run before the scheduler hears of
             the one before it. As vLLM does on GPUs, and not on CPUs.
     """
@@ -50,6 +52,7 @@ class RigOptions:
     check_kv: bool = True
     in_job_order: bool = False
     ahead: bool = False
+    around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
 class Rig:
@@ -77,7 +80,7 @@ class Rig:
             vocabulary=VOCABULARY,
             ahead=opts.ahead,
         )
-        self.config = engine_config(folder, size, opts.extra)
+        self.config = engine_config(folder, size, opts.extra, opts.around)
         layout = kv_config(size)
         page = opts.block_size * CELL
         hash_fn = get_hash_fn_by_name("sha256")
@@ -91,11 +94,14 @@ class Rig:
         self._late_aborts: list[str] = []
         self.worker: Any = None
         if opts.extra is not None:
+            from vllm.config import set_current_vllm_config
+            from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
             from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-            from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
-
-            self.worker = TieredContinuumConnector(self.config, KVConnectorRole.WORKER, layout)
+            with set_current_vllm_config(self.config):
+                self.worker = KVConnectorFactory.create_connector(
+                    self.config, KVConnectorRole.WORKER, layout
+                )
             self.worker.register_kv_caches({"layer.0": self.memory})
         self.scheduler = make_scheduler(
             self.config, layout, log_stats=True, in_job_order=opts.in_job_order
@@ -106,8 +112,8 @@ class Rig:
             if "policy" not in (opts.extra or {}):
                 self.policy = FixedPin()
             handshake = self.worker.get_handshake_metadata()
-            if self.worker.worker_half.ssd is not None:
-                self.worker.worker_half.ssd.io._clock = lambda: self.now
+            if self.worker_half.ssd is not None:
+                self.worker_half.ssd.io._clock = lambda: self.now
             # Its model computes nothing, so that no estimate of a prefill fits it.
             speeds = replace(handshake.speeds, flops=0.0)
             self.connector.set_xfer_handshake_metadata({0: replace(handshake, speeds=speeds)})
@@ -131,7 +137,12 @@ class Rig:
     @property
     def half(self) -> Any:
         """The scheduler half."""
-        return self.connector.scheduler_half
+        return _ours(self.connector).scheduler_half
+
+    @property
+    def worker_half(self) -> Any:
+        """The worker half."""
+        return _ours(self.worker).worker_half
 
     @property
     def pool(self) -> Any:
@@ -213,7 +224,7 @@ class Rig:
         output = self.scheduler.schedule()
         scheduled = time.perf_counter()
         result = self._execute(output)
-        backend = self.worker.worker_half.backend if self.worker is not None else None
+        backend = self.worker_half.backend if self.worker is not None else None
         if backend is not None and not self.options.check_kv:
             backend.drain()  # a worker's copies do not hold the scheduler's interpreter
         executed = time.perf_counter()
@@ -256,7 +267,7 @@ class Rig:
 
     def wait_for_worker(self) -> None:
         """Until what was ordered of it is done; a step is needed to hear of it."""
-        half = self.worker.worker_half
+        half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
         if half.ssd is not None:
@@ -272,7 +283,7 @@ class Rig:
 
     def inject(self, wrap: Callable[[Any], Any]) -> Any:
         """Put a transfer backend around the worker's own; returns it."""
-        half = self.worker.worker_half
+        half = self.worker_half
         half.backend = wrap(half.backend)
         return half.backend
 
@@ -319,7 +330,7 @@ class Rig:
             # Like vLLM's model runners: loads that this forward needs come before it.
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
-            sampled = self._forward(output, worker.worker_half._bad_blocks)
+            sampled = self._forward(output, self.worker_half._bad_blocks)
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(None)
             worker.wait_for_save()
@@ -349,6 +360,12 @@ class Rig:
             done = request.num_computed_tokens >= request.num_tokens
             sampled[request_id] = [1] if done else []
         return sampled
+
+
+def _ours(connector: Any) -> Any:
+    """Our connector, which may be one of several."""
+    parts = getattr(connector, "sub_connectors", (connector,))
+    return next(one for one in parts if hasattr(one, "scheduler_half"))
 
 
 def text(tokens: int, seed: int) -> list[int]:

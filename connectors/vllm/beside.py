@@ -1,0 +1,76 @@
+"""Other connectors beside ours, inside vLLM's ``MultiConnector``: what is refused, and why.
+
+``MultiConnector`` hands its blocks to every connector in it, but says to none who fills them and
+when. So a block that another connector is still filling looks like one that can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tiered_kv.errors import UnsupportedError
+
+HANDSHAKE = (
+    "get_handshake_metadata",
+    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+)
+
+
+def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]], type]) -> None:
+    """Refuse other connectors that would make ours wrong, or ours them.
+
+    Args:
+        ours: the transfer configuration that our connector was given.
+        whole: the engine's; the same, or of the connector that ours is part of.
+        class_of: the class of a connector, by its configuration.
+
+    Raises:
+        UnsupportedError: the sentence says what to change.
+    """
+    if whole.kv_connector == ours.kv_connector:
+        return
+    outer = whole.kv_connector
+    parts: Sequence[Mapping[str, Any]] = whole.kv_connector_extra_config.get("connectors", ())
+    others = [part for part in parts if part.get("kv_connector") != ours.kv_connector]
+    if len(parts) - len(others) > 1:
+        raise UnsupportedError(
+            f"{ours.kv_connector} stands in {outer} more than once: leave one of them."
+        )
+    for other in others:
+        name = other.get("kv_connector")
+        if other.get("kv_role") != "kv_producer":
+            raise UnsupportedError(
+                f"{name} may load KV beside {ours.kv_connector}, which would save blocks that it "
+                f'has not filled yet: give {name} "kv_role":"kv_producer", or use one of them '
+                "alone."
+            )
+        if _shakes_hands(class_of(other)):
+            raise UnsupportedError(
+                f"{name} and {ours.kv_connector} both need vLLM's handshake with the workers, of "
+                f"which {outer} passes on one: use one of them alone."
+            )
+    if whole.kv_role != "kv_both":
+        raise UnsupportedError(
+            f'{outer} has "kv_role":"{whole.kv_role}", with which vLLM frees blocks that '
+            f'{ours.kv_connector} is still filling: write "kv_role":"kv_both" beside '
+            f'"kv_connector":"{outer}".'
+        )
+    if getattr(whole, "kv_load_failure_policy", "fail") != "recompute":
+        raise UnsupportedError(
+            "a page that cannot be restored must be recomputed, not fail its request, and vLLM "
+            f'asks {outer}, not the connectors in it: add "kv_load_failure_policy":"recompute" '
+            f'beside "kv_connector":"{outer}".'
+        )
+
+
+def _shakes_hands(connector: type) -> bool:
+    """Whether a connector has a part in the handshake. ``MultiConnector`` asks its connectors in
+    order, and gives all of them what the first one says."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return any(
+        getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name)
+        for name in HANDSHAKE
+    )

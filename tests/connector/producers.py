@@ -1,0 +1,108 @@
+"""Connectors that stand beside ours in vLLM's ``MultiConnector``, in these tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from tiered_kv.testing.vllm_runner import kv
+
+
+class Nothing(KVConnectorMetadata):
+    pass
+
+
+class Producer(KVConnectorBase_V1, SupportsHMA):
+    """Hands KV to other instances, or would: it has nothing to bring."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Nothing()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+class Talker(Producer):
+    """Tells its scheduler side something of its workers, as NIXL does."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return KVConnectorHandshakeMetadata()
+
+
+@dataclass
+class Transfer:
+    tokens: list[int]
+    blocks: list[int]
+    start: int
+    stop: int
+    steps: int
+
+
+class Receiver(Producer):
+    """Says that it only produces, and yet brings the KV of requests named remote*, whole blocks,
+    some steps after vLLM gave it their blocks: whoever asks it to can have that of some."""
+
+    STEPS = 3
+    cells: NDArray[Any]  # of the engine, whose worker is in this process
+    under_way: dict[str, Transfer]
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        if not request.request_id.startswith("remote") or request.request_id in self.under_way:
+            return 0, False
+        found = (request.num_tokens - 1) // 16 * 16 - num_computed_tokens
+        return max(0, found), found > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            stop = (request.num_tokens - 1) // 16 * 16
+            self.under_way[request.request_id] = Transfer(
+                list(request.prompt_token_ids),
+                list(blocks.get_block_ids()[0]),
+                stop - num_external_tokens,
+                stop,
+                self.STEPS,
+            )
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        arrived = set()
+        for request_id, one in self.under_way.items():
+            one.steps -= 1
+            if one.steps == 0:
+                cells = kv(one.tokens)
+                for position in range(one.start, one.stop):
+                    self.cells[one.blocks[position // 16], position % 16] = cells[position]
+                arrived.add(request_id)
+        return KVConnectorTransferResults(finished_recving=arrived)
