@@ -20,6 +20,7 @@ from tiered_kv.connectors.vllm.metadata import (
     TieredWorkerMetadata,
 )
 from tiered_kv.connectors.vllm.profile import PrefillWork
+from tiered_kv.connectors.vllm.resets import Resets
 from tiered_kv.connectors.vllm.turn import Turn, ended_by_itself
 from tiered_kv.connectors.vllm.watchdog import STUCK_S, Watchdog
 from tiered_kv.connectors.vllm.wiring import Outside, wire
@@ -78,26 +79,14 @@ class SchedulerHalf:
         self.pins, self.room, self.admission = parts.pins, parts.room, parts.admission
         self.queue, self.prices, self.prefills = parts.queue, parts.prices, parts.prefills
         self.gaps, self.exchange, self.accounts = parts.gaps, parts.exchange, parts.accounts
-        self._wrap_reset(manager)
+        Resets(manager, self._blocks_of, self._before_reset)
 
-    def _wrap_reset(self, manager: Any) -> None:
-        """vLLM refuses to reset its cache while blocks are referenced, and tells the
-        connector too late: so what we hold goes first, inside the manager's own reset. If it
-        refuses all the same, what is in VRAM must not be found, and saved, by those who come."""
-        original = manager.reset_prefix_cache
-
-        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-            try:
-                self.reset()
-            except Exception:
-                self.counters.add("hook_errors")
-                logger.exception("dropping pins and saves before a cache reset failed")
-            done = original(*args, **kwargs)
-            if not done:
-                self._pool.evict_blocks(set(range(len(self._pool.blocks))))
-            return done
-
-        manager.reset_prefix_cache = reset_prefix_cache
+    def _before_reset(self) -> None:
+        try:
+            self.reset()
+        except Exception:
+            self.counters.add("hook_errors")
+            logger.exception("dropping pins and saves before a cache reset failed")
 
     def introduced(self, ranks: Mapping[int, Any]) -> None:
         """``set_xfer_handshake_metadata``: how fast the ranks are, what they have on SSD."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.testing.vllm_rig import expected, text
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.restore import AlwaysRestore
+from tiered_kv.testing.vllm_rig import Rig, expected, text
 
 
 def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_rig: MakeRig) -> None:
@@ -111,4 +113,88 @@ def test_generations_do_not_mix(make_rig: MakeRig, times: int) -> None:
     rig.fill()
     assert rig.ask("again", prompt) == expected(prompt, 4)
     assert rig.count("prompt_tokens_cpu") == 199
+    rig.check_clean()
+
+
+# -- resets that vLLM refuses -----------------------------------------------------------------
+
+
+def blocks_of(rig: Rig, request_id: str) -> set[int]:
+    return {block.block_id for block in rig.half._blocks_of[request_id]}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_restore_brings_after_a_reset_is_found_by_nobody(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    """It is of the past generation. vLLM hashes its blocks when it has come."""
+    rig = make_rig(ahead=ahead)
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    prompt = text(200, seed=1)
+    rig.ask("t1", prompt)
+    rig.now += 10
+    rig.fill()
+    rig.add("t2", prompt, max_tokens=60)
+    while not ("t2" in rig.half._turns and rig.half._turns["t2"].loading):
+        rig.step()
+
+    assert not rig.scheduler.reset_prefix_cache(), "vLLM refuses while blocks are being filled"
+    while not rig.outputs["t2"]:
+        rig.wait_for_worker()
+        rig.step()
+    saved = rig.count("pages_saved")
+    rig.add("t3", prompt, max_tokens=1)
+    while "t3" not in rig.finished:
+        rig.step()
+
+    assert "t2" not in rig.finished, "its blocks are where they were"
+    assert rig.count("prompt_tokens_vram") == rig.count("prompt_tokens_cpu") == 0
+    rig.run()
+    assert rig.outputs["t2"] == expected(prompt, 60)
+    assert rig.count("pages_saved") - saved == 13, "those that t3 computed"
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_request_goes_on_filling_after_a_reset_is_found_by_nobody(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    rig = make_rig(max_batched_tokens=64, ahead=ahead)
+    prompt = text(300, seed=1)
+    rig.add("old", prompt, max_tokens=60)
+    for _ in range(2):
+        rig.step()  # 128 tokens of the prompt are there
+
+    assert not rig.scheduler.reset_prefix_cache()
+    while not rig.outputs["old"]:
+        rig.step()
+    rig.add("short", prompt[:129], max_tokens=1)  # the first 128 tokens anew, beside it
+    while "short" not in rig.finished:
+        rig.step()
+    rig.add("long", prompt, max_tokens=2)
+    while "long" not in rig.finished:
+        assert not blocks_of(rig, "old") & blocks_of(rig, "long")
+        rig.step()
+
+    assert "old" not in rig.finished
+    assert rig.count("prompt_tokens_vram") == 128, "what short computed"
+    rig.run()
+    assert rig.outputs["old"] == expected(prompt, 60)
+    rig.check_clean()
+
+
+def test_a_request_that_begins_anew_after_a_refused_reset_is_like_any_other(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    prompt = text(100, seed=4)
+    rig.add("old", prompt, max_tokens=40)
+    for _ in range(5):
+        rig.step()
+    assert not rig.scheduler.reset_prefix_cache()
+    rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.step()
+    rig.ask("new", prompt)
+    assert rig.count("prompt_tokens_vram") == 96
     rig.check_clean()

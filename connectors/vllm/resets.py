@@ -1,0 +1,60 @@
+"""vLLM's cache resets: what we hold goes first, and what vLLM does not reset is found by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+class Resets:
+    """Wraps the reset of vLLM's KV cache manager.
+
+    vLLM refuses to reset its cache while blocks are referenced, and tells the connector too late:
+    so what we hold goes first, inside the manager's own reset.
+
+    If vLLM refuses all the same, because requests run or are being restored, their KV is of the
+    past generation, and so is what they compute from it. What is hashed of it goes, and no more of
+    it is hashed: those who come would find it, and save it under the keys of the new generation.
+    A request that is preempted begins anew, and is like any other then.
+
+    Args:
+        manager: vLLM's KV cache manager.
+        blocks_of: its blocks by request.
+        let_go: gives up what we hold; called before vLLM looks.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        blocks_of: Mapping[str, Sequence[Any]],
+        let_go: Callable[[], None],
+    ) -> None:
+        self._pool = manager.block_pool
+        self._coordinator = manager.coordinator
+        self._blocks_of = blocks_of
+        self._let_go = let_go
+        self._old: dict[str, Sequence[Any]] = {}  # block tables; a new one is of a new beginning
+        self._reset = manager.reset_prefix_cache
+        self._hash: Callable[..., None] | None = None
+        manager.reset_prefix_cache = self._reset_prefix_cache
+
+    def _reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        self._let_go()
+        done = self._reset(*args, **kwargs)
+        if not done:
+            self._pool.evict_blocks(set(range(len(self._pool.blocks))))
+            self._old = {request: blocks for request, blocks in self._blocks_of.items() if blocks}
+            if self._hash is None:  # not before: it is asked in every step of every request
+                self._hash = self._coordinator.cache_blocks
+                self._coordinator.cache_blocks = self._cache_blocks
+        return done
+
+    def _cache_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Hash what a request has filled, unless it began before the last reset."""
+        assert self._hash is not None
+        blocks = self._old.get(request.request_id)
+        if blocks is not None:
+            if self._blocks_of.get(request.request_id) is blocks:
+                return
+            del self._old[request.request_id]
+        self._hash(request, *args, **kwargs)
