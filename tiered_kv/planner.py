@@ -9,7 +9,7 @@ One thread, no locks, nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.index import PageIndex
@@ -90,6 +90,12 @@ class Planner:
     def in_flight(self) -> int:
         """Orders not yet reported by every rank."""
         return len(self._flights)
+
+    def saves_under_way(self) -> Iterator[SaveOrder]:
+        """Saves in flight whose source blocks are still held, oldest first."""
+        for flight in self._flights.values():
+            if isinstance(flight.order, SaveOrder) and not flight.abandoned:
+                yield flight.order
 
     def under_way(self, order_id: OrderId) -> bool:
         """Whether the order is in flight, and its pages still wanted."""

@@ -1,4 +1,5 @@
-"""Room: pins give way before a request is refused, preempted or left waiting.
+"""Room: pins give way before a request is refused, preempted or left waiting, and saves under way
+are waited for before anybody is preempted.
 
 Others wait for a pin while something runs, if it is worth that; where jobs are taken in their
 order, older ones for the worthiest alone. They would be the next to lose their KV to the one that
@@ -11,21 +12,29 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.vllm.saves import Saves
 from tiered_kv.connectors.vllm.turn import Turn, born
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
+
+
+SAVES_PATIENCE_S = 1.0
+"""How long a running request waits for saves while none of them ends, before others are preempted
+for it: a worker that is gone never reports."""
 
 
 class Room:
     """Releases pins when blocks are short.
 
     Args:
+        saves: those under way hold blocks, which are free when they are over.
         watermark: blocks that vLLM keeps free when it admits a request.
+        clock: monotonic seconds.
 
     Attributes:
         in_job_order: whether vLLM is given waiting requests in the order of their jobs. In any
@@ -36,23 +45,28 @@ class Room:
         self,
         facts: EngineFacts,
         pins: PinTable,
+        saves: Saves,
         counters: Counters,
         pool: Any,
         blocks_of: Mapping[str, Sequence[Any]],
         watermark: int,
+        clock: Callable[[], float],
     ) -> None:
         self.in_job_order = False
         self._facts = facts
         self._pins = pins
+        self._saves = saves
         self._counters = counters
         self._pool = pool
         self._blocks_of = blocks_of
         self._watermark = watermark
+        self._clock = clock
         self.defer_new = False
         """Set when pins were released for running requests, or are spared for blocks on their way:
         vLLM ends its loop over them, and the waiting loop of the same step must not take what is
         theirs."""
         self._coming, self._coming_at = 0, -1
+        self._saves_over, self._waits_since, self._waited_at = 0, 0.0, -1
 
     def freed_late(self, blocks: int, step: int) -> None:
         """So many blocks of a turn that has ended are free only once the step that was scheduled
@@ -71,10 +85,26 @@ class Room:
 
     def for_running(self, step: int) -> bool:
         """Release one pin that frees a block, unless some are about to be freed; False if none
-        is."""
-        freed = self._late(step) > 0 or self._release_one(None)
+        is, so that vLLM preempts somebody.
+
+        vLLM then asks again if the blocks of that one did not suffice, since they are being saved:
+        it must not preempt one after the other for want of blocks that are on their way.
+        """
+        freed = self._late(step) > 0 or self._waits_for_saves(step) or self._release_one(None)
+        # What was pinned may be being saved as well.
+        freed = freed or self._waits_for_saves(step)
         self.defer_new = self.defer_new or freed
         return freed
+
+    def _waits_for_saves(self, step: int) -> bool:
+        """Whether saves under way will free blocks, and do go on."""
+        if not self._saves.free_some():
+            return False
+        now = self._clock()
+        if self._saves.over != self._saves_over or step > self._waited_at + 1:
+            self._saves_over, self._waits_since = self._saves.over, now
+        self._waited_at = step
+        return now - self._waits_since < SAVES_PATIENCE_S
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
@@ -124,7 +154,9 @@ class Room:
     def _release_one(self, spare: Any, waiter_born: float | None = None) -> bool:
         before = self._pool.get_num_free_blocks()
         released = self._pins.make_room(
-            lambda: self._pool.get_num_free_blocks() > before, spare, waiter_born
+            lambda: self._pool.get_num_free_blocks() > before or self._saves.free_some(),
+            spare,
+            waiter_born,
         )
         self._counters.add("pins_released", released)
         return bool(self._pool.get_num_free_blocks() > before)

@@ -33,6 +33,9 @@ class Saves:
     Args:
         pool: vLLM's block pool.
         blocks_of: vLLM's blocks by request id, for the group that is offloaded.
+
+    Attributes:
+        over: how many saves have ended so far.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Saves:
         self._blocks_of = blocks_of
         self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
         self.unsent: list[SaveOrder] = []
+        self.over = 0
         self._last_of_turn: dict[OrderId, list[PageKey]] = {}
 
     def take(self) -> tuple[SaveOrder, ...]:
@@ -146,6 +150,7 @@ class Saves:
     def settled(self, done: Settled) -> None:
         """A save is over on every rank: its blocks need no longer stay."""
         assert isinstance(done.order, SaveOrder)
+        self.over += 1
         self._planner.index.touch(self._last_of_turn.pop(done.order.order_id, ()))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
@@ -155,6 +160,15 @@ class Saves:
         self._counters.add("pages_saved", good)
         self._counters.add("bytes_saved", good * self._facts.page_bytes * self._facts.ranks)
         self._give_up(done.order.blocks)
+
+    def free_some(self) -> bool:
+        """Whether blocks are free once the saves under way are over: nobody else has them."""
+        blocks = self._pool.blocks
+        return any(
+            blocks[block].ref_cnt == 1
+            for order in self._planner.saves_under_way()
+            for block in order.blocks
+        )
 
     def drop_unsent(self) -> list[OrderId]:
         """Forget the saves that were not sent yet, and give up their blocks; returns them."""

@@ -129,7 +129,7 @@ def wire(
     with_ssd = config.ssd_path is not None and slots > 0
     usable = facts.num_blocks - 1  # vLLM keeps one as its null block
     pins = PinTable(pool, int(config.pin_fraction * usable))
-    room = Room(facts, pins, counters, pool, blocks_of, watermark)
+    room = Room(facts, pins, saves, counters, pool, blocks_of, watermark, clock)
     admission = None
     if config.admission != "off":
         max_wait_s = config.admission_max_wait_s
