@@ -57,8 +57,8 @@ class DemoteOrder:
     """Write ``slots[i]`` of the CPU pool to SSD as page ``keys[i]``.
 
     The slots stay as they are until the order is reported. ``due``: the worker's I/O thread
-    begins by itself at that time (``time.monotonic``, which processes of a machine share),
-    since an idle engine runs no hook.
+    begins by itself at that time (the scheduler half's clock; at once if 0), since an idle engine
+    runs no hook.
     """
 
     order_id: OrderId

@@ -173,6 +173,16 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.refuse_restore(request, blocks)
             raise
 
+    @_never_raises(lambda self: {})
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, as this hook
+
+        disk = min(num_external_tokens, self._scheduler.tokens_from_ssd(request))
+        found = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in found.items() if tokens}
+
     # The hooks of every step guard themselves: the wrapper's cost would be seen.
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

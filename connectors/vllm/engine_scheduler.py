@@ -92,8 +92,8 @@ class _InJobOrder:
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
-        for request_id in [one for one, request in self._parked.items() if request.is_finished()]:
-            del self._parked[request_id]
+        for request in ended:
+            self._parked.pop(request.request_id, None)
         return ended
 
     def get_request_counts(self) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
         dtype=str(model.dtype),
         cache_dtype=str(cache.cache_dtype),
         kv_scales="checkpoint",
-        config=_config(model.hf_text_config),
+        config=_config(model),
         group=facts.group,
         block_size=facts.block_size,
         layout=f"{facts.layout.describe()} {facts.arrangement}" if facts.layout else "",
@@ -84,9 +84,19 @@ def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
     )
 
 
-def _config(text_config: Any) -> dict[str, object]:
-    """All of it: ``--hf-overrides`` may change anything, and no file says so."""
-    said = text_config.to_dict().items()
+def _config(model: Any) -> dict[str, object]:
+    """All of the text model's: ``--hf-overrides`` may change anything, and no file says so. Of what
+    is beside it, as a vision model, the files tell, unless it was overridden."""
+    said = _said(model.hf_text_config)
+    overrides: Any = model.hf_overrides
+    beside = model.hf_config is not model.hf_text_config
+    if overrides and beside and (callable(overrides) or set(overrides) - {"text_config"}):
+        said["whole"] = _said(model.hf_config)
+    return said
+
+
+def _said(config: Any) -> dict[str, object]:
+    said = config.to_dict().items()
     return {k: v for k, v in said if not k.startswith("_") and k != "transformers_version"}
 
 

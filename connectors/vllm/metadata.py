@@ -35,6 +35,8 @@ class SsdOrders:
         reclaims: by rank, a segment that shall die and the pages that survive it.
         distrusted: saves whose slots may hold anything: not to be flushed.
         hurried: promotions that are due at once, whatever they said.
+        sent_at: on the clock of the orders' ``due``, which a worker on another machine does not
+            share; None if no order has one.
     """
 
     demotes: tuple[DemoteOrder, ...] = ()
@@ -44,6 +46,7 @@ class SsdOrders:
     reclaims: Mapping[int, Proposal] = field(default_factory=dict)
     distrusted: tuple[OrderId, ...] = ()
     hurried: tuple[OrderId, ...] = ()
+    sent_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

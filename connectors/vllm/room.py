@@ -22,7 +22,6 @@ from tiered_kv.connectors.vllm.turn import Turn, born
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 
-
 SAVES_PATIENCE_S = 1.0
 """How long a running request waits for saves while none of them ends, before others are preempted
 for it: a worker that is gone never reports."""

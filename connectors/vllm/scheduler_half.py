@@ -202,6 +202,11 @@ class SchedulerHalf:
                 self.admission.joined(beside)
                 self.queue.ranks_changed = True
 
+    def tokens_from_ssd(self, request: Any) -> int:
+        """``get_external_cache_hit_sources``: those of its restore that came up from SSD."""
+        turn = self._turns.get(request.request_id)
+        return turn.ssd_tokens if turn is not None else 0
+
     def _came_up(self, turn: Turn) -> int:
         """Tokens of the restore about to be ordered whose pages were on SSD only."""
         keys = turn.hit.keys if turn.hit else ()

@@ -54,7 +54,7 @@ class SsdTier:
         capacity_bytes: of the SSD tier, all ranks together.
         cached: whether VRAM holds the block of a block hash.
         chance: that a waiting job comes back for a page.
-        clock: monotonic seconds, the same in every process of the machine.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class SsdTier:
         """What is to be sent; None if nothing."""
         if not self.unsent:
             return None
+        timed: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
         orders = SsdOrders(
             tuple(self._demotes),
             tuple(self._promotes),
@@ -123,6 +124,7 @@ class SsdTier:
             dict(self._reclaims),
             tuple(self._distrusted),
             tuple(self._hurried),
+            self._clock() if any(one.due > 0 for one in timed) else None,
         )
         self._hurried.clear()
         self._distrusted.clear()

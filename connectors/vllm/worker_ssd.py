@@ -115,11 +115,13 @@ class WorkerSsd:
             self.io.drop(orders.lost)
         if (dying := orders.reclaims.get(self._rank)) is not None:
             self.io.reclaim(dying.segment, dying.keys)
+        # Each machine's clock began at a time of its own.
+        ahead_s = 0.0 if orders.sent_at is None else self.io.now() - orders.sent_at
         for promote in orders.promotes:
             self._forget_slots(promote.slots)
-            self.io.submit(promote)
+            self.io.submit(promote, ahead_s)
         for demote in orders.demotes:
-            self.io.submit(demote)
+            self.io.submit(demote, ahead_s)
         if orders.hurried:
             self.io.hurry(orders.hurried)
 

@@ -67,3 +67,24 @@ def test_models_whose_configuration_was_overridden_are_told_apart(make_rig: Make
     assert before == base_fingerprint(rig.config, rig.half.facts).config
     rig.config.model_config.hf_text_config.num_experts_per_tok = 4
     assert before != base_fingerprint(rig.config, rig.half.facts).config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told_apart"),
+    [
+        ({}, False),
+        ({"text_config": {"rope_theta": 1e6}}, False),  # the text model's own says so
+        ({"vision_config": {"patch_size": 16}}, True),
+        (lambda config: config, True),
+    ],
+)
+def test_overrides_beside_the_text_model_count_where_there_are_any(
+    make_rig: MakeRig, overrides: Any, told_apart: bool
+) -> None:
+    """And nowhere else: pages of others stay valid."""
+    rig = make_rig()
+    model = rig.config.model_config
+    before = base_fingerprint(rig.config, rig.half.facts).digest()
+    model.hf_config = SimpleNamespace(to_dict=lambda: {"vision_config": {"patch_size": 16}})
+    model.hf_overrides = overrides
+    assert (base_fingerprint(rig.config, rig.half.facts).digest() != before) == told_apart

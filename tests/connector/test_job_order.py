@@ -234,3 +234,25 @@ def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
         make_scheduler(
             rig.config, rig.scheduler.kv_cache_config, log_stats=False, in_job_order=True
         )
+
+
+class NobodyWalks(dict[str, Any]):
+    """Who is parked, by request; to be looked up, not walked."""
+
+    def items(self) -> Any:
+        raise AssertionError("all that are parked are looked at")
+
+    values = items
+
+
+def test_an_abort_looks_at_nobody_else_who_is_parked(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "running")
+    rig.step()
+    for i in range(4):
+        begin(rig, f"held{i}")
+    parked = rig.scheduler._parked = NobodyWalks(rig.scheduler._parked)
+    assert len(parked) > 1
+    rig.abort("running")
+    rig.abort(last := next(reversed(parked)))
+    assert last not in parked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +49,10 @@ def long_gone(rig: Rig) -> None:
             rig.half.gaps._over(name)
 
 
-def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig) -> None:
+@pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
+def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
+    """Also where the worker is on a machine whose clock began at another time."""
+    rig.worker_half.ssd.io._clock = lambda: rig.now - began_later
     long_gone(rig)
     rig.now += 59.0
     rig.wait_for_worker()
@@ -61,6 +66,34 @@ def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig) -> None:
     rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
     assert rig.count("prompt_tokens_cpu") == 320
     assert rig.outputs["t2"] == expected(CONTEXT + text(9, seed=2), 4)
+
+
+def telling(rig: Rig, told: list[Any]) -> Callable[..., Any]:
+    """The hook, which remembers what it said."""
+    tell = rig.connector.get_external_cache_hit_sources
+
+    def hook(*asked: Any) -> Any:
+        told.append(tell(*asked))
+        return told[-1]
+
+    return hook
+
+
+def test_vllm_is_told_from_which_tier_tokens_came(
+    rig: Rig, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 asks")
+    long_gone(rig)
+    with_cpu_memory = make_rig()
+    with_cpu_memory.ask("t1", CONTEXT, params=JOB)
+    with_cpu_memory.now += 10
+    with_cpu_memory.fill()
+    told: list[Any] = []
+    for one in (rig, with_cpu_memory):
+        monkeypatch.setattr(one.connector, "get_external_cache_hit_sources", telling(one, told))
+        one.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
+        assert one.count("hook_errors") == 0
+    assert told == [{sources.CacheHitSource.DISK: 320}, {sources.CacheHitSource.HOST: 320}]
 
 
 def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -> None:

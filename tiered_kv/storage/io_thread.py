@@ -63,7 +63,7 @@ class IoThread:
     Args:
         store: closed with the thread.
         slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
-        clock: the clock of the orders' ``due``.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -96,11 +96,20 @@ class IoThread:
 
     # -- for the worker's thread ------------------------------------------------------
 
-    def submit(self, order: DemoteOrder | PromoteOrder) -> None:
-        """Carry out the order once it is due."""
+    def now(self) -> float:
+        """Seconds on this thread's clock."""
+        return self._clock()
+
+    def submit(self, order: DemoteOrder | PromoteOrder, ahead_s: float = 0.0) -> None:
+        """Carry out the order once it is due.
+
+        Args:
+            ahead_s: by how much this thread's clock is ahead of the one that ``due`` was read on.
+        """
+        due = order.due + ahead_s if order.due > 0 else order.due
         with self._changed:
             self._submitted += 1
-            heapq.heappush(self._later, (order.due, self._submitted, order))
+            heapq.heappush(self._later, (due, self._submitted, order))
             self._changed.notify_all()
 
     def hurry(self, order_ids: Collection[OrderId]) -> None:
