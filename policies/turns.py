@@ -1,11 +1,14 @@
 """What a client says about a turn, read without trusting it.
 
-A client may say it in three places, read in this order; the first usable value of each name
+A client may say it in four places, read in this order; the first usable value of each name
 counts:
 
 1. ``kv_transfer_params`` of the request's body;
 2. ``vllm_xargs`` of the body, which vLLM hands on as ``SamplingParams.extra_args``;
-3. ``session_id``, of the body or of the header ``X-Session-ID``: a job id, nothing else.
+3. the request's session, as vLLM knows it (``session_id`` of the body, the header
+   ``X-Session-ID``, ``session_id`` of ``vllm_xargs``): a job id, nothing else;
+4. ``session_id`` of ``kv_transfer_params``, where the middleware puts a session that vLLM does
+   not know: the same.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class TurnHints:
 def read_hints(
     kv_transfer_params: object, xargs: object = None, session_id: object = None
 ) -> TurnHints:
-    """Read a request's three sources; whatever cannot be used is counted, never raised.
+    """Read a request's sources; whatever cannot be used is counted, never raised.
 
     ``job_id`` is a non-empty string of at most 512 characters, or an integer, which is taken as
     its decimal text. ``is_last_step`` is a bool, or 0 or 1 (vLLM turns the booleans of
@@ -56,7 +59,7 @@ def read_hints(
     ``expected_tool_s`` is a number of seconds from 0 to a week.
 
     An unknown key of ``kv_transfer_params`` counts as ignored; those of ``xargs`` may be meant
-    for others. A session id is looked at only if no job id was found.
+    for others. Session ids are looked at only as long as no job id was found.
     """
     found: dict[str, Any] = {}
     ignored = 0
@@ -75,12 +78,15 @@ def read_hints(
                 ignored += 1
             else:
                 found.setdefault(name, value)
+    sessions = [session_id]
     if isinstance(kv_transfer_params, Mapping):
         ignored += sum(1 for key in kv_transfer_params if key not in _KNOWN)
+        sessions.append(kv_transfer_params.get("session_id"))
     job_id = found.get("job_id")
-    if job_id is None and session_id is not None:
-        job_id = _job_id(session_id)
-        ignored += job_id is None
+    for session in sessions:
+        if job_id is None and session is not None:
+            job_id = _job_id(session)
+            ignored += job_id is None
     return TurnHints(
         job_id,
         found.get("is_last_step", False),
@@ -121,4 +127,4 @@ _READERS: dict[str, Callable[[object], Any]] = {
 }
 
 # tiered_kv is what answers carry: a client that sends an answer's parameters back is not wrong.
-_KNOWN = frozenset({*_READERS, "tiered_kv"})
+_KNOWN = frozenset({*_READERS, "session_id", "tiered_kv"})

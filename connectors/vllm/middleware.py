@@ -1,26 +1,42 @@
-"""Jobs named at the top level of a request's body, where Continuum's clients name them.
+"""Jobs named in a request's body where no connector sees them.
 
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 
-vLLM drops unknown fields there without a word, and no connector sees them. This moves them into
-``kv_transfer_params`` before vLLM reads the body. Everything else passes through as it came, so
-streamed answers stay streams.
+Continuum's clients name jobs at the top level of the body, Claude Code and Codex name their
+session in fields of their own. vLLM drops all of these without a word. This puts them into
+``kv_transfer_params`` before vLLM reads the body; whether they make sense is not its business.
+Everything else passes through as it came, so streamed answers stay streams.
+
+What survives in vLLM 0.30 to 0.32 without it: ``kv_transfer_params`` and ``vllm_xargs`` on all
+four paths, the header ``X-Session-ID`` too, and a top-level ``session_id`` on all but
+``/v1/messages``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
 """Where vLLM takes ``kv_transfer_params``."""
 NAMES = ("job_id", "is_last_step", "tool_name", "tool_command", "expected_tool_s")
 """What is moved: the names that ``tiered_kv.policies.turns`` reads."""
 MAX_BODY_BYTES = 16 << 20
 """A longer body is passed on as it is: a few million tokens, or many images."""
+MAX_USER_ID_CHARS = 4096
+"""A longer one is not looked into; Claude Code's has about 250."""
 
-_MARKS = tuple(f'"{name}"'.encode() for name in NAMES)
+_SESSION_FIELDS = {MESSAGES: ("session_id", "metadata"), RESPONSES: ("prompt_cache_key",)}
+"""Where a session may be named that vLLM does not take for one, by path."""
+_MARKS = {
+    path: tuple(f'"{name}"'.encode() for name in (*NAMES, *_SESSION_FIELDS.get(path, ())))
+    for path in PATHS
+}
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_OLDER_USER_ID = re.compile(rf"user_\w*_session_({_UUID.pattern})", re.IGNORECASE)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -40,24 +56,30 @@ class JobMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_asked(scope):
-            scope, receive = await _with_hints_moved(scope, receive)
+        if (path := _asked(scope)) is not None:
+            scope, receive = await _with_hints_moved(scope, receive, path)
         await self._app(scope, receive, send)
 
 
-def move_hints(body: bytes) -> bytes:
-    """The same JSON object with the hints at its top level moved into ``kv_transfer_params``.
+def move_hints(body: bytes, path: str) -> bytes:
+    """The same JSON object with the hints at its top level moved into ``kv_transfer_params``, and
+    the session that its client names put there as ``session_id``.
 
     What is said there already wins. A body without such hints, or that is not what vLLM expects,
     comes back as it is; never raises.
+
+    Args:
+        path: one of ``PATHS``, where the body was sent to.
     """
-    if not any(mark in body for mark in _MARKS):
+    if not any(mark in body for mark in _MARKS[path]):
         return body
     try:
         request = json.loads(body)
         if not isinstance(request, dict):
             return body
         said = {name: request.pop(name) for name in NAMES if name in request}
+        if (session := _session(request, path)) is not None:
+            said["session_id"] = session
         params = request.get("kv_transfer_params")
         if params is None:
             params = {}
@@ -69,14 +91,42 @@ def move_hints(body: bytes) -> bytes:
         return body
 
 
-def _is_asked(scope: Scope) -> bool:
+def _session(request: Mapping[str, Any], path: str) -> Any:
+    """The session that a body names; None if it names none, or vLLM itself reads it."""
+    if path == MESSAGES:
+        said = request.get("session_id")
+        return said if said is not None else _of_claude_code(request.get("metadata"))
+    if path == RESPONSES:
+        key = request.get("prompt_cache_key")
+        # Codex's is its session. Others name what many conversations share: those are no job.
+        return key if isinstance(key, str) and _UUID.fullmatch(key) else None
+    return None
+
+
+def _of_claude_code(metadata: Any) -> Any:
+    """The session in ``metadata.user_id``: a JSON object with ``session_id``, or (before 2.1.78)
+    a name that ends in it. Other clients name a user there: None."""
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user_id, str) or len(user_id) > MAX_USER_ID_CHARS:
+        return None
+    if older := _OLDER_USER_ID.fullmatch(user_id):
+        return older[1]
+    try:
+        found = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return None
+    return found.get("session_id") if isinstance(found, dict) else None
+
+
+def _asked(scope: Scope) -> str | None:
+    """The one of ``PATHS`` that is asked; None for all other requests."""
     if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) in PATHS
+        return None
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path if path in PATHS else None
 
 
-async def _with_hints_moved(scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+async def _with_hints_moved(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
     """Read the body and change it if need be; the application receives what came of it."""
     messages = [await receive()]
     size = len(messages[0].get("body", b""))
@@ -86,7 +136,7 @@ async def _with_hints_moved(scope: Scope, receive: Receive) -> tuple[Scope, Rece
     whole = messages[-1]["type"] == "http.request" and not messages[-1].get("more_body", False)
     if whole and size <= MAX_BODY_BYTES:
         body = b"".join(message.get("body", b"") for message in messages)
-        moved = move_hints(body)
+        moved = move_hints(body, path)
         if moved is not body:
             messages = [{"type": "http.request", "body": moved, "more_body": False}]
             scope = {**scope, "headers": _resized(scope["headers"], len(moved))}

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from tiered_kv.connectors.vllm import middleware as module
 from tiered_kv.connectors.vllm.middleware import (
+    MESSAGES,
     NAMES,
+    PATHS,
+    RESPONSES,
     JobMiddleware,
     Message,
     Receive,
@@ -93,7 +96,7 @@ def serve(messages: Sequence[Message], **scope: Any) -> tuple[Toy, list[Message]
 # -- a client of Continuum's --------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES, MESSAGES])
 def test_a_job_named_at_the_top_is_named_to_the_connector(path: str) -> None:
     body = json.dumps({"model": "m", "job_id": "swe-1", "is_last_step": False}).encode()
     toy, _ = serve(chunked(body), path=path)
@@ -106,7 +109,8 @@ def test_a_job_named_at_the_top_is_named_to_the_connector(path: str) -> None:
 
 def test_all_that_read_hints_knows_is_moved() -> None:
     values = ["j", True, "bash", "make", 3.5]
-    moved = json.loads(move_hints(json.dumps(dict(zip(NAMES, values, strict=True))).encode()))
+    body = json.dumps(dict(zip(NAMES, values, strict=True))).encode()
+    moved = json.loads(move_hints(body, CHAT))
     hints = read_hints(moved["kv_transfer_params"])
     assert hints == TurnHints("j", True, "bash", "make", 3.5, ignored=0)
 
@@ -118,7 +122,7 @@ def test_what_is_in_the_parameters_already_wins() -> None:
         "tool_name": "bash",
         "kv_transfer_params": {"job_id": "inner", "tool_name": None, "other": [1]},
     }
-    assert json.loads(move_hints(json.dumps(request).encode())) == {
+    assert json.loads(move_hints(json.dumps(request).encode(), CHAT)) == {
         "kv_transfer_params": {
             "job_id": "inner",
             "tool_name": "bash",
@@ -139,6 +143,88 @@ def test_a_server_behind_a_path_is_the_same_server() -> None:
     for scope in ({"path": f"/llm{CHAT}"}, {"path": CHAT}):
         toy, _ = serve(chunked(body), root_path="/llm", **scope)
         assert toy.body != body
+
+
+# -- sessions that vLLM does not take for one ----------------------------------------
+
+SESSION = "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11"
+CLAUDE_CODE = json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": SESSION})
+OLDER_CLAUDE_CODE = f"user_{'d' * 64}_account__session_{SESSION}"
+
+
+def session(path: str, **body: Any) -> object:
+    """The session that the connector finds in the parameters of such a request."""
+    asked = json.dumps({"model": "m", **body}).encode()
+    toy, _ = serve(chunked(asked), path=path)
+    got = json.loads(toy.body)
+    kept = {name: got.get(name) for name in body if name != "kv_transfer_params"}
+    assert kept == {name: body[name] for name in kept}, "vLLM still gets what it may want itself"
+    return (got.get("kv_transfer_params") or {}).get("session_id")
+
+
+@pytest.mark.parametrize("user_id", [CLAUDE_CODE, OLDER_CLAUDE_CODE])
+def test_claude_code_names_its_session_in_the_users_id(user_id: str) -> None:
+    assert session(MESSAGES, metadata={"user_id": user_id}) == SESSION
+
+
+def test_codex_names_its_session_as_the_key_of_its_prompts() -> None:
+    assert session(RESPONSES, prompt_cache_key=SESSION) == SESSION
+
+
+def test_a_session_beside_the_messages_is_the_session() -> None:
+    """vLLM reads the field on its other paths itself, and has the last word there."""
+    assert session(MESSAGES, session_id="s", metadata={"user_id": CLAUDE_CODE}) == "s"
+    assert session(MESSAGES, session_id="s", kv_transfer_params={"session_id": "in"}) == "in"
+    for path in PATHS - {MESSAGES}:
+        assert session(path, session_id="s") is None
+
+
+@pytest.mark.parametrize("said", [3.5, {"a": 1}, [SESSION], "x" * 600, ""])
+def test_a_session_that_is_none_is_left_for_the_connector_to_count(said: object) -> None:
+    inside = json.dumps({"session_id": said})
+    for body in ({"session_id": said}, {"metadata": {"user_id": inside}}):
+        found = session(MESSAGES, **body)
+        assert found == said
+        assert read_hints({"session_id": found}) == TurnHints(ignored=1)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        "text",
+        {},
+        {"user_id": None},
+        {"user_id": 7},
+        {"user_id": SESSION},
+        {"user_id": "user_7"},
+        {"user_id": f"user_7_session_{SESSION}; and more"},
+        {"user_id": "{"},
+        {"user_id": "[" * 2000},
+        {"user_id": "9" * 4000},
+        {"user_id": json.dumps([SESSION])},
+        {"user_id": json.dumps({"account": "a"})},
+        {"user_id": json.dumps({"session_id": SESSION, "more": "x" * module.MAX_USER_ID_CHARS})},
+    ],
+    ids=range(14),
+)
+def test_other_names_of_users_are_no_sessions(metadata: object) -> None:
+    """One user has many conversations: as one job they would be in each other's way."""
+    body = json.dumps({"metadata": metadata, "messages": []}).encode()
+    assert serve(chunked(body), path=MESSAGES)[0].body == body
+
+
+@pytest.mark.parametrize("key", [None, 7, "", "my-application", f"{SESSION}:model", [SESSION]])
+def test_a_key_that_many_conversations_may_share_is_no_session(key: object) -> None:
+    body = json.dumps({"prompt_cache_key": key, "input": "i"}).encode()
+    assert serve(chunked(body), path=RESPONSES)[0].body == body
+
+
+def test_each_path_has_fields_of_its_own() -> None:
+    for path in (CHAT, "/v1/completions", RESPONSES):
+        assert session(path, metadata={"user_id": CLAUDE_CODE}) is None
+    for path in (CHAT, "/v1/completions", MESSAGES):
+        assert session(path, prompt_cache_key=SESSION) is None
 
 
 # -- what is not ours ---------------------------------------------------------------
@@ -173,6 +259,7 @@ def test_other_bodies_pass_byte_for_byte_in_the_same_pieces(body: bytes) -> None
     [
         {"path": "/tokenize"},
         {"path": f"{CHAT}/render"},
+        {"path": f"{MESSAGES}/count_tokens"},
         {"path": "/v1/embeddings"},
         {"method": "PUT"},
         {"method": "GET"},

@@ -55,7 +55,7 @@ def test_a_client_may_say_what_runs_next() -> None:
     )
 
 
-# -- three places to say it in ------------------------------------------------------
+# -- four places to say it in -------------------------------------------------------
 
 
 def test_the_first_place_that_says_something_usable_counts() -> None:
@@ -79,6 +79,18 @@ def test_a_session_is_asked_for_its_name_only_if_the_job_has_none() -> None:
     assert read_hints({"job_id": "j"}, None, too_long) == TurnHints("j", ignored=0)
     assert read_hints({"job_id": ""}, None, "s") == TurnHints("s", ignored=1)
     assert read_hints(None, None, too_long) == TurnHints(ignored=1)
+
+
+def test_a_session_that_vllm_knows_goes_before_one_among_the_parameters() -> None:
+    """The middleware puts it there where vLLM takes none."""
+    params = {"session_id": "of the client"}
+    assert read_hints(params) == TurnHints("of the client", ignored=0)
+    assert read_hints(params, None, "known") == TurnHints("known", ignored=0)
+    assert read_hints({**params, "job_id": "j"}, None, "known") == TurnHints("j", ignored=0)
+    assert read_hints(params, {"job_id": "x"}) == TurnHints("x", ignored=0)
+    assert read_hints({"session_id": [1]}, None, "known") == TurnHints("known", ignored=0)
+    assert read_hints(params, None, "") == TurnHints("of the client", ignored=1)
+    assert read_hints({"session_id": 3.5}) == TurnHints(ignored=1)
 
 
 def test_an_answers_parameters_may_be_sent_back() -> None:

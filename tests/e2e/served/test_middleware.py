@@ -1,4 +1,4 @@
-"""Continuum's clients against a real server: their top-level fields name jobs."""
+"""Clients that name jobs in fields of their own, against a real server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from bench.server import MODEL_NAME, VllmServer
-from tests.e2e.asking import PATIENCE_S, Events, trace
+from tests.e2e.asking import PATIENCE_S, Events, count, job, tick, trace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -16,6 +16,9 @@ BASE = {"model": MODEL_NAME, "temperature": 0}
 CHAT = {**BASE, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello, " * 60}]}
 COMPLETION = {**BASE, "max_tokens": 4, "prompt": "Once upon a time " * 40}
 RESPONSE = {**BASE, "max_output_tokens": 4, "input": "Tell me of the sea. " * 30}
+MESSAGE = {**CHAT, "system": "You are brief."}
+SESSION = "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11"
+CLAUDE_CODE = {"user_id": json.dumps({"device_id": "d" * 64, "session_id": SESSION})}
 
 
 def turns(server: VllmServer, job: str, count: int) -> Events:
@@ -33,9 +36,11 @@ def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServ
             ("/v1/chat/completions", {**CHAT, "job_id": "swe-1", "is_last_step": False}),
             ("/v1/completions", {**COMPLETION, "job_id": "swe-1"}),
             ("/v1/responses", {**RESPONSE, "job_id": "swe-1"}),
+            ("/v1/messages", {**MESSAGE, "job_id": "swe-1"}),
         ]
         answers = [client.post(path, json=body).raise_for_status() for path, body in asked]
-        assert answers[0].json()["kv_transfer_params"]["tiered_kv"]["prompt_tokens"] > 0
+        for answer in answers:
+            assert answer.json()["kv_transfer_params"]["tiered_kv"]["prompt_tokens"] > 0
 
         streamed = {**CHAT, "stream": True, "job_id": "swe-1", "is_last_step": True}
         with client.stream("POST", "/v1/chat/completions", json=streamed) as stream:
@@ -43,8 +48,8 @@ def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServ
         assert lines[-1] == "data: [DONE]"
         assert len(lines) > 4, "token by token"
 
-        found = turns(server, "swe-1", 4)
-        assert [turn["turn"] for turn in found] == [1, 2, 3, 4]
+        found = turns(server, "swe-1", 5)
+        assert [turn["turn"] for turn in found] == [1, 2, 3, 4, 5]
         assert found[-1]["tier"] == "drop"
 
         body = json.dumps({**CHAT, "job_id": "cut"}).encode()
@@ -56,4 +61,58 @@ def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServ
 
         plain = client.post("/v1/chat/completions", json=CHAT).raise_for_status().json()
         assert plain["choices"], "a client that names no job is served as ever"
+    server.check()
+
+
+def test_sessions_of_clients_are_jobs_on_their_paths(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    """The last turn of each is streamed."""
+    codex = "0199c7a4-0000-7d31-a7c2-3f1f0c6d2b11"
+    for job_id, path, body in (
+        (SESSION, "/v1/messages", {**MESSAGE, "metadata": CLAUDE_CODE}),
+        ("told", "/v1/messages", {**MESSAGE, "metadata": CLAUDE_CODE, "session_id": "told"}),
+        (codex, "/v1/responses", {**RESPONSE, "prompt_cache_key": codex}),
+        ("asked", "/v1/responses", {**RESPONSE, "prompt_cache_key": codex, "session_id": "asked"}),
+    ):
+        client.post(path, json=body).raise_for_status()
+        last = {**body, "stream": True, "is_last_step": True}
+        with client.stream("POST", path, json=last) as stream:
+            events = [line for line in stream.iter_lines() if line.startswith("event: ")]
+        assert events[0] in ("event: message_start", "event: response.created")
+        assert len(events) > 4, "token by token"
+        found = turns(server, job_id, 2)
+        assert [(turn["turn"], turn["tier"] == "drop") for turn in found] == [(1, False), (2, True)]
+
+
+def test_without_the_middleware_parameters_and_the_header_reach_every_path(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    """It moves nothing in these."""
+    bodies = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETION,
+        "/v1/responses": RESPONSE,
+        "/v1/messages": MESSAGE,
+    }
+    for path, body in bodies.items():
+        name = f"plain {path}"
+        client.post(path, json={**body, **job(f"{name} params")}).raise_for_status()
+        header = {"X-Session-ID": f"{name} header"}
+        client.post(path, json=body, headers=header).raise_for_status()
+        xargs = {"vllm_xargs": {"session_id": f"{name} xargs"}}
+        client.post(path, json={**body, **xargs}).raise_for_status()
+        for place in ("params", "header", "xargs"):
+            assert len(turns(server, f"{name} {place}", 1)) == 1, (path, place)
+
+
+def test_sessions_that_are_none_are_counted(client: httpx.Client, server: VllmServer) -> None:
+    ignored = count(client, "hints_ignored")
+    for session in (["a"], 3.5, "x" * 10_000):
+        user_id = json.dumps({"session_id": session})
+        for bad in ({"session_id": session}, {"metadata": {"user_id": user_id}}):
+            client.post("/v1/messages", json={**MESSAGE, **bad}).raise_for_status()
+    tick(client)
+    # The last one's user id is too long to be looked into.
+    assert count(client, "hints_ignored") - ignored == 5
     server.check()
