@@ -26,12 +26,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes a night is not run by a selection of something else."""
-    if "nightly" in config.option.markexpr:
-        return
-    for item in items:
-        if item.get_closest_marker("nightly"):
-            item.add_marker(pytest.mark.skip("takes long: -m nightly"))
+    """What takes long is not run by a selection of something else."""
+    for name in ("nightly", "peer"):
+        if name in config.option.markexpr:
+            continue
+        for item in items:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(f"takes long: -m {name}"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,109 @@
+"""A pytest plugin: vLLM's tests with our classes in place of its own.
+
+Loaded by this name from its own folder: ``tests`` is vLLM's there. ``TIERED_KV_PEER`` chooses.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+STOCK, SCHEDULER, CONNECTOR = "stock", "scheduler", "connector"
+
+
+def pytest_configure() -> None:
+    mode = os.environ["TIERED_KV_PEER"]
+    if mode == STOCK:
+        return
+    import vllm.v1.core.sched.diffusion_scheduler
+    import vllm.v1.engine.core  # noqa: F401
+    from vllm.v1.core.sched import async_scheduler, scheduler
+
+    from tiered_kv.connectors.vllm.engine_scheduler import (
+        AsyncContinuumScheduler,
+        ContinuumScheduler,
+    )
+
+    class Sync(ContinuumScheduler):
+        """Never the asynchronous one: the test names the class that it means."""
+
+    if mode == SCHEDULER:
+        scheduler.Scheduler = Sync
+        async_scheduler.AsyncScheduler = AsyncContinuumScheduler
+        return
+
+    class WithConnector:
+        """A scheduler that has our connector if it would have none."""
+
+        def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any):
+            kv_cache_config = _give_connector(vllm_config, kv_cache_config)
+            super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
+
+        def update_from_output(self, scheduler_output: Any, result: Any) -> Any:
+            result = _copied_at_once(scheduler_output, result)
+            return super().update_from_output(scheduler_output, result)  # type: ignore[misc]
+
+    scheduler.Scheduler = type("Scheduler", (WithConnector, Sync), {})
+    async_scheduler.AsyncScheduler = type(
+        "AsyncScheduler", (WithConnector, AsyncContinuumScheduler), {}
+    )
+
+
+def _give_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """Returns the configuration of the KV cache, with memory for it; the same if the engine is
+    left as it is: it has a connector, or is one that ours refuses."""
+    from vllm.config import KVTransferConfig
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    from tiered_kv.connectors.vllm.engine import refuse_unsupported
+    from tiered_kv.errors import UnsupportedError
+
+    groups, cache = kv_cache_config.kv_cache_groups, vllm_config.cache_config
+    if vllm_config.kv_transfer_config is not None or vllm_config.model_config.is_encoder_decoder:
+        return kv_cache_config
+    cached, cache.enable_prefix_caching = cache.enable_prefix_caching, True
+    vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector="TieredContinuumConnector",
+        kv_connector_module_path="tiered_kv.connectors.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"cpu_gib": 1.0, "admission": "off"},
+    )
+    try:
+        refuse_unsupported(vllm_config)
+    except UnsupportedError:
+        vllm_config.kv_transfer_config, cache.enable_prefix_caching = None, cached
+        return kv_cache_config
+    if len(groups) != 1 or kv_cache_config.kv_cache_tensors:
+        return kv_cache_config
+    page, blocks = groups[0].kv_cache_spec.page_size_bytes, kv_cache_config.num_blocks
+    tensor = KVCacheTensor(
+        size=page * blocks,
+        layers=list(groups[0].layer_names),
+        layer_stride=page * blocks,
+        block_stride=page,
+        offset=0,
+    )
+    return replace(kv_cache_config, kv_cache_tensors=[tensor])
+
+
+def _copied_at_once(scheduler_output: Any, result: Any) -> Any:
+    """The step's result, with the word of a worker that has made every copy already."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+    from tiered_kv.orders import OrderReport, RestoreMode
+
+    orders = scheduler_output.kv_connector_metadata
+    if not isinstance(orders, TieredMetadata) or result.kv_connector_output is not None:
+        return result
+    done = {order.order_id: OrderReport(1, frozenset(), 0, 0.0) for order in orders.saves}
+    done |= {order.order_id: OrderReport(1, frozenset(), 0, 0.0) for order in orders.loads}
+    if not done:
+        return result
+    arrived = {order.request_id for order in orders.loads if order.mode is RestoreMode.ASYNC}
+    said = KVConnectorOutput(
+        finished_recving=arrived, kv_connector_worker_meta=TieredWorkerMetadata(done)
+    )
+    return replace(result, kv_connector_output=said)
