@@ -1,6 +1,6 @@
 """A pytest plugin: vLLM's tests with our classes in place of its own.
 
-Loaded by this name from its own folder: ``tests`` is vLLM's there. ``TIERED_KV_PEER`` chooses.
+Loaded by this name from its own folder: ``tests`` is vLLM's there. ``PEER_MODE`` chooses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ STOCK, SCHEDULER, CONNECTOR = "stock", "scheduler", "connector"
 
 
 def pytest_configure() -> None:
-    mode = os.environ["TIERED_KV_PEER"]
+    mode = os.environ["PEER_MODE"]
     if mode == STOCK:
         return
     import vllm.v1.core.sched.diffusion_scheduler

@@ -56,7 +56,7 @@ def passing(folder: Path, mode: str, report: Path) -> set[str]:
             **os.environ,
             "PYTHONPATH": str(ROOT / "tests" / "peer"),
             "HF_HUB_OFFLINE": "1",
-            "TIERED_KV_PEER": mode,
+            "PEER_MODE": mode,
         },
         capture_output=True,
         text=True,
