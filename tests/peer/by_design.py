@@ -5,10 +5,7 @@ from __future__ import annotations
 from tests.peer.peer_plugin import CONNECTOR, SCHEDULER
 
 DIFFUSION = "diffusion models are refused: vLLM has a scheduler of its own for them"
-CACHING = (
-    "prefix caching is on, as ours needs it, and the test is about an engine without: it fails "
-)
-CACHING += "on stock with prefix caching, too"
+CACHING = "with prefix caching, which ours needs and is switched on for it, it fails on stock too"
 LAST_SAVE = "the last save of a request holds one to three blocks until the worker reports it"
 
 _SCHEDULER = "tests.v1.core.test_scheduler::"

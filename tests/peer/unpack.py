@@ -71,9 +71,8 @@ def vllm_tests(version: str, cache: Path) -> Path:
     made = part / "made"
     shutil.copytree(found[0], made / "tests")
     (made / "tests" / "conftest.py").write_text(CONFTEST)
-    markers = re.search(
-        r"^markers = \[.*?^\]", _text(found[0].parent / "pyproject.toml"), re.M | re.S
-    )
+    settings = (found[0].parent / "pyproject.toml").read_text()
+    markers = re.search(r"^markers = \[.*?^\]", settings, re.M | re.S)
     options = f"[tool.pytest.ini_options]\n{markers[0] if markers else ''}\n"
     (made / "pyproject.toml").write_text(options)
     model = made / "facebook" / "opt-125m"
@@ -82,7 +81,3 @@ def vllm_tests(version: str, cache: Path) -> Path:
     made.rename(whole)
     shutil.rmtree(part)
     return whole
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
