@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CONTRACT = ["restores", "ahead", "pinning", "resets", "hooks", "admission", "beside"]
+CONTRACT = ["restores", "ahead", "pinning", "resets", "hooks", "admission", "beside", "preemption"]
 
 
 @pytest.mark.slow
