@@ -226,6 +226,34 @@ def test_without_time_nothing_is_flushed(bench: Bench) -> None:
     assert bench.io.close([(key(0), 0)], budget_s=0.0) == 0
 
 
+def test_a_last_flush_to_a_slow_disk_keeps_to_its_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
+    put = bench.store.put
+
+    def slowly(pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        bench.now += 0.08 * len(pages)
+        return put(pages)
+
+    monkeypatch.setattr(bench.store, "put", slowly)
+    began = bench.now
+    written = bench.io.close([(key(n), n) for n in range(SLOTS)], budget_s=3.0)
+    assert 3.0 <= bench.now - began < 3.2, "two pages more at most, not a group"
+    assert written == pytest.approx((bench.now - began) / 0.08)
+    again = bench.open(b"f" * 16)
+    assert again.keys() == [key(n) for n in range(written)]
+    again.close()
+
+
+def test_a_last_flush_goes_in_groups_once_it_is_known_to_be_fast(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
+    assert bench.io.close([(key(n), n) for n in range(SLOTS)], budget_s=3.0) == SLOTS
+    assert [n for _, n in bench.store.log] == [2, GROUP, GROUP, GROUP, 2]
+
+
 def test_a_store_nobody_will_find_again_is_emptied(bench: Bench) -> None:
     bench.demote(range(2))
     bench.reports()

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 GROUP_BYTES = 128 << 20
 """Of pages demoted, and made durable, at a time: enough for a disk to reach its speed, and a
 promotion that comes between waits a few hundredths of a second."""
-
-
+LEAST_BYTES = 8 << 20
+"""Of pages written at a time in the last flush, which may take that much longer than it should."""
 MOST_LOGGED = 100
 """Different errors that are logged."""
 HUNG_S = 30.0
@@ -211,23 +211,36 @@ class IoThread:
         if self._thread.is_alive():
             logger.error("the disk has not answered for %g s: nothing more is written", HUNG_S)
             return 0
-        written = 0
         try:
             if discard:
                 self.store.clear()
-            step = self._group
-            for start in range(0, len(last), step):
-                if self._clock() >= deadline:
-                    break
+            return self._flush(last, deadline)
+        except Exception:
+            logger.exception("a store that nobody will find again could not be emptied")
+            return 0
+        finally:
+            self.store.close()
+
+    def _flush(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
+        """Write what the time allows; returns how many pages are durable. A group under way is
+        not given up: each is as large as half of the time left has room for, at the speed of the
+        one before."""
+        least = min(self._group, max(1, LEAST_BYTES // self._page_bytes))
+        written = start = 0
+        step = least
+        try:
+            while start < len(last) and (began := self._clock()) < deadline:
                 group = last[start : start + step]
+                start += len(group)
                 failed = self.store.put([(key, self._slots[slot]) for key, slot in group])
                 written += len(group) - len(failed)
                 if len(failed) == len(group):
                     break
+                now = self._clock()
+                room = len(group) * (deadline - now) / (2 * max(now - began, 1e-6))
+                step = max(least, int(min(room, self._group)))
         except Exception:
             logger.exception("the last flush to SSD ended early")
-        finally:
-            self.store.close()
         return written
 
     # -- the thread -------------------------------------------------------------------
