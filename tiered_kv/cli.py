@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from tiered_kv import store_cli
@@ -16,8 +19,24 @@ app = typer.Typer(
 app.add_typer(store_cli.app, name="store")
 
 
+def say_version(asked: bool) -> None:
+    """Print the version and end, if it was asked for.
+
+    Raises:
+        typer.Exit: it was.
+    """
+    if asked:
+        typer.echo(f"tiered-kv {version('tiered-kv')}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    asked: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
+    ] = False,
+) -> None:
     """Tools for the KV cache that tiered-kv keeps."""
 
 

@@ -34,7 +34,7 @@ from tiered_kv.store_report import (
     store_row,
     total_rows,
 )
-from tiered_kv.terminal import bar, one_sentence, print_json, print_table, refuse, size
+from tiered_kv.terminal import Command, bar, one_sentence, print_json, print_table, refuse, size
 
 app = typer.Typer(
     help="Look at, check, export and delete pages on SSD.",
@@ -45,7 +45,8 @@ app = typer.Typer(
 DAY_S = 86400.0
 
 Where = Annotated[
-    Path, typer.Argument(help="What TIERED_KV_SSD_PATH names, or one store's folder.")
+    Path,
+    typer.Argument(metavar="PATH", help="What TIERED_KV_SSD_PATH names, or one store's folder."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -67,7 +68,7 @@ def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
     return {str(path): reason for path, reason in odd.items()}
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def list_command(path: Where, as_json: AsJson = False) -> None:
     """List the stores under PATH, the one used last at the end.
 
@@ -86,7 +87,7 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("stat")
+@app.command("stat", cls=Command)
 def stat_command(path: Where, as_json: AsJson = False) -> None:
     """Add up everything under PATH.
 
@@ -104,7 +105,7 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("verify")
+@app.command("verify", cls=Command)
 def verify_command(path: Where, as_json: AsJson = False) -> None:
     """Read every page under PATH; exit code 1 if any is bad, or something had to be left out.
     Changes nothing."""
@@ -153,7 +154,7 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("gc")
+@app.command("gc", cls=Command, short_help="Delete stores that nobody has open.")
 def gc_command(
     path: Where,
     older_than: Annotated[
@@ -173,6 +174,8 @@ def gc_command(
     Exit code 1 if something that was to be deleted is in use, or could not be deleted or even
     looked at.
     """
+    with one_sentence():
+        found = find_stores(path)
     if everything == (older_than is not None or bool(fingerprint)):
         refuse("say which stores to delete: --older-than DAYS, --fingerprint HEX, both, or --all")
     digits = fingerprint.lower()
@@ -181,7 +184,6 @@ def gc_command(
     selection = Selection((older_than or 0.0) * DAY_S, digits)
     with one_sentence():
         now = time.time()
-        found = find_stores(path)
         stores = [store for store in found.stores if selection.takes(store, now)]
         removed, refused = [], {}
         for store in stores:
@@ -225,12 +227,10 @@ def gc_command(
         raise typer.Exit(1)
 
 
-@app.command("export")
+@app.command("export", cls=Command, short_help="Write pages, decoded, into a folder.")
 def export_command(
     path: Where,
-    targets: Annotated[
-        list[str], typer.Argument(metavar="[KEY] OUT", help="A page's key in hex, and a folder.")
-    ],
+    targets: Annotated[list[str], typer.Argument(metavar="[KEY] OUT", hidden=True)],
     everything: Annotated[bool, typer.Option("--all", help="Every page; give no KEY.")] = False,
     stored: Annotated[
         bool,
@@ -238,7 +238,8 @@ def export_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write pages, decoded, and a manifest into the folder OUT, which must be empty or new.
+    """Write pages, decoded, and a manifest into the folder OUT, which must be empty or new: the
+    page with this KEY, in hexadecimal digits, or with --all every page.
 
     Exit code 1 if a page could not be read, or something had to be left out.
     """

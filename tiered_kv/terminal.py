@@ -10,13 +10,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from typer.core import TyperCommand
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.storage.locks import StoreError
@@ -25,6 +26,15 @@ BAD_INPUT = 2
 
 _FILE_WIDTH = 160
 """Columns of tables that go to a file or a pipe, which wraps nothing."""
+
+
+class Command(TyperCommand):
+    """A command whose arguments are called what their metavars say. Typer puts those that are
+    needed in braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [param for param in self.params if param.param_type_name == "argument"]
+        return ["[OPTIONS]", *(str(param.metavar) for param in arguments)]
 
 
 @contextmanager

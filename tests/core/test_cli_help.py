@@ -1,0 +1,50 @@
+"""The command line as somebody reads it who has never used it."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tiered_kv.cli import app
+
+COMMANDS = {
+    "ls": "PATH",
+    "stat": "PATH",
+    "verify": "PATH",
+    "gc": "PATH",
+    "export": "PATH [KEY] OUT",
+}
+
+
+def said(*arguments: object, code: int = 0) -> str:
+    """All that a command says."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_it_says_its_version() -> None:
+    assert said("--version") == f"tiered-kv {version('tiered-kv')}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["store"], *(["store", name] for name in COMMANDS)])
+def test_help_is_written_for_people(command: list[str]) -> None:
+    text = said(*command, "--help").replace("[ARGS]...", "[ARGS]")
+    for of_python in ("{", "}", "list[", "str]", "..."):
+        assert of_python not in text
+    if len(command) == 2:
+        assert f"Usage: root store {command[1]} [OPTIONS] {COMMANDS[command[1]]}\n" in text
+
+
+def test_what_is_missing_is_called_as_in_the_help() -> None:
+    assert "Missing argument 'PATH'" in said("store", "gc", code=2)
+
+
+def test_gc_looks_at_its_path_before_its_options(tmp_path: Path) -> None:
+    """Which stores to delete is the lesser question where there are none."""
+    for options in ([], ["--all", "--older-than", 3], ["--fingerprint", "xyz"]):
+        assert "there is no" in said("store", "gc", tmp_path / "nowhere", *options, code=2)
+        assert "holds no store" in said("store", "gc", tmp_path, *options, code=2)
