@@ -150,7 +150,7 @@ def _number(
         raise ConfigError(f"{name}={raw!r} is not a number: write {name}={default:g}.") from None
     if not low <= value <= high:
         raise ConfigError(
-            f"{name}={value:g} is outside {low:g} to {high:g} {unit}: write {name}={default:g}."
+            f"{name}={raw} is outside {low:,} to {high:,} {unit}: write {name}={default:g}."
         )
     return value
 
@@ -200,8 +200,20 @@ def _folder(given: Mapping[str, object], key: str) -> Path | None:
     if not isinstance(raw, (str, Path)):
         raise ConfigError(f"{name}={raw!r} is not a path: write {name}=/var/cache/tiered-kv.")
     path = Path(raw).absolute()
-    if not (path if path.exists() else path.parent).is_dir():
-        raise ConfigError(f"{name}={raw} cannot be used: name a folder whose parent exists.")
+    try:
+        if path.is_dir():
+            return path
+        if path.exists() or path.is_symlink():
+            raise ConfigError(f"{name}={raw} is no folder: name one, or one that is to be made.")
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"{name}={raw} cannot be made: there is no folder {path.parent}. Make that one, or "
+                "name another."
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={raw} cannot be used ({error.strerror}): name a folder that is the server's."
+        ) from error
     return path
 
 

@@ -99,9 +99,9 @@ def test_what_is_not_a_number_is_refused_with_a_number_to_write(value: object) -
 @pytest.mark.parametrize("value", [-1, -0.001, "1e9", "nan", "inf", "-inf", float("nan")])
 def test_an_impossible_size_is_refused_with_one_that_works(value: object) -> None:
     sentence = refusal(extra={"cpu_gib": value})
-    assert "is outside 0 to" in sentence
-    assert "GiB" in sentence
-    assert sentence.endswith("write TIERED_KV_CPU_GIB=4.")
+    assert sentence == (
+        f"TIERED_KV_CPU_GIB={value} is outside 0 to 1,048,576 GiB: write TIERED_KV_CPU_GIB=4."
+    )
 
 
 def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
@@ -201,8 +201,19 @@ def test_pages_go_to_ssd_only_where_a_folder_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for wrong in (tmp_path / "file", tmp_path / "missing" / "ssd"):
-        assert "name a folder whose parent exists" in refusal({"TIERED_KV_SSD_PATH": str(wrong)})
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, advice in {
+        "file": "is no folder: name one, or one that is to be made.",
+        "link": "is no folder: name one, or one that is to be made.",
+        "file/ssd": f"cannot be made: there is no folder {tmp_path}/file. Make that one, or name "
+        "another.",
+        "missing/ssd": f"cannot be made: there is no folder {tmp_path}/missing. Make that one, or "
+        "name another.",
+        "n" * 300: "cannot be used (File name too long): name a folder that is the server's.",
+    }.items():
+        wrong = tmp_path / name
+        sentence = refusal({"TIERED_KV_SSD_PATH": str(wrong)})
+        assert sentence == f"TIERED_KV_SSD_PATH={wrong} {advice}"
 
 
 def test_an_ssd_tier_needs_cpu_memory(tmp_path: Path) -> None:
