@@ -96,7 +96,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             if config.ssd_path is not None and not getattr(vllm_config, "shutdown_timeout", 0):
                 logger.warning(
                     "vLLM kills its workers as soon as it is told to stop, and what only CPU "
-                    "memory holds is lost then: add --shutdown-timeout 10 to have it flushed to SSD"
+                    "memory holds is lost then: add --shutdown-timeout 30 to have it flushed to SSD"
                 )
             policy = registry.policy(config.policy)
             keeper = PolicyKeeper(policy, config.ssd_path, config.policy)

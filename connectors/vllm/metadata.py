@@ -73,10 +73,12 @@ class StoredPages:
     Attributes:
         keys: of its pages, oldest first.
         bandwidth: bytes of pages a second that it expects to promote.
+        stored_bytes: bytes they take on disk.
     """
 
     keys: tuple[PageKey, ...]
     bandwidth: float
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class SchedulerHalf:
         self._running = 0
         self.stats_due = True
         """A busy engine asks for stats in every step and is told in some of them."""
+        self._gauges_told = False
         self._watchdog = Watchdog()
         self._ordering_failed = False
 
@@ -381,12 +382,16 @@ class SchedulerHalf:
                 turn.fingerprint = self._fingerprint(turn.request)
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until copies under way are reported."""
+        """Keep an otherwise idle engine stepping until copies under way are reported.
+
+        An engine that has just started makes one step: vLLM exports gauges with steps only.
+        """
         self.gaps.idle()
-        return self.exchange.under_way
+        return not self._step or self.exchange.under_way
 
     def take_stats(self) -> dict[str, int]:
-        """Counters added since the last call, with the gauges; empty if nothing happened."""
+        """Counters added since the last call, with the gauges; empty if nothing happened. The
+        first time, the gauges at least."""
         totals = {
             "pages_evicted": self.index.evictions,
             "pages_not_saved": self.planner.unsaved,
@@ -402,7 +407,8 @@ class SchedulerHalf:
         for name, total in totals.items():
             self.counters.add(name, total - self.counters.totals[name])
         fresh = self.counters.take()
-        if fresh:
+        if fresh or not self._gauges_told:
+            self._gauges_told = True
             fresh |= {
                 "cpu_pages": len(self.index),
                 "cpu_slots": self.index.num_slots,

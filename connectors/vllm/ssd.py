@@ -373,6 +373,7 @@ class SsdTier:
         self._lost += sorted(partial)
         self._expected_bandwidth = min(stored.bandwidth for stored in ranks.values())
         self._planner.ssd_bandwidth = self._expected_bandwidth
+        self.stored_bytes.update({rank: stored.stored_bytes for rank, stored in ranks.items()})
         if everywhere:
             logger.info("%d pages are on SSD from before", len(everywhere))
 

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 ASSUMED_SPEED = DiskSpeed(read=1e9, write=1e9)
 FLUSH_S = 3.0
-"""Time for the last flush: vLLM ends a process 5 seconds after it asked it to stop."""
+"""Time for the last flush. vLLM gives a worker 5 seconds to end, then tells it again (which
+disturbs no flush) and kills it 4 seconds later; Python alone takes 2 of them to end one."""
 
 
 class WorkerSsd:
@@ -82,10 +83,15 @@ class WorkerSsd:
                 )
                 self._open = partial(SegmentStore, codec=codec, codec_from=codec_from)
                 store = self._open(options)
-            except (StoreError, OSError) as error:
+            except StoreError as error:
                 raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
+            except OSError as error:
+                raise ConfigError(
+                    f"TIERED_KV_SSD_PATH={config.ssd_path} cannot be used ({error.strerror}): "
+                    "make it writable for the server, or name another folder"
+                ) from error
             self.io = IoThread(store, pool.slots)
-        self.stored = StoredPages(tuple(store.keys()), bandwidth)
+        self.stored = StoredPages(tuple(store.keys()), bandwidth, store.stored_bytes)
         self._options = options
         self._rank = rank
         self._lasting = fingerprint.lasting

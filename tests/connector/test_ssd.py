@@ -107,6 +107,24 @@ def test_a_restarted_engine_serves_the_contexts_of_before(
     second.check_clean()
 
 
+def test_what_there_is_is_told_before_anybody_asks(make_rig: MakeRig, tmp_path: Path) -> None:
+    """vLLM exports gauges with steps only, so an engine makes one as soon as it has started."""
+    first = make_rig(extra=tiers(tmp_path, slots=200))
+    first.ask("first", CONTEXT)
+    first.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    assert second.scheduler.has_requests(), "or the engine would sleep"
+    second.step()
+    assert not second.scheduler.has_requests(), "one step is enough"
+    told = second.last_stats.kv_connector_stats
+    assert told["ssd_pages"] == len(store(second)) >= 20
+    assert told["ssd_bytes"] == store(second).stored_bytes > 0
+    assert told["cpu_slots"] == 200
+    second.step()
+    assert second.last_stats.kv_connector_stats is None, "nothing new"
+
+
 def test_the_last_flush_is_made_though_copies_fail_at_the_end(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

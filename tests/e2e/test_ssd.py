@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from bench.load import group_members
 from bench.restore import texts
 from bench.server import CONNECTOR, ServerOptions, VllmServer
-from tests.e2e.asking import PATIENCE_S, ask, count, metric
+from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, metric
 
 pytestmark = pytest.mark.e2e
 
@@ -67,6 +68,11 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
     assert "flushed" in server.log_text(), "the last context was in CPU memory only"
 
     with server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        told_by = time.monotonic() + EVENT_S
+        while not metric(client, "vllm:tiered_kv_ssd_pages") and time.monotonic() < told_by:
+            time.sleep(0.05)
+        assert metric(client, "vllm:tiered_kv_ssd_pages") == (CONTEXTS + 1) * (TOKENS // 32)
+        assert metric(client, "vllm:tiered_kv_ssd_bytes") > 0
         assert answers(client, prompts) == right
         assert count(client, "prompt_tokens_ssd") == (CONTEXTS + 1) * (TOKENS - 1)
         kill_outright(server)
