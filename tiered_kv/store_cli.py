@@ -105,7 +105,9 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("verify", cls=Command)
+@app.command(
+    "verify", cls=Command, short_help="Read every page under PATH; exit code 1 if any is bad."
+)
 def verify_command(path: Where, as_json: AsJson = False) -> None:
     """Read every page under PATH; exit code 1 if any is bad, or something had to be left out.
     Changes nothing."""
