@@ -11,7 +11,14 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.prices import STAY_EVERY_S
-from tiered_kv.connectors.vllm.profile import measure_copies, measure_flops, prefill_work
+from tiered_kv.connectors.vllm.profile import (
+    LARGEST_MATRIX,
+    MATMUL_S,
+    fastest_product,
+    measure_copies,
+    measure_flops,
+    prefill_work,
+)
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.costs import TOP_PRICE
@@ -229,6 +236,20 @@ def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
     finally:
         backend.close()
         pool.close()
+
+
+def test_a_slow_machine_is_measured_by_small_products() -> None:
+    """Where bf16 is emulated, one large product takes seconds, and an engine starts that later."""
+    for flops in (3e8, 7e10, 1e13, 1e15):
+        sizes: list[int] = []
+
+        def product_s(size: int, flops: float = flops, sizes: list[int] = sizes) -> float:
+            sizes.append(size)
+            return 2 * size**3 / flops
+
+        assert fastest_product(product_s) == pytest.approx(flops, rel=0.01)
+        assert sum(2 * size**3 / flops for size in sizes) < 1.5 * MATMUL_S
+        assert (LARGEST_MATRIX in sizes) == (flops > 1e12)
 
 
 def test_matrix_products_are_timed() -> None:
