@@ -71,7 +71,7 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         told_by = time.monotonic() + EVENT_S
         while not metric(client, "vllm:tiered_kv_ssd_pages") and time.monotonic() < told_by:
             time.sleep(0.05)
-        assert metric(client, "vllm:tiered_kv_ssd_pages") == (CONTEXTS + 1) * (TOKENS // 32)
+        assert metric(client, "vllm:tiered_kv_ssd_pages") >= (CONTEXTS + 1) * (TOKENS // 32)
         assert metric(client, "vllm:tiered_kv_ssd_bytes") > 0
         assert answers(client, prompts) == right
         assert count(client, "prompt_tokens_ssd") == (CONTEXTS + 1) * (TOKENS - 1)
