@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,7 @@ GRID: Array = np.concatenate(
 )
 """Seconds, ascending; steps of a tenth to a third. Shape (points,)."""
 GRID.flags.writeable = False
+_POINTS: list[float] = GRID.tolist()
 
 CELLS = len(GRID) + 1
 """A cell ends at each point of the grid and holds it; the last one is all that lies beyond."""
@@ -44,7 +46,7 @@ CELL_LOG_S.flags.writeable = False
 
 def cell_of(gap_s: float) -> int:
     """The cell that holds a gap of that many seconds."""
-    return int(np.searchsorted(GRID, gap_s))
+    return bisect_left(_POINTS, gap_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

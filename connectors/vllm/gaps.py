@@ -272,8 +272,6 @@ class Gaps:
             return
         for job, due, pages in self.returns.take(until):
             ordered = self._ssd.promote_ahead(pages, due)
-            if ordered:
-                self.waits.come_up(job)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
                 self.returns.expect(job, due, pages)
 

@@ -174,10 +174,6 @@ class Waits:
         """A turn of the job ended before it had any KV."""
         self._order.lose(job)
 
-    def come_up(self, job: JobKey) -> None:
-        """Pages of the job are on their way up from SSD."""
-        self._order.present(job)
-
     def forget_pages(self) -> None:
         """A cache reset: what jobs wait with is gone, the waiting goes on."""
         for job, wait in self._waits.items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.eviction import HALF_S, RANK_EVERY_S, SETTLED_S, ByWorth
+from tiered_kv.policies.eviction import HALF_S, RANK_EVERY_S, ByWorth
 from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.testing.eviction import LeastRecentlyUsed
 
@@ -169,11 +169,10 @@ def test_pages_may_come_and_go_while_a_job_waits() -> None:
     pool = Pool(A, B)
     pool.waits("job", [A, B, C], SOON)
     assert pool.ranked() == [B, A]
-    pool.now += SETTLED_S
-    assert pool.ranked() == [B, A]
     pool.order.removed(B)
+    assert pool.ranked() == [A]
     pool.order.added(C)
-    pool.order.present("job")
+    assert list(pool.order) == [A, C], "used since they were ranked"
     assert pool.ranked() == [C, A]
 
 
@@ -206,7 +205,7 @@ def test_what_several_jobs_had_does_not_stay_for_ever() -> None:
     pool.order.over("two")
     pool.now += 20 * HALF_S
     pool.waits("here", [C], SOON)
-    assert pool.ranked() == [A, B, C]
+    assert pool.ranked() == [B, A, C]
 
 
 def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> None:
@@ -253,12 +252,19 @@ def test_chances_are_those_of_the_likeliest_job() -> None:
     assert pool.order.chance(C, math.inf) == 0.0, "nobody waits for it"
 
 
+def context(rng: random.Random) -> list[PageKey]:
+    """Pages of one of few texts, cut somewhere: a key says all that is before it, and a tail."""
+    text, length = rng.choice(["", "x", "xy"]), rng.randrange(9)
+    pages = [PageKey(f"{text[: max(0, n - 2)]}{n}".encode()) for n in range(length)]
+    tail = PageKey(f"{text}{length} tail {rng.randrange(3)}".encode())
+    return [*pages, *([tail] if rng.random() < 0.5 else [])]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
     rng = random.Random(seed)
-    keys = [PageKey(bytes([n])) for n in range(40)]
-    most = rng.choice([10, 1000])
-    pool = Pool(stay_s=rng.choice([1.0, 60.0, math.inf]), most_pages=most)
+    keys = sorted({key for _ in range(500) for key in context(rng)})
+    pool = Pool(stay_s=rng.choice([1.0, 60.0, math.inf]), most_pages=rng.choice([10, 1000]))
     there = set[PageKey]()
     for _ in range(400):
         what, key = rng.random(), rng.choice(keys)
@@ -271,23 +277,54 @@ def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
         elif what < 0.6 and key in there:
             pool.order.touched(key)
         elif what < 0.8:
-            pages = keys[: rng.randrange(5)] + rng.sample(keys[5:], rng.randrange(8))
             cdf = np.sort([rng.random() for _ in GRID])
-            pool.waits(f"job{rng.randrange(6)}", pages, Forecast(cdf), rng.random())
+            pool.waits(f"job{rng.randrange(6)}", context(rng), Forecast(cdf), rng.random())
+        elif what < 0.85:
+            pool.order.over(f"job{rng.randrange(6)}", context(rng))
         elif what < 0.9:
-            end = rng.choice([pool.order.over, pool.order.lose, pool.order.back])
-            end(f"job{rng.randrange(6)}")
+            rng.choice([pool.order.lose, pool.order.back])(f"job{rng.randrange(6)}")
         pool.now += rng.choice([0.0, 0.1, 2.0])
         order = list(pool.order)
         assert len(order) == len(there)
         assert set(order) == there
     for n in range(6):
         pool.order.over(f"job{n}")
+    assert not any(pool.order.chance(key, math.inf) for key in keys), "nobody waits any more"
     for key in there:
         pool.order.removed(key)
-    assert not pool.order._last, "a page is claimed by a job that is over"
-    assert not pool.order._shared
-    assert not pool.order._done
-    assert not pool.ranked()
-    assert not pool.order._ranking, "pages that went are not kept in it"
-    assert pool.order._pages == 0
+    assert pool.ranked() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_evicts_in_the_order_in_which_every_page_was_ranked(seed: int) -> None:
+    """As the mean over many jobs: what a page that goes is worth, next to the least there is."""
+    rng = random.Random(seed)
+    pool, stay_s = Pool(stay_s=60.0, most_pages=10_000), 60.0
+    waiting = dict[str, tuple[list[PageKey], Forecast, float, float]]()
+    for n in range(40):
+        pages = [PageKey(f"{n % 4 if i < 3 else n} {i}".encode()) for i in range(rng.randrange(12))]
+        forecast = Forecast(np.minimum(GRID / rng.choice([5.0, 60.0, 600.0]), 1.0))
+        page_s = rng.random()
+        pool.order.added_all([page for page in pages if page not in pool.order])
+        pool.waits(f"job{n}", pages, forecast, page_s)
+        waiting[f"job{n}"] = pages, forecast, pool.now, page_s
+        pool.now += rng.random()
+    order = pool.ranked()
+
+    def worth(page: PageKey) -> tuple[float, float]:
+        return max(
+            (
+                soon := (forecast.within(waited + stay_s) - gone) / (1 - gone) * page_s
+                if (gone := forecast.within(waited := pool.now - since)) < 1
+                else 0.0,
+                soon or (float(gone < 1) * page_s),
+            )
+            for pages, forecast, since, page_s in waiting.values()
+            if page in pages
+        )
+
+    worths = [worth(page) for page in order]
+    assert worths == sorted(worths)
+    for pages, *_ in waiting.values():
+        places = [order.index(page) for page in pages]
+        assert places == sorted(places, reverse=True), "the end goes first"
