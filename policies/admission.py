@@ -15,15 +15,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.policies.signals import JobKey
 
+Array = NDArray[np.float64]
+
 MOMENTS = 32
 """Looked at; of more, so many are taken evenly."""
+CHUNK = 64
+"""Jobs that are added up together."""
 JOBS = 256
 """Ended jobs whose numbers of turns are remembered."""
 FORGETTING = 0.98
@@ -37,62 +42,110 @@ context is computed again while everybody waits, and a job that is held waits al
 hundred times faster than it rises."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a job is expected to take of the pool.
+class Share(NamedTuple):
+    """What a job is expected to take.
 
     Attributes:
         blocks: at the end of its present turn, or of its next if none runs; those that it
             shares with other jobs left out.
         grows: blocks more with every turn after that.
         left: turns after that.
-        weight: how much of the time it needs them, 0 to 1: a job that waits in CPU memory needs
-            them only while a turn of it runs.
+        weight: how much of the time it needs them in VRAM, 0 to 1: a job that waits in CPU memory
+            needs them only while a turn of it runs.
+        chance: that it needs them at all.
+        shared: blocks that it shares with others, counted with one of these.
+        now: blocks that it does not leave to younger jobs at present.
     """
 
     blocks: float
     grows: float
     left: float
     weight: float = 1.0
+    chance: float = 1.0
+    shared: float = 0.0
+    now: float = 0.0
 
 
 class Demand:
-    """What jobs are heading for together.
+    """What jobs are heading for together, the oldest first.
+
+    A question costs the same however many there are; so does a job that changes, comes or goes.
 
     Args:
-        whole: as if every job needed its blocks all the time.
+        shares: of the jobs.
+        spread: standard deviation of the time that a turn with its gap takes, over its mean.
     """
 
-    def __init__(self, shares: Iterable[Share], *, whole: bool = False) -> None:
-        rows = []
-        for one in shares:
-            weight = 1.0 if whole else one.weight
-            rows.append((weight * one.blocks, weight * one.grows, one.left))
-        self._rows = np.array(rows, dtype=np.float64).reshape(-1, 3)
-
-    def of_first(self, jobs: int) -> Demand:
-        """What so many of them are heading for, the first ones."""
-        demand = Demand(())
-        demand._rows = self._rows[:jobs]
-        return demand
-
-    def peak(self, spread: float = 0.0, more: Collection[Share] = ()) -> float:
-        """The most blocks that the jobs, and ``more`` of them, take at any time on their way.
-
-        Args:
-            spread: standard deviation of the time that a turn with its gap takes, over its mean.
-        """
-        rows = np.concatenate([self._rows, Demand(more)._rows]) if more else self._rows
-        if not len(rows):
-            return 0.0
-        blocks, grows, left = rows.T
-        stays = left + spread * np.sqrt(left)
-        moments = np.append(np.unique(stays), 0.0)
+    def __init__(self, shares: Sequence[Share] = (), spread: float = 0.0) -> None:
+        self._len = len(shares)
+        self._spread = spread
+        given = np.array(shares, dtype=np.float64).reshape(-1, 7)
+        moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
-        there = stays >= moments[:, None]
-        totals = (blocks + grows * np.minimum(left, moments[:, None])) * there
-        return float(totals.sum(axis=1).max())
+        self._moments = moments
+        # A row for each job: in VRAM at every moment, the same anywhere, and ``now``.
+        self._rows = np.zeros((self._len + CHUNK, 2 * len(moments) + 1))
+        self._rows[: self._len] = self._rows_of(given)
+        self._sum_up()
+
+    def __len__(self) -> int:
+        return self._len
+
+    def put(self, place: int, share: Share) -> None:
+        """The job at that place, or a new one behind the last, is expected to take this."""
+        if place == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
+            self._sum_up()
+        row = self._rows_of(np.array([share], dtype=np.float64))[0]
+        self._sums[place // CHUNK + 1 :] += row - self._rows[place]
+        self._rows[place] = row
+        self._len = max(self._len, place + 1)
+
+    def peak(
+        self, more: Share | None = None, *, first: int | None = None, anywhere: bool = False
+    ) -> float:
+        """The most blocks that the jobs take at any time on their way, those that they share
+        counted once.
+
+        Args:
+            more: another job beside them.
+            first: of so many jobs only, the first ones.
+            anywhere: in VRAM or outside it.
+        """
+        totals, count = self._until(first), len(self._moments)
+        if more is not None:
+            totals = totals + self._rows_of(np.array([more], dtype=np.float64))[0]
+        return float(totals[count * anywhere : count * (anywhere + 1)].max())
+
+    def now(self, first: int) -> float:
+        """Blocks that so many of them, the first ones, do not leave to others at present."""
+        return float(self._until(first)[-1])
+
+    def _until(self, first: int | None) -> Array:
+        if first is None:
+            whole: Array = self._sums[-1]
+            return whole
+        chunk = first // CHUNK
+        found: Array = self._sums[chunk] + self._rows[chunk * CHUNK : first].sum(axis=0)
+        return found
+
+    def _sum_up(self) -> None:
+        """Sums of all chunks before each, and of all."""
+        chunks = [
+            self._rows[at : at + CHUNK].sum(axis=0) for at in range(0, len(self._rows), CHUNK)
+        ]
+        self._sums = np.cumsum([np.zeros_like(self._rows[0]), *chunks], axis=0)
+
+    def _stays(self, left: Array) -> Array:
+        stays: Array = left + self._spread * np.sqrt(left)
+        return stays
+
+    def _rows_of(self, given: Array) -> Array:
+        blocks, grows, left, weight, chance, shared, now = given.T[:, :, None]
+        there = self._stays(left) >= self._moments
+        whole = (blocks + grows * np.minimum(left, self._moments)) * there
+        return np.concatenate([weight * whole + shared, chance * whole + shared, now], axis=1)
 
 
 class JobLengths:

@@ -15,20 +15,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.connectors.vllm.begun import BegunJobs, Newcomer
+from tiered_kv.connectors.vllm.begun import BegunJobs
 from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.policies.admission import Allowance
+from tiered_kv.policies.admission import Allowance, Share
 from tiered_kv.policies.signals import JobKey
 
 LOOK_EVERY_S = 0.1
 """A job that was held is looked at again when something changed, or after so long."""
 LEARN_EVERY_S = 1.0
 """Between two signs that too much was given out, and between two that it was too little."""
-AWAY_S = 10.0
-"""A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
-tool is one of the slow ones."""
 
 
 class Admission:
@@ -57,17 +54,15 @@ class Admission:
         running: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        self.jobs = BegunJobs(facts, pins, slots > 0, clock)
+        self.jobs = BegunJobs(facts, pins, clock)
         self.allowance = Allowance()
         self.refused = self.delayed = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
-        self._pins = pins
         self._pool = pool
         self._slots = slots
         self._running = running
         self._clock = clock
-        self._entering: dict[str, Newcomer] = {}  # by request
         self._refused_at = -math.inf
         self._changed = True
         self._lost_at = self._spared_at = -math.inf
@@ -122,29 +117,29 @@ class Admission:
     def _settled(self, turn: Turn) -> None:
         self._changed = True
         turn.new = False
-        self._entering.pop(turn.request_id, None)
+        self.jobs.entered(turn.request_id)
 
     # -- whether a new one may begin ------------------------------------------------------
 
     def holds(self, turn: Turn) -> bool:
         """Whether a turn must wait for room. Always False once let in."""
-        if turn.request_id in self._entering:
+        if turn.request_id in self.jobs.entering:
             return False
         now = self._clock()
-        idle = not (self._running() or self._entering)
+        idle = not (self._running() or self.jobs.entering)
         patient = not (idle or self._waited(turn, now))
         if patient and not self._changed and now - self._refused_at < LOOK_EVERY_S:
             return True
         self._changed = False
         if not turn.new:
-            if not (patient and self._behind_older(turn, now)):
+            if not (patient and self._behind_older(turn)):
                 return False
             self._refused_at = now
             self.refuse(turn)
             return True
-        need = self._need(turn)
+        need = self.jobs.share(turn)
         if not patient or self._fits(need):
-            self.let_in(turn)
+            self._enters(turn, need)
             return False
         self._refused_at = now
         self.refuse(turn)
@@ -165,35 +160,29 @@ class Admission:
 
     def let_in(self, turn: Turn) -> None:
         """A new job may begin: what its first turn needs is taken from now on."""
-        self._entering[turn.request_id] = self._need(turn)
+        self._enters(turn, self.jobs.share(turn))
+
+    def _enters(self, turn: Turn, need: Share) -> None:
+        self.jobs.enters(turn.request_id, need)
         self._changed = True
 
-    def _fits(self, need: Newcomer) -> bool:
+    def _fits(self, need: Share) -> bool:
         """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for
         all of it, VRAM or CPU memory; or all of it in CPU memory, from where what VRAM lacks comes
         back."""
         share, pool = self.allowance.share, self._facts.num_blocks - 1
-        newcomers = (*self._entering.values(), need)
-        self.jobs.count()
-        fits = self.jobs.peak(newcomers) <= share * pool
+        fits = self.jobs.peak(need) <= share * pool
         if not self._slots:
             return fits
-        whole = self.jobs.peak(newcomers, anywhere=True)
+        whole = self.jobs.peak(need, anywhere=True)
         return whole <= min(1.0, share) * self._slots or (fits and whole <= max(pool, self._slots))
 
-    def _behind_older(self, turn: Turn, now: float) -> bool:
+    def _behind_older(self, turn: Turn) -> bool:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM
         nor in CPU memory."""
-        job, shared = _job_of(turn), self.jobs.shared_blocks
-        taken = float(shared)
-        for other, member in self.jobs.items():
-            if other == job:
-                room = max(self._facts.num_blocks - 1, self._slots)
-                return taken > shared and taken + member.blocks > room
-            away = not member.running and now - member.since >= AWAY_S
-            if not away or self._pins.worth_a_wait(other):
-                taken += member.blocks
-        return False
+        job = _job_of(turn)
+        room = max(self._facts.num_blocks - 1, self._slots)
+        return job in self.jobs and not self.jobs.leave_room(job, room)
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""
@@ -213,19 +202,14 @@ class Admission:
             self._spared_at = self._clock()
             self.allowance.spare()
 
-    def _need(self, turn: Turn) -> Newcomer:
-        return Newcomer(_job_of(turn), self.jobs.need(turn))
-
     def demand(self) -> float:
         """The most blocks that the jobs that have begun, and those let in, are heading for."""
-        self.jobs.count()
-        return self.jobs.peak(self._entering.values())
+        return self.jobs.peak()
 
     def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away;
         those that began after it are left out."""
-        self.jobs.count()
-        return self.jobs.peak_with_pin(blocks, job, self._entering.values())
+        return self.jobs.peak_with_pin(blocks, job)
 
 
 def _job_of(turn: Turn) -> JobKey:

@@ -9,7 +9,7 @@ youngest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
@@ -21,12 +21,15 @@ from tiered_kv.policies.signals import JobKey
 SILENT_TIMES = 8.0
 """A job that is away for so many times the mean gap is taken to have ended, until it returns."""
 LEAST_SILENCE_S = 30.0
-COUNTED_S, MANY = 1e-4, 200
-"""Of that many jobs, what they take is not counted again for so long, times the jobs, unless one
-begins or goes: to count a job takes some microseconds, and every turn's end asks. Of few, each turn
-that ends makes a difference."""
+COUNTED_S = 2e-4
+"""What all jobs take is not counted again for so long, times the jobs: to count one takes some
+microseconds. Those of which something happened are counted anew whenever somebody asks."""
+AWAY_S = 10.0
+"""A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
+tool is one of the slow ones."""
 MOST_SILENT = 8192
 """Jobs remembered that may have ended. The one longest away is forgotten first."""
+NOTHING = Share(0.0, 0.0, 0.0)
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
 
@@ -57,46 +60,35 @@ class Member:
     grown: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A new job that asks for room, or has been let in and has no blocks yet.
-
-    Attributes:
-        blocks: of its first turn, those shared with others left out.
-    """
-
-    job: JobKey
-    blocks: float
-
-
 class BegunJobs:
     """What every job takes, from its first blocks to its end, and what all of them will. One
     thread.
 
     Args:
-        anywhere: whether it will be asked what they take anywhere.
         clock: monotonic seconds.
 
     Attributes:
         course: how jobs go on. pace: how evenly their turns follow one another.
     """
 
-    def __init__(
-        self, facts: EngineFacts, pins: PinTable, anywhere: bool, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, facts: EngineFacts, pins: PinTable, clock: Callable[[], float]) -> None:
         self.course = Course()
         self.pace = Pace()
         self._facts = facts
         self._pins = pins
-        self._anywhere = anywhere
         self._clock = clock
         self._members: dict[JobKey, Member] = {}
         self._silent: dict[JobKey, Member] = {}  # away for so long, or so, that they may be over
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
-        self._demand, self._whole, self._shared_blocks = Demand(()), Demand(()), 0
-        self._until: dict[JobKey, tuple[int, int]] = {}  # jobs up to it, and blocks they share
+        self._entering: dict[str, Share] = {}  # let in, without blocks yet; by request
+        self._demand = Demand()
+        self._places: dict[JobKey | str, int] = {}  # in that
+        self._families: dict[bytes, int] = {}  # jobs that were counted, of each
+        self._kin: dict[JobKey, tuple[bytes, int]] = {}  # family, and blocks counted for all of it
+        self._shared_blocks = 0
+        self._changed: dict[JobKey | str, None] = {}  # since they were counted
         self._counted_until = -math.inf
 
     def __len__(self) -> int:
@@ -118,7 +110,7 @@ class BegunJobs:
         if back is None:
             return False
         self._members[job] = back
-        self._counted_until = -math.inf
+        self._changed[job] = None
         return True
 
     def arrived(self, job: JobKey, turn: Turn) -> None:
@@ -128,6 +120,7 @@ class BegunJobs:
             self._gap_s = _mean(self._gap_s, now - member.since)
         self.pace.observe(now - member.asked)
         member.asked = now
+        self._changed[job] = None
         self._runs(member, turn)
 
     def began(self, job: JobKey, turn: Turn) -> None:
@@ -138,15 +131,17 @@ class BegunJobs:
         blocks = self._blocks_of(turn) - shared
         now = self._clock()
         self._members[job] = Member(1, 1, blocks, shared, family, now, now)
-        self._counted_until = -math.inf
+        self._changed[job] = None
         self._shared.observe(shared)
 
     def went_on(self, job: JobKey) -> None:
         """A further turn has its first blocks."""
         self._members[job].turns += 1
+        self._changed[job] = None
 
     def joined(self, job: JobKey, turn: Turn) -> None:
         """A turn arrived before the job had begun, and now it has."""
+        self._changed[job] = None
         self._runs(self._members[job], turn)
 
     def _runs(self, member: Member, turn: Turn) -> None:
@@ -160,6 +155,7 @@ class BegunJobs:
         if member is None:
             return
         now = self._clock()
+        self._changed[job] = None
         member.running = max(0, member.running - 1)
         member.since = now
         blocks = turn.request.num_tokens / self._facts.block_size - member.shared
@@ -183,7 +179,7 @@ class BegunJobs:
         member = self._members.pop(job, None)
         if member is None:
             return False
-        self._counted_until = -math.inf
+        self._changed[job] = None
         self.course.lengths.ended(member.turns)
         return True
 
@@ -201,7 +197,7 @@ class BegunJobs:
     def _pass_over(self, key: JobKey) -> None:
         """The job may have ended: it takes no room until it returns, as one that has begun."""
         member = self._silent[key] = self._members.pop(key)
-        self._counted_until = -math.inf
+        self._changed[key] = None
         self.course.lengths.ended(member.turns)
         if len(self._silent) > MOST_SILENT:
             del self._silent[next(iter(self._silent))]
@@ -213,35 +209,50 @@ class BegunJobs:
         tokens: int = turn.request.num_prompt_tokens
         return tokens / self._facts.block_size + self._output.mean
 
-    def need(self, turn: Turn) -> float:
-        """Blocks of a new job's first turn that it will share with nobody."""
-        return max(1.0, self._blocks_of(turn) - self._shared.mean)
+    def share(self, turn: Turn) -> Share:
+        """What a new job takes with its first turn, those shared with nobody, and then."""
+        job = turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
+        need = max(1.0, self._blocks_of(turn) - self._shared.mean)
+        return Share(need, *self.course.ahead(job, 1, 0.0))
 
-    def peak(self, newcomers: Iterable[Newcomer] = (), *, anywhere: bool = False) -> float:
-        """The most blocks of VRAM that they are heading for, as last counted, with newcomers;
+    def enters(self, request_id: str, share: Share) -> None:
+        """A new job was let in, and takes that from now on."""
+        self._entering[request_id] = share
+        self._changed[request_id] = None
+
+    def entered(self, request_id: str) -> None:
+        """It has begun, or never will; ignored if it was not let in."""
+        if self._entering.pop(request_id, None) is not None:
+            self._changed[request_id] = None
+
+    @property
+    def entering(self) -> Collection[str]:
+        """Requests of new jobs that were let in and have no blocks yet."""
+        return self._entering.keys()
+
+    def peak(self, more: Share | None = None, *, anywhere: bool = False) -> float:
+        """The most blocks of VRAM that they are heading for, with those that enter, and ``more``;
         ``anywhere``: of VRAM and CPU memory, also while they are away."""
-        more = [Share(one.blocks, *self.course.ahead(one.job, 1, 0.0)) for one in newcomers]
-        demand = self._whole if anywhere else self._demand
-        return self._shared_blocks + demand.peak(self.pace.spread, more)
+        self._count()
+        return self._demand.peak(more, anywhere=anywhere)
 
-    def peak_with_pin(
-        self, blocks: int, job: JobKey | None, newcomers: Iterable[Newcomer]
-    ) -> float:
+    def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
 
         Those that began after it are left out: room is first theirs who began first.
         """
+        self._count()
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
-        until = self._until.get(job) if job is not None else None
-        if until is None:
-            return self.peak(newcomers) + away * blocks
-        jobs, shared = until
-        return shared + self._demand.of_first(jobs).peak(self.pace.spread) + away * blocks
+        place = self._places.get(job) if job in self._members else None
+        first = place + 1 if place is not None else None
+        return self._demand.peak(first=first) + away * blocks
 
-    @property
-    def shared_blocks(self) -> int:
-        """Blocks that several of them share, each counted once, as last counted."""
-        return self._shared_blocks
+    def leave_room(self, job: JobKey, room: float) -> bool:
+        """Whether those that began before a job, and are not away with a slow tool, leave its
+        context room in so many blocks."""
+        self._count()
+        taken = self._demand.now(self._places[job])
+        return not taken or self._shared_blocks + taken + self._members[job].blocks <= room
 
     def loose(self) -> float:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
@@ -252,31 +263,75 @@ class BegunJobs:
             if not (member.running or key in self._pins)
         )
 
-    def count(self) -> None:
-        """See what they take and are heading for, unless there are many and it was done lately."""
+    # -- counting ---------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        """See what they take and are heading for: all of them now and then, else those of which
+        something happened."""
         now = self._clock()
         if now < self._counted_until:
+            for key in self._changed:
+                self._count_one(key, now)
+            self._changed.clear()
             return
         self._pass_over_silent(now)
-        families: dict[bytes, int] = {}
-        self._until, shared = {}, 0
-        shares: list[Share] = []
+        self._changed.clear()
+        self._families, self._kin, self._shared_blocks = {}, {}, 0
+        largest: dict[bytes, int] = {}
         for key, member in self._members.items():
-            more = member.shared - families.get(member.family, 0)
-            if more > 0:
-                families[member.family] = member.shared
-                shared += more
-            grows, left = self.course.ahead(key, member.turns, member.grown)
-            blocks = member.blocks
-            if not member.running:
-                left, blocks = max(0.0, left - 1), blocks + grows
-            shares.append(Share(blocks, grows, left, self._weight(key, member, now)))
-            self._until[key] = len(shares), shared
-        self._demand, self._shared_blocks = Demand(shares), shared
-        if self._anywhere:
-            self._whole = Demand(shares, whole=True)
-        if len(shares) >= MANY:
-            self._counted_until = now + COUNTED_S * len(shares)
+            if member.shared:
+                more = max(0, member.shared - largest.get(member.family, 0))
+                self._related(key, member.family, more)
+                largest[member.family] = max(member.shared, largest.get(member.family, 0))
+        shares = [self._share(key, member, now) for key, member in self._members.items()]
+        self._demand = Demand([*shares, *self._entering.values()], self.pace.spread)
+        keys: list[JobKey | str] = [*self._members, *self._entering]
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._counted_until = now + COUNTED_S * len(keys)
+
+    def _count_one(self, key: JobKey | str, now: float) -> None:
+        """Something happened to a job: it changed, came or went."""
+        place = self._places.get(key)
+        if isinstance(key, str):
+            share = self._entering.get(key, NOTHING)
+        elif (member := self._members.get(key)) is None:
+            share = self._gone(key)
+        else:
+            if member.shared and key not in self._kin:
+                known = member.family in self._families
+                self._related(key, member.family, 0 if known else member.shared)
+            share = self._share(key, member, now)
+        if place is None and share is not NOTHING:
+            place = self._places[key] = len(self._demand)
+        if place is not None:
+            self._demand.put(place, share)
+
+    def _related(self, key: JobKey, family: bytes, more: int) -> None:
+        """A job shares what its family does; ``more`` blocks of that are counted with it."""
+        self._families[family] = self._families.get(family, 0) + 1
+        self._kin[key] = family, more
+        self._shared_blocks += more
+
+    def _gone(self, key: JobKey) -> Share:
+        """A job takes nothing any more, but what its family still shares."""
+        family, more = self._kin.pop(key, (b"", 0))
+        if family:
+            self._families[family] -= 1
+            if self._families[family]:
+                return Share(0.0, 0.0, 0.0, shared=more)
+            del self._families[family]
+            self._shared_blocks -= more
+        return NOTHING
+
+    def _share(self, key: JobKey, member: Member, now: float) -> Share:
+        grows, left = self.course.ahead(key, member.turns, member.grown)
+        blocks, present = member.blocks, member.blocks
+        if not member.running:
+            left, blocks = max(0.0, left - 1), blocks + grows
+            if now - member.since >= AWAY_S and not self._pins.worth_a_wait(key):
+                present = 0.0
+        shared = self._kin[key][1] if member.shared else 0
+        return Share(blocks, grows, left, self._weight(key, member, now), 1.0, shared, present)
 
     def _weight(self, key: JobKey, member: Member, now: float) -> float:
         """Of the time until its next turn has ended, the share in which the job needs VRAM."""

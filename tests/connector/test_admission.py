@@ -8,7 +8,7 @@ import pytest
 
 from tests.connector.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.admission import AWAY_S
+from tiered_kv.connectors.vllm.begun import AWAY_S
 from tiered_kv.policies.admission import MOST
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm_rig import Rig, expected, text
@@ -28,14 +28,6 @@ def test_a_job_waits_until_another_has_ended(make_rig: MakeRig, in_job_order: bo
     assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
     assert len(rig.half.admission.jobs) == 0, "every job said that it was over"
     rig.check_clean()
-
-
-def test_of_many_jobs_each_that_begins_or_goes_counts_at_once(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock stands still, so that what is counted once would count for ever."""
-    monkeypatch.setattr("tiered_kv.connectors.vllm.begun.MANY", 1)
-    test_a_job_waits_until_another_has_ended(make_rig, in_job_order=True)
 
 
 def test_a_small_job_does_not_overtake_one_that_is_held(make_rig: MakeRig) -> None:

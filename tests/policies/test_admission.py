@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.policies.admission import (
     JOBS,
     LEAST,
+    MOMENTS,
     MOST,
     Allowance,
     Demand,
@@ -21,7 +22,7 @@ from tiered_kv.policies.admission import (
 )
 
 amounts = st.floats(0, 1000)
-shares = st.builds(Share, amounts, amounts, st.integers(0, 50).map(float))
+shares = st.tuples(amounts, amounts, st.integers(0, 50).map(float)).map(lambda one: Share(*one))
 
 
 def test_jobs_of_one_age_peak_together_and_others_in_turn() -> None:
@@ -42,7 +43,9 @@ def test_the_peak_is_that_of_all_moments(found: list[Share]) -> None:
 def test_jobs_that_differ_in_pace_meet_at_their_largest() -> None:
     ahead, behind = Share(10, 10, 4), Share(10, 10, 5)
     assert Demand([ahead, behind]).peak() == 100
-    assert Demand([ahead, behind]).peak(spread=0.5) == 110, "the one may stay until the other ends"
+    assert Demand([ahead, behind], spread=0.5).peak() == 110, (
+        "the one may stay until the other ends"
+    )
 
 
 def test_of_many_moments_some_are_looked_at() -> None:
@@ -65,12 +68,34 @@ def test_pace_is_told_by_how_turns_differ() -> None:
 
 @given(st.lists(shares, max_size=8), shares)
 def test_another_job_never_lowers_the_peak(found: list[Share], more: Share) -> None:
-    assert Demand([*found, more]).peak() >= Demand(found).peak() * (1 - 1e-9)
-    assert Demand(found).peak(more=[more]) == pytest.approx(Demand([*found, more]).peak())
+    both = Demand([*found, more])
+    assert both.peak() >= Demand(found).peak() * (1 - 1e-9)
+    again = Demand([*found, more._replace(blocks=0.0, grows=0.0)])
+    assert again.peak(more) == pytest.approx(both.peak())
 
 
 def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
-    assert Demand([Share(100, 0, 3, weight=0.25)]).peak() == 25
+    demand = Demand([Share(100, 0, 3, weight=0.25, chance=0.5, shared=2)])
+    assert (demand.peak(), demand.peak(anywhere=True)) == (27, 52)
+
+
+@given(st.lists(shares, min_size=1, max_size=150), st.data())
+@settings(max_examples=30, deadline=None)
+def test_jobs_that_change_count_as_if_all_were_counted_anew(
+    found: list[Share], data: st.DataObject
+) -> None:
+    """Also those before any of them, as far as what they are heading for is looked at."""
+    had = data.draw(st.integers(1, len(found)))
+    demand = Demand([share._replace(blocks=7.0) for share in found[:had]])
+    for place, share in enumerate(found):
+        demand.put(place, share._replace(now=1.0))
+    first = data.draw(st.integers(0, len(found)))
+    wanted = Demand(found[:first]).peak()
+    assert len(demand) == len(found)
+    assert demand.now(first) == first
+    assert demand.peak(first=first) <= wanted * (1 + 1e-9)
+    if had == len(found) < MOMENTS:
+        assert demand.peak(first=first) == pytest.approx(wanted)
 
 
 def test_turns_left_are_those_of_jobs_that_came_so_far() -> None:
