@@ -122,7 +122,7 @@ class Rig:
         self.finished: dict[str, Any] = {}
         self.steps = 0
         self.scheduler_s = 0.0
-        """Seconds that the scheduler itself took in the last step."""
+        """CPU seconds that the scheduler itself took in the last step."""
         self.last_stats: Any = None
         """vLLM's SchedulerStats of the last step."""
         self._free_at_start = self.pool.get_num_free_blocks()
@@ -220,18 +220,18 @@ class Rig:
         """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler hears of
         the step before, if there was one."""
         self.steps += 1
-        began = time.perf_counter()
+        began = time.thread_time()
         output = self.scheduler.schedule()
-        scheduled = time.perf_counter()
+        scheduled = time.thread_time()
         result = self._execute(output)
         backend = self.worker_half.backend if self.worker is not None else None
         if backend is not None and not self.options.check_kv:
             backend.drain()  # a worker's copies do not hold the scheduler's interpreter
-        executed = time.perf_counter()
+        executed = time.thread_time()
         self._unheard.append((output, result))
         if not self.options.ahead or len(self._unheard) > 1 or not self.scheduler.has_requests():
             self._hear()
-        self.scheduler_s = time.perf_counter() - executed + scheduled - began
+        self.scheduler_s = time.thread_time() - executed + scheduled - began
         return output
 
     def _hear(self) -> None:

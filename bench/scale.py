@@ -1,0 +1,449 @@
+"""What the connector costs the scheduler's thread as jobs, contexts and pages get many.
+
+    python -m bench.scale --json
+
+vLLM's scheduler with the connector, without a model, beside stock vLLM in the same scenario. Times
+are CPU time of that thread in milliseconds of a reference machine (``REFERENCE_S``): other
+programs make them no longer, and a slow machine not much.
+
+A step's *excess* is what our hooks take of it, vLLM's look-ups of prefixes that it has to repeat
+because a hook said "ask again" included; and by how much the rest of it is longer than the longest
+step of stock vLLM.
+
+``match_new_ratio``: a new job's match with 2,000 jobs running over that with 64. ``stall_ms``: the
+largest excess of a step in any scenario. ``finished_128k_ms``: the end of a turn of 128k tokens.
+``rerank_1e6_ms``: the longest call of the eviction order over a million pages, whatever it ranks
+anew. ``decode_ratio``: see ``bench.overhead``, with ``decode_control`` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.output import only_result_on_stdout, parser, progress, show
+from bench.overhead import CYCLE, ratios, scheduler_step
+from tiered_kv.index import PageIndex
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.eviction import ByWorth
+from tiered_kv.policies.forecast import GRID, Forecast
+
+REFERENCE_S = 0.0152
+"""CPU seconds that ``loop_s`` takes on the reference machine: the least of 50 runs on a virtual
+machine with two cores of an AMD EPYC (Zen 5), CPython 3.11."""
+BLOCK = 16
+BATCH_TOKENS = 32_768
+FEW, MANY = 64, 2_000
+PAGES = 1_000_000
+HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "has_pending_block_frees",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+    "get_kv_connector_stats",
+)
+
+Tick = Callable[[str], None]
+_TOKENS = [int(t) for t in np.random.default_rng(0).integers(1, 1000, 140_000)]
+
+
+def loop_s() -> float:
+    """CPU seconds of a fixed loop: dictionary, list and integer work, as in hooks."""
+    began = time.thread_time()
+    seen: dict[int, int] = {}
+    out: list[int] = []
+    for i in range(150_000):
+        key = (i * 7919) & 4095
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] & 1:
+            out.append(key)
+    assert len(out) > 1000
+    return time.thread_time() - began
+
+
+class Speed:
+    """How fast this machine is at present: looked at beside every scenario, so that what a
+    neighbour does to its caches and clock counts for both."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def look(self) -> None:
+        self.seen += (loop_s() for _ in range(3))
+
+    @property
+    def scale(self) -> float:
+        """Milliseconds of the reference machine in a second of this one."""
+        return 1e3 * REFERENCE_S / statistics.median(self.seen)
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Token ids that share no block with those of another seed, and little memory."""
+    return [seed % 1000, seed // 1000 % 1000, *_TOKENS[: tokens - 2]]
+
+
+@dataclass(slots=True)
+class Step:
+    """CPU seconds of a step: all of it, and what of it is ours."""
+
+    whole: float = 0.0
+    ours: float = 0.0
+
+
+@dataclass(slots=True)
+class Watched:
+    """An engine whose steps are timed.
+
+    Attributes:
+        hooks: CPU seconds of each call, by hook.
+    """
+
+    rig: Any
+    steps: list[Step] = field(default_factory=list)
+    hooks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in HOOKS})
+    _at: Step = field(default_factory=Step)
+    _looked_up: float = 0.0
+
+    def __post_init__(self) -> None:
+        connector = self.rig.connector
+        if connector is not None:
+            for name in HOOKS:
+                self._watch(connector, name)
+        manager = self.rig.scheduler.kv_cache_manager
+        look_up = manager.get_computed_blocks
+
+        def timed(*args: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return look_up(*args)
+            finally:
+                self._looked_up = time.thread_time() - began
+
+        manager.get_computed_blocks = timed
+
+    def _watch(self, connector: Any, name: str) -> None:
+        hook, seen = getattr(connector, name), self.hooks[name]
+        asks = name == "get_num_new_matched_tokens"
+
+        def timed(*args: Any) -> Any:
+            began = time.thread_time()
+            answer = hook(*args)
+            took = time.thread_time() - began
+            seen.append(took)
+            if asks and answer[0] is None:
+                took += self._looked_up
+            self._at.ours += took
+            return answer
+
+        setattr(connector, name, timed)
+
+    def add(self, name: str, tokens: int, seed: int, say: int, *, last: bool = False) -> None:
+        params = {"job_id": name.split("/")[0], "is_last_step": last}
+        self.rig.add(name, prompt(tokens, seed), max_tokens=say, params=params)
+
+    def add_all(self, jobs: Sequence[tuple[str, int, int, int]]) -> None:
+        """Requests that arrive together, their hooks a step of their own."""
+        self._at = Step()
+        for job in jobs:
+            self.add(*job)
+        self._at.whole = self._at.ours
+        self.steps.append(self._at)
+
+    def step(self) -> None:
+        self._at = Step()
+        self.rig.now += 0.02
+        self.rig.step()
+        self._at.whole = self.rig.scheduler_s
+        self.steps.append(self._at)
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.rig.scheduler.has_unfinished_requests():
+                return
+            self.step()
+        raise RuntimeError(f"still busy after {limit} steps")
+
+    def until_decoding(self, jobs: int) -> None:
+        while len(self.rig.scheduler.running) < jobs or self.rig.scheduler.waiting:
+            self.step()
+        self.step()
+
+    def until_restores_are_there(self) -> None:
+        """The workers say nothing of them meanwhile."""
+        worker = self.rig.worker
+        reports, results = worker.build_connector_worker_meta, worker.get_transfer_results
+        nothing = results(set())
+        worker.build_connector_worker_meta = lambda: None
+        worker.get_transfer_results = lambda _: nothing
+        for _ in range(200):
+            self.step()
+        worker.build_connector_worker_meta, worker.get_transfer_results = reports, results
+
+    def clear(self) -> None:
+        self.steps.clear()
+        for seen in self.hooks.values():
+            seen.clear()
+
+
+@contextmanager
+def engine(*, ours: bool, blocks: int, longest: int, seqs: int, pages: int) -> Iterator[Watched]:
+    """An engine of that size, with memory for so many pages of ours."""
+    from tiered_kv.testing.vllm_rig import Rig, RigOptions
+    from tiered_kv.testing.vllm_runner import CELL
+
+    extra = {"cpu_gib": pages * BLOCK * CELL / 2**30, "policy": "occupancy"} if ours else None
+    options = RigOptions(
+        blocks=blocks,
+        block_size=BLOCK,
+        max_model_len=longest,
+        max_num_seqs=seqs,
+        max_batched_tokens=BATCH_TOKENS,
+        extra=extra,
+        check_kv=False,
+    )
+    with tempfile.TemporaryDirectory() as folder, Rig(Path(folder), options) as rig:
+        gc.collect()
+        gc.disable()
+        try:
+            yield Watched(rig)
+        finally:
+            gc.enable()
+
+
+def excess(ours: Watched, stock: Watched) -> float:
+    """The largest of any step, in seconds."""
+    longest = max(step.whole for step in stock.steps)
+    return max(one.ours + max(0.0, one.whole - one.ours - longest) for one in ours.steps)
+
+
+def fill(watched: Watched, pages: int) -> None:
+    """Pages that nobody waits for take all of CPU memory."""
+    index = watched.rig.half.index
+    keys = [PageKey(b"%064d" % i) for i in range(pages)]
+    index.commit_all(keys, index.reserve_all(keys))
+
+
+# -- scenarios ----------------------------------------------------------------------------
+
+
+def running(jobs: int, context: int) -> tuple[float, float]:
+    """So many jobs decode, new ones come one by one, then all end.
+
+    Returns:
+        Seconds of a new job's match, the median; and the largest excess of a step.
+    """
+    both: list[Watched] = []
+    matches = 0.0
+    blocks = (jobs + 60) * ((context + 100) // BLOCK + 2)
+    for is_ours in (False, True):
+        size = {"blocks": blocks, "longest": context + 400, "seqs": jobs + 60, "pages": blocks}
+        with engine(ours=is_ours, **size) as one:
+            one.add_all([(f"a{i}", context, i, 120 + i % 7) for i in range(jobs)])
+            one.until_decoding(jobs)
+            one.hooks["get_num_new_matched_tokens"].clear()
+            for i in range(50):
+                one.add_all([(f"b{i}", 256, 500_000 + i, 4)])
+                one.step()
+            if is_ours:
+                matches = statistics.median(one.hooks["get_num_new_matched_tokens"])
+            one.run()
+            both.append(one)
+    return matches, excess(both[1], both[0])
+
+
+def queued(jobs: int) -> float:
+    """So many new jobs arrive at once beside 64 that run; the largest excess."""
+    both = []
+    for is_ours in (False, True):
+        blocks = (jobs + FEW) * 80
+        with engine(ours=is_ours, blocks=blocks, longest=5_000, seqs=256, pages=blocks) as one:
+            one.add_all([(f"a{i}", 4_096, i, 60) for i in range(FEW)])
+            one.until_decoding(FEW)
+            one.add_all([(f"b{i}", 1_024, 10_000 + i, 4) for i in range(jobs)])
+            one.run()
+            both.append(one)
+    return excess(both[1], both[0])
+
+
+def returning(jobs: int, context: int) -> float:
+    """So many jobs return at once to contexts in CPU memory, and all their restores end in one
+    step; the largest excess."""
+    both = []
+    blocks = jobs * (context // BLOCK + 12) + 600
+    for is_ours in (False, True):
+        size = {"blocks": blocks, "longest": context + 400, "seqs": jobs, "pages": 2 * blocks}
+        with engine(ours=is_ours, **size) as one:
+            for i in range(jobs):
+                one.add(f"j{i}/1", context, i, 2)
+            one.run()
+            rig = one.rig
+            if is_ours:
+                rig.half.let_go()
+                rig.step()
+            rig.pool.evict_blocks(set(range(blocks)))
+            one.clear()
+            one.add_all([(f"j{i}/2", context + 64, i, 2) for i in range(jobs)])
+            if is_ours:
+                one.until_restores_are_there()
+            one.run()
+            both.append(one)
+    return excess(both[1], both[0])
+
+
+def long_turns(context: int, count: int = 6) -> tuple[float, float]:
+    """Turns of long contexts end, and go on after VRAM has lost them.
+
+    Returns:
+        Seconds of a turn's end, the median; and the largest excess of a step.
+    """
+    both: list[Watched] = []
+    end = 0.0
+    blocks = 2 * (context // BLOCK) + 600
+    for is_ours in (False, True):
+        size = {"blocks": blocks, "longest": context + 900, "seqs": 4, "pages": count * blocks}
+        with engine(ours=is_ours, **size) as one:
+            for i in range(count):
+                one.add_all([(f"j{i}/1", context, i, 3)])
+                one.run()
+            if is_ours:
+                end = statistics.median(one.hooks["request_finished_all_groups"])
+                one.rig.half.let_go()
+                one.rig.step()
+            one.rig.pool.evict_blocks(set(range(blocks)))
+            one.add_all([("hog", context, 77, 300)])
+            one.step()
+            one.add_all([(f"j{i}/2", context + 500, i, 3) for i in range(2)])
+            one.run()
+            both.append(one)
+    return end, excess(both[1], both[0])
+
+
+def full(pages: int) -> float:
+    """Jobs come and go beside CPU memory that is full; the largest excess of a step."""
+    both = []
+    for is_ours in (False, True):
+        with engine(ours=is_ours, blocks=20_000, longest=5_000, seqs=64, pages=pages) as one:
+            if is_ours:
+                fill(one, one.rig.half.index.num_slots)
+            for wave in range(6):
+                one.add_all([(f"j{i}/{wave}", 4_096, i, 20 + i) for i in range(16)])
+                one.run()
+                one.rig.now += 3.0
+            both.append(one)
+    return excess(both[1], both[0])
+
+
+def reranking(pages: int, context: int) -> float:
+    """The longest call of an eviction order while pages are evicted, jobs come, and go."""
+    now = 0.0
+    order = ByWorth(lambda: now, lambda: 60.0, 2 * pages)
+    index = PageIndex(pages, order)
+    rng = np.random.default_rng(0)
+    forecasts = [Forecast(np.minimum(GRID / s, 1.0)) for s in (5.0, 60.0, 600.0)]
+    longest = 0.0
+
+    def timed(call: Callable[..., Any], *args: Any) -> Any:
+        nonlocal longest
+        began = time.thread_time()
+        made = call(*args)
+        longest = max(longest, time.thread_time() - began)
+        return made
+
+    def job(number: int) -> list[PageKey]:
+        return [PageKey(b"%064d" % (number * context + i)) for i in range(context)]
+
+    jobs = [job(number) for number in range(pages // context)]
+    for number, keys in enumerate(jobs):
+        index.commit_all(keys, index.reserve_all(keys))
+        order.waits(number, keys, forecasts[number % 3], now, rng.random())
+        now += 0.01
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(400):
+            now += 0.05
+            here = int(rng.integers(len(jobs)))
+            if number % 4 == 0:
+                timed(order.back, here)
+            elif number % 4 == 1:
+                timed(order.waits, here, jobs[here], forecasts[here % 3], now, rng.random())
+            keys = job(10**9 + number)[:64]
+            slots = timed(index.reserve_all, keys)
+            timed(index.commit_all, keys, slots)
+    finally:
+        gc.enable()
+    return longest
+
+
+def measure(engines: int, tick: Tick) -> dict[str, float | int]:
+    """Every scenario."""
+    speed = Speed()
+    stalls: dict[str, float] = {}
+
+    def done(what: str) -> None:
+        speed.look()
+        tick(what)
+
+    done("speed")
+    few, stalls["running_64_4k"] = running(FEW, 4_096)
+    done("64 jobs")
+    many, stalls["running_2000_4k"] = running(MANY, 4_096)
+    done("2,000 jobs")
+    stalls["queued_2000"] = queued(MANY)
+    done("2,000 queued")
+    stalls["returning_64_32k"] = returning(FEW, 32_768)
+    done("64 restores")
+    finished, stalls["turns_128k"] = long_turns(131_072)
+    done("contexts of 128k")
+    for pages in (10_000, 100_000, PAGES):
+        stalls[f"full_{pages}"] = full(pages)
+        done(f"{pages} pages")
+    rerank = max(reranking(PAGES, 2_048), reranking(PAGES, 256))
+    done("ranking")
+    steps = [scheduler_step(first, lambda _: None) for first in range(engines)]
+    decode_ratio, decode_control = ratios(steps, CYCLE)
+    done("decoding")
+    ms = speed.scale
+    return {
+        "match_new_ratio": many / few,
+        "stall_ms": ms * max(stalls.values()),
+        "finished_128k_ms": ms * finished,
+        "rerank_1e6_ms": ms * rerank,
+        "decode_ratio": decode_ratio,
+        "decode_control": decode_control,
+        "match_new_64_ms": ms * few,
+        "match_new_2000_ms": ms * many,
+        **{f"stall_{name}_ms": ms * seconds for name, seconds in stalls.items()},
+        "reference_s": REFERENCE_S,
+        "loop_s": statistics.median(speed.seen),
+    }
+
+
+def main() -> None:
+    command = parser(__doc__.splitlines()[0])
+    command.add_argument("--engines", type=int, default=3, help="built of each kind, for decoding")
+    args: argparse.Namespace = command.parse_args()
+    with only_result_on_stdout(), progress() as bar:
+        bar.disable = args.json or not sys.stderr.isatty()
+        task = bar.add_task("", total=11)
+        result = measure(args.engines, lambda what: bar.update(task, advance=1, description=what))
+    show("The scheduler's thread", result, args.json)
+
+
+if __name__ == "__main__":
+    main()
