@@ -11,6 +11,7 @@ O(1) per page.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -40,6 +41,11 @@ class EvictionOrder(Protocol):
 
     def touched(self, key: PageKey) -> None:
         """The page was used."""
+
+    def touched_all(self, keys: Sequence[PageKey]) -> None:
+        """``touched`` for each page in turn."""
+        for key in keys:
+            self.touched(key)
 
     def __iter__(self) -> Iterator[PageKey]:
         """Every page, the least valuable first. Pages in use are passed over by the index."""
@@ -211,6 +217,29 @@ class PageIndex:
         if used:
             self._eviction.touched(key)
 
+    def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
+        """``acquire`` for each page; either for all of them or, if it raises, for none."""
+        slots = [slot for key in keys if (slot := self._cpu.get(key)) is not None]
+        if len(slots) < len(keys):
+            self.acquire(next(key for key in keys if key not in self._cpu))  # says what is wrong
+        readers, once = self._readers, dict.fromkeys(keys, 1)
+        if len(once) == len(keys) and readers.keys().isdisjoint(once):
+            readers.update(once)
+        else:
+            for key in keys:
+                readers[key] = readers.get(key, 0) + 1
+        return slots
+
+    def release_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """``release`` for each page, used."""
+        readers, alone = self._readers, set(map(self._readers.get, keys)) == {1}
+        if not alone or list(map(self._cpu.get, keys)) != list(slots) or len({*keys}) < len(keys):
+            for key, slot in zip(keys, slots, strict=True):  # of others too, or forgotten meanwhile
+                self.release(key, slot)
+            return
+        deque(map(readers.__delitem__, keys), maxlen=0)
+        self._eviction.touched_all(keys)
+
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """The first ``among`` pages to be evicted, in that order, but for those in use."""
         readers = self._readers
@@ -218,10 +247,7 @@ class PageIndex:
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last."""
-        cpu, touched = self._cpu, self._eviction.touched
-        for key in keys:
-            if key in cpu:
-                touched(key)
+        self._eviction.touched_all(list(filter(self._cpu.__contains__, keys)))
 
     # -- forgetting -------------------------------------------------------------
 

@@ -9,6 +9,7 @@ One thread, no locks, nothing blocks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from tiered_kv.ssd_index import SsdIndex
 
 ASSUMED_SSD_BANDWIDTH = 1e9
 """Bytes of pages per second that a rank promotes, until the worker has measured it."""
+RELEASED_AT_ONCE = 16_384
+"""Pages of restores that are over which are let go after a step; others stay a step longer."""
 MIN_SSD_SAMPLE = 1 << 22
 """Bytes a promotion must have moved to say something about bandwidth."""
 
@@ -85,6 +88,7 @@ class Planner:
         self._promoting: dict[PageKey, OrderId] = {}
         self._demoting: set[PageKey] = set()
         self._not_yet_due: dict[OrderId, float] = {}
+        self._read: deque[tuple[Sequence[PageKey], Sequence[int]]] = deque()  # not released yet
 
     @property
     def in_flight(self) -> int:
@@ -173,14 +177,7 @@ class Planner:
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
-        slots: list[int] = []
-        try:
-            for key in keys:
-                slots.append(self.index.acquire(key))
-        except (KeyError, ValueError):
-            for key, slot in zip(keys, slots, strict=False):
-                self.index.release(key, slot)
-            raise
+        slots = self.index.acquire_all(keys)
         order = LoadOrder(self._new_id(), request_id, tuple(blocks), tuple(slots), mode)
         self._flights[order.order_id] = _Flight(order, tuple(keys))
         return order
@@ -284,12 +281,24 @@ class Planner:
             self._not_yet_due.pop(order_id, None)
             self._learn(flight.order, flight.report)
             done.append(self._finish(flight, flight.report.failed))
+        self._release_some()
         return done
+
+    def _release_some(self) -> None:
+        """Let pages go that were restored before. Nobody waits for that, and it takes time."""
+        pages = 0
+        while self._read and pages < RELEASED_AT_ONCE:
+            keys, slots = self._read.popleft()
+            self.index.release_all(keys, slots)
+            pages += len(keys)
 
     def _finish(self, flight: _Flight, failed: frozenset[int]) -> Settled:
         order, index = flight.order, self.index
         if isinstance(order, SaveOrder) and not failed:
             index.commit_all(flight.keys, order.slots)
+            return Settled(order, flight.keys, failed, flight.abandoned)
+        if isinstance(order, LoadOrder) and not failed:
+            self._read.append((flight.keys, order.slots))
             return Settled(order, flight.keys, failed, flight.abandoned)
         pages = list(zip(flight.keys, order.slots, strict=True))
         if isinstance(order, LoadOrder):
