@@ -16,6 +16,9 @@ from tiered_kv.tails import TailIndex
 
 logger = logging.getLogger(__name__)
 
+PAGES_A_STEP = 4096
+"""No further restore begins in a step that has ordered so many pages: to order them, and for vLLM
+to find blocks for them, takes time, and to bring them takes longer than the steps in between."""
 ASSUMED_STEP_S = 0.05
 LONGEST_STEP_S = 1.0
 
@@ -38,6 +41,7 @@ class Restores:
         self._tails = tails
         self._counters = counters
         self.unsent: list[LoadOrder] = []
+        self._pages = 0  # of those
         self._refusals = count(-1, -1)  # order ids that are nobody's, each another
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self._step_s = ASSUMED_STEP_S
@@ -46,7 +50,15 @@ class Restores:
     def take(self) -> tuple[LoadOrder, ...]:
         """The orders not yet sent."""
         orders, self.unsent = tuple(self.unsent), []
+        self._pages = 0
         return orders
+
+    def comes_later(self, turn: Turn, num_computed: int) -> bool:
+        """Whether a restore for the turn is better ordered in the next step."""
+        if self._pages < PAGES_A_STEP:
+            return False
+        keys, first = turn.page_keys(), num_computed // self._facts.block_size
+        return first < len(keys) and self._index.readable(keys[first])
 
     def time_steps(self, now: float, steps: int) -> None:
         """Learn how long steps with work take; ``steps`` of them were built since the last
@@ -100,6 +112,7 @@ class Restores:
         where = block_ids[hit.first : hit.first + len(keys)]
         order = self._planner.plan_load(turn.request_id, keys, where, hit.mode)
         self.unsent.append(order)
+        self._pages += len(keys)
         if hit.mode is RestoreMode.SYNC:
             self._from_there[order.order_id] = tuple(block_ids[hit.first :])
         turn.hit = None

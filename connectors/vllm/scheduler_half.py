@@ -152,6 +152,8 @@ class SchedulerHalf:
             turn.vram_tokens = num_computed
         if not self._may_restore(turn):
             return 0, False
+        if self.restores.comes_later(turn, num_computed):
+            return None, False
         if self.ssd is not None:
             if not turn.awaits:
                 self.ssd.promote(turn, self.prefills.fit)

@@ -375,3 +375,33 @@ def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> Non
             assert rig.half.saves.unsent
     rig.run()
     rig.check_clean()
+
+
+def test_many_that_return_at_once_begin_their_restores_over_a_few_steps(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a prompt that restores nothing does not wait for them."""
+    monkeypatch.setattr("tiered_kv.connectors.vllm.restores.PAGES_A_STEP", 8)
+    rig = make_rig(blocks=200, extra={"cpu_gib": 0.001})
+    prompts = {f"r{i}": text(80, seed=i) for i in range(6)}
+    for name, prompt in prompts.items():
+        rig.ask(name, prompt)
+    rig.half.let_go()
+    rig.pool.evict_blocks(set(range(200)))
+    rig.step()
+    for name, prompt in prompts.items():
+        rig.add(f"{name}again", prompt + text(10, seed=99))
+    rig.add("cold", text(30, seed=50))
+    began = []
+    while rig.scheduler.waiting and len(began) < 10:
+        ordered = rig.count("restores_async") + rig.count("restores_sync")
+        began.append((ordered, "cold" in rig.step().num_scheduled_tokens))
+    assert began[0] == (0, True)
+    assert [restores for restores, _ in began] == [0, 2, 4], "of five pages each"
+    rig.run()
+    assert rig.count("pages_restored") == 30
+    for name in prompts:
+        again = f"{name}again"
+        assert rig.outputs[again] == expected(rig.prompts[again], 4)
+    rig.half.let_go()
+    rig.check_clean()
