@@ -157,12 +157,9 @@ class Watched:
         self.rig.add(name, prompt(tokens, seed), max_tokens=say, params=params)
 
     def add_all(self, jobs: Sequence[tuple[str, int, int, int]]) -> None:
-        """Requests that arrive together, their hooks a step of their own."""
-        self._at = Step()
+        """Requests that arrive together; that is no part of a step."""
         for job in jobs:
             self.add(*job)
-        self._at.whole = self._at.ours
-        self.steps.append(self._at)
 
     def step(self) -> None:
         self._at = Step()
