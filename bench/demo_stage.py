@@ -18,7 +18,7 @@ from bench.server import ServerError, ServerOptions, VllmServer, error_in
 from bench.turns import sources_from_usage
 
 USUAL_START_S = 30.0
-"""How long a server takes to start on two cores; only the progress bar uses it."""
+"""A server's start on two cores; only the progress bar uses it."""
 
 
 class DemoError(RuntimeError):
@@ -27,7 +27,7 @@ class DemoError(RuntimeError):
 
 
 class Place:
-    """How far the demo is: what to say to whoever interrupts it."""
+    """The demo's progress, and a sentence for whoever interrupts it."""
 
     def __init__(self) -> None:
         self._said = "before a server was started"

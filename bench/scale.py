@@ -1,4 +1,4 @@
-"""What the connector costs the scheduler's thread as jobs, contexts and pages get many.
+"""Costs of the connector on the scheduler's thread as jobs, contexts and pages get many.
 
     python -m bench.scale --json
 
@@ -77,7 +77,7 @@ def loop_s() -> float:
 
 
 class Speed:
-    """How fast this machine is at present: looked at beside every scenario, so that what a
+    """This machine's speed at present: looked at beside every scenario, so that what a
     neighbour does to its caches and clock counts for both."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
 
 
 def _shakes_hands(connector: type) -> bool:
-    """Whether a connector has a part in the handshake. ``MultiConnector`` asks its connectors in
+    """True if a connector has a part in the handshake. ``MultiConnector`` asks its connectors in
     order, and gives all of them what the first one says."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 

@@ -133,8 +133,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 
 def is_diffusion(vllm_config: Any) -> bool:
-    """Whether the model's tokens are not final once they are computed. vLLM has a scheduler of its
-    own for these."""
+    """True if tokens may still change once they are computed. vLLM has a scheduler of its own for
+    such models."""
     said = getattr(vllm_config, "diffusion_config", None) is not None
     return said or bool(getattr(vllm_config.model_config, "is_diffusion", False))
 

@@ -54,7 +54,7 @@ class Restores:
         return orders
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
-        """Whether a restore for the turn is better ordered in the next step."""
+        """True if a restore for the turn is better ordered in the next step."""
         if self._pages < PAGES_A_STEP:
             return False
         keys, first = turn.page_keys(), num_computed // self._facts.block_size

@@ -96,7 +96,7 @@ class Room:
         return freed
 
     def _waits_for_saves(self, step: int) -> bool:
-        """Whether saves under way will free blocks, and do go on."""
+        """True if saves under way will free blocks, and do go on."""
         if not self._saves.free_some():
             return False
         now = self._clock()

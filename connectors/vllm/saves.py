@@ -162,7 +162,7 @@ class Saves:
         self._give_up(done.order.blocks)
 
     def free_some(self) -> bool:
-        """Whether blocks are free once the saves under way are over: nobody else has them."""
+        """True if blocks are free once the saves under way are over: nobody else has them."""
         blocks = self._pool.blocks
         return any(
             blocks[block].ref_cnt == 1
