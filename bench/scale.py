@@ -198,12 +198,16 @@ class Watched:
 
 
 @contextmanager
-def engine(*, ours: bool, blocks: int, longest: int, seqs: int, pages: int) -> Iterator[Watched]:
-    """An engine of that size, with memory for so many pages of ours."""
+def engine(
+    *, ours: bool, blocks: int, longest: int, seqs: int, pages: int, pins: bool = False
+) -> Iterator[Watched]:
+    """An engine of that size, with memory for so many pages of ours; ``pins``: every turn that ends
+    is pinned, instead of those that the default policy would pin."""
     from tiered_kv.testing.vllm_rig import Rig, RigOptions
     from tiered_kv.testing.vllm_runner import CELL
 
-    extra = {"cpu_gib": pages * BLOCK * CELL / 2**30, "policy": "occupancy"} if ours else None
+    policy = {} if pins else {"policy": "occupancy"}
+    extra = {"cpu_gib": pages * BLOCK * CELL / 2**30, **policy} if ours else None
     options = RigOptions(
         blocks=blocks,
         block_size=BLOCK,
@@ -302,7 +306,7 @@ def returning(jobs: int, context: int) -> float:
     return excess(both[1], both[0])
 
 
-def long_turns(context: int, count: int = 6) -> tuple[float, float]:
+def long_turns(context: int, *, pins: bool, count: int = 6) -> tuple[float, float]:
     """Turns of long contexts end, and go on after VRAM has lost them.
 
     Returns:
@@ -313,7 +317,7 @@ def long_turns(context: int, count: int = 6) -> tuple[float, float]:
     blocks = 2 * (context // BLOCK) + 600
     for is_ours in (False, True):
         size = {"blocks": blocks, "longest": context + 900, "seqs": 4, "pages": count * blocks}
-        with engine(ours=is_ours, **size) as one:
+        with engine(ours=is_ours, pins=pins, **size) as one:
             for i in range(count):
                 one.add_all([(f"j{i}/1", context, i, 3)])
                 one.run()
@@ -405,7 +409,8 @@ def measure(engines: int, tick: Tick) -> dict[str, float | int]:
     done("2,000 queued")
     stalls["returning_64_32k"] = returning(FEW, 32_768)
     done("64 restores")
-    finished, stalls["turns_128k"] = long_turns(131_072)
+    finished, stalls["turns_128k"] = long_turns(131_072, pins=False)
+    pinned, stalls["pinned_128k"] = long_turns(131_072, pins=True)
     done("contexts of 128k")
     for pages in (10_000, 100_000, PAGES):
         stalls[f"full_{pages}"] = full(pages)
@@ -419,7 +424,7 @@ def measure(engines: int, tick: Tick) -> dict[str, float | int]:
     return {
         "match_new_ratio": many / few,
         "stall_ms": ms * max(stalls.values()),
-        "finished_128k_ms": ms * finished,
+        "finished_128k_ms": ms * max(finished, pinned),
         "rerank_1e6_ms": ms * rerank,
         "decode_ratio": decode_ratio,
         "decode_control": decode_control,

@@ -95,22 +95,31 @@ class PinTable:
             How many of the blocks are pinned.
         """
         self.release(job)
-        room = self.budget - len(self._held)
+        kept = self._within_budget(blocks)
+        if not kept:
+            return 0
+        self._pool.touch(kept)
+        held = self._held
+        ids = dict.fromkeys([block.block_id for block in kept], 1)
+        others = [(one, held[one] + 1) for one in ids.keys() & held.keys()]
+        held.update(ids)
+        held.update(others)
+        self._pins[job] = _Pin(kept, deadline, born, saves_s / len(kept), earns)
+        self._next_deadline = min(self._next_deadline, deadline)
+        return len(kept)
+
+    def _within_budget(self, blocks: Sequence[Any]) -> list[Any]:
+        room, held = self.budget - len(self._held), self._held
+        if len(blocks) <= room:
+            return list(blocks)
         kept: list[Any] = []
         for block in blocks:
-            if block.block_id not in self._held:
+            if block.block_id not in held:
                 if room <= 0:
                     break
                 room -= 1
             kept.append(block)
-        if not kept:
-            return 0
-        self._pool.touch(kept)
-        for block in kept:
-            self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
-        self._pins[job] = _Pin(kept, deadline, born, saves_s / len(kept), earns)
-        self._next_deadline = min(self._next_deadline, deadline)
-        return len(kept)
+        return kept
 
     def until(self, job: JobKey, deadline: float, saves_s: float, earns: float) -> None:
         """Hold what the job has pinned until then instead, to save so much. Ignored if it has
