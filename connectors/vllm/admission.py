@@ -20,6 +20,7 @@ from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.admission import Allowance, Share
+from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import JobKey
 
 LOOK_EVERY_S = 0.1
@@ -36,6 +37,7 @@ class Admission:
         pool: vLLM's block pool.
         slots: pages that CPU memory holds, those of running jobs too.
         running: requests that were given blocks and have not ended.
+        forecast: of the gap of a job that is away; None if there is none.
         clock: monotonic seconds.
 
     Attributes:
@@ -52,9 +54,10 @@ class Admission:
         pool: Any,
         slots: int,
         running: Callable[[], int],
+        forecast: Callable[[JobKey], Forecast | None],
         clock: Callable[[], float],
     ) -> None:
-        self.jobs = BegunJobs(facts, pins, clock)
+        self.jobs = BegunJobs(facts, pins, slots, forecast, clock)
         self.allowance = Allowance()
         self.refused = self.delayed = 0
         self._facts = facts
@@ -138,7 +141,7 @@ class Admission:
             self.refuse(turn)
             return True
         need = self.jobs.share(turn)
-        if not patient or self._fits(need):
+        if not patient or self._fits(need, _job_of(turn).salt):
             self._enters(turn, need)
             return False
         self._refused_at = now
@@ -166,15 +169,15 @@ class Admission:
         self.jobs.enters(turn.request_id, need)
         self._changed = True
 
-    def _fits(self, need: Share) -> bool:
+    def _fits(self, need: Share, salt: str) -> bool:
         """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for
         all of it, VRAM or CPU memory; or all of it in CPU memory, from where what VRAM lacks comes
         back."""
         share, pool = self.allowance.share, self._facts.num_blocks - 1
-        fits = self.jobs.peak(need) <= share * pool
+        fits = self.jobs.peak(need, salt=salt) <= share * pool
         if not self._slots:
             return fits
-        whole = self.jobs.peak(need, anywhere=True)
+        whole = self.jobs.peak(need, anywhere=True, salt=salt)
         return whole <= min(1.0, share) * self._slots or (fits and whole <= max(pool, self._slots))
 
     def _behind_older(self, turn: Turn) -> bool:

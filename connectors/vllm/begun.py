@@ -9,55 +9,38 @@ youngest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
+from tiered_kv.connectors.vllm.members import Member, Scope
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.admission import Course, Demand, Growth, Pace, Share
+from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import JobKey
 
+SOON_S = 60.0
+"""A job takes room while it is away by its chance to return in this time: for one that comes later
+a new one need not wait."""
+LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
+"""A job that has less of one, and was silent for so long, is taken to have ended until it
+returns."""
 SILENT_TIMES = 8.0
-"""A job that is away for so many times the mean gap is taken to have ended, until it returns."""
-LEAST_SILENCE_S = 30.0
+"""Without a forecast: so is one that is away for so many times the mean gap, of which none counts
+for more than ``SOON_S``: what one client does must not hold others up."""
 COUNTED_S = 2e-4
 """What all jobs take is not counted again for so long, times the jobs: to count one takes some
 microseconds. Those of which something happened are counted anew whenever somebody asks."""
 AWAY_S = 10.0
 """A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
 tool is one of the slow ones."""
-MOST_SILENT = 8192
-"""Jobs remembered that may have ended. The one longest away is forgotten first."""
+MOST_SILENT = 1024
+"""Jobs of a client's scope remembered that may have ended, and scopes. The one longest away, or
+unheard of, is forgotten first."""
 NOTHING = Share(0.0, 0.0, 0.0)
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
-
-
-@dataclass(slots=True)
-class Member:
-    """A job that has begun.
-
-    Attributes:
-        turns: begun. running: of them, now.
-        blocks: of its context when its present turn ends, or when its last did; those shared
-            with others left out.
-        ended: of its context when its last turn ended.
-        grown: blocks that its turns have added, the first left out.
-        shared: blocks that it found in VRAM when it began.
-        family: the first block of what it shares; jobs of one share the same.
-        asked, since: when its last turn arrived, and when one last ended.
-    """
-
-    turns: int
-    running: int
-    blocks: float
-    shared: int
-    family: bytes
-    asked: float
-    since: float
-    ended: float = 0.0
-    grown: float = 0.0
 
 
 class BegunJobs:
@@ -65,20 +48,33 @@ class BegunJobs:
     thread.
 
     Args:
+        slots: pages that CPU memory holds.
+        forecast: of the gap of a job that is away; None if there is none.
         clock: monotonic seconds.
 
     Attributes:
         course: how jobs go on. pace: how evenly their turns follow one another.
     """
 
-    def __init__(self, facts: EngineFacts, pins: PinTable, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        pins: PinTable,
+        slots: int,
+        forecast: Callable[[JobKey], Forecast | None],
+        clock: Callable[[], float],
+    ) -> None:
         self.course = Course()
         self.pace = Pace()
         self._facts = facts
         self._pins = pins
+        self._forecast = forecast
+        pool = facts.num_blocks - 1
+        self._room = pool, max(pool, slots)  # in VRAM, and anywhere
+        self._over_share: dict[str, tuple[float, float]] = {}  # of these, by salt
         self._clock = clock
         self._members: dict[JobKey, Member] = {}
-        self._silent: dict[JobKey, Member] = {}  # away for so long, or so, that they may be over
+        self._scopes: OrderedDict[str, Scope] = OrderedDict()  # by salt, last heard of last
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
@@ -106,7 +102,7 @@ class BegunJobs:
     def welcome_back(self, job: JobKey) -> bool:
         """A turn of the job arrives: whether that was taken to have ended. It comes after those
         that are there, now."""
-        back = self._silent.pop(job, None)
+        back = self._scope(job).silent.pop(job, None)
         if back is None:
             return False
         self._members[job] = back
@@ -117,7 +113,8 @@ class BegunJobs:
         """Another turn of a job that has begun."""
         member, now = self._members[job], self._clock()
         if not member.running:
-            self._gap_s = _mean(self._gap_s, now - member.since)
+            self._gap_s = _mean(self._gap_s, min(now - member.since, SOON_S))
+            self._scope(job).record(returned=True)
         self.pace.observe(now - member.asked)
         member.asked = now
         self._changed[job] = None
@@ -175,7 +172,7 @@ class BegunJobs:
 
     def over(self, job: JobKey) -> bool:
         """The job has no further turn, or is not waited for any longer; whether it took room."""
-        self._silent.pop(job, None)
+        self._scope(job).silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is None:
             return False
@@ -185,22 +182,48 @@ class BegunJobs:
 
     def _pass_over_silent(self, now: float) -> None:
         """Clients may have gone without a word."""
-        late_s = max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
         late = [
             key
             for key, member in self._members.items()
-            if not member.running and now - member.since >= late_s and key not in self._pins
+            if now - member.since >= LEAST_SILENCE_S
+            and self._chance(key, member, now) < LEAST_CHANCE
         ]
         for key in late:
+            self._scope(key).record(returned=False)
             self._pass_over(key)
 
     def _pass_over(self, key: JobKey) -> None:
         """The job may have ended: it takes no room until it returns, as one that has begun."""
-        member = self._silent[key] = self._members.pop(key)
+        silent = self._scope(key).silent
+        member = silent[key] = self._members.pop(key)
         self._changed[key] = None
         self.course.lengths.ended(member.turns)
-        if len(self._silent) > MOST_SILENT:
-            del self._silent[next(iter(self._silent))]
+        if len(silent) > MOST_SILENT:
+            del silent[next(iter(silent))]
+
+    def _scope(self, key: JobKey) -> Scope:
+        scope = self._scopes.get(key.salt)
+        if scope is None:
+            scope = self._scopes[key.salt] = Scope()
+            if len(self._scopes) > MOST_SILENT:
+                self._scopes.popitem(last=False)
+        self._scopes.move_to_end(key.salt)
+        return scope
+
+    def _chance(self, key: JobKey, member: Member, now: float) -> float:
+        """That the job needs its blocks soon: 1 if it does now, else that it returns in
+        ``SOON_S``, given for how long it has been silent, and how often its client's jobs return
+        at all."""
+        if member.running or key in self._pins:
+            return 1.0
+        away_s = now - member.since
+        forecast = self._forecast(key)
+        if forecast is None:
+            return float(away_s < max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S))
+        gone, goes_on = forecast.within(away_s), self._scope(key).goes_on
+        later = goes_on * (1 - gone) + 1 - goes_on
+        soon = forecast.within(away_s + SOON_S) - gone
+        return goes_on * soon / later
 
     # -- what they take -------------------------------------------------------------------
 
@@ -230,11 +253,23 @@ class BegunJobs:
         """Requests of new jobs that were let in and have no blocks yet."""
         return self._entering.keys()
 
-    def peak(self, more: Share | None = None, *, anywhere: bool = False) -> float:
+    def peak(
+        self, more: Share | None = None, *, anywhere: bool = False, salt: str | None = None
+    ) -> float:
         """The most blocks of VRAM that they are heading for, with those that enter, and ``more``;
-        ``anywhere``: of VRAM and CPU memory, also while they are away."""
+        ``anywhere``: of VRAM and CPU memory, also while they are away.
+
+        Args:
+            salt: of the client that asks. What others leave waiting counts for it up to an equal
+                share of the room for each client.
+        """
         self._count()
-        return self._demand.peak(more, anywhere=anywhere)
+        peak = self._demand.peak(more, anywhere=anywhere)
+        if salt is None:
+            return peak
+        return peak - sum(
+            over[anywhere] for whose, over in self._over_share.items() if whose != salt
+        )
 
     def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
@@ -258,7 +293,7 @@ class BegunJobs:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
         now = self._clock()
         return sum(
-            member.blocks * self._weight(key, member, now)
+            member.blocks * self._chance(key, member, now) * self._weight(key, member, now)
             for key, member in self._members.items()
             if not (member.running or key in self._pins)
         )
@@ -288,6 +323,23 @@ class BegunJobs:
         keys: list[JobKey | str] = [*self._members, *self._entering]
         self._places = {key: place for place, key in enumerate(keys)}
         self._counted_until = now + COUNTED_S * len(keys)
+        self._share_room(shares)
+
+    def _share_room(self, shares: Sequence[Share]) -> None:
+        """See which clients leave more waiting than an equal share of the room."""
+        left: dict[str, tuple[float, float]] = {}
+        for (key, member), share in zip(self._members.items(), shares, strict=True):
+            vram, whole = left.get(key.salt, (0.0, 0.0))
+            if not member.running and key not in self._pins:
+                vram += share.weight * share.blocks
+                whole += share.chance * share.blocks
+            left[key.salt] = vram, whole
+        equal = [room / max(2, len(left)) for room in self._room]
+        over = {
+            salt: (max(0.0, vram - equal[0]), max(0.0, whole - equal[1]))
+            for salt, (vram, whole) in left.items()
+        }
+        self._over_share = {salt: both for salt, both in over.items() if any(both)}
 
     def _count_one(self, key: JobKey | str, now: float) -> None:
         """Something happened to a job: it changed, came or went."""
@@ -331,7 +383,9 @@ class BegunJobs:
             if now - member.since >= AWAY_S and not self._pins.worth_a_wait(key):
                 present = 0.0
         shared = self._kin[key][1] if member.shared else 0
-        return Share(blocks, grows, left, self._weight(key, member, now), 1.0, shared, present)
+        chance = self._chance(key, member, now)
+        weight = chance * self._weight(key, member, now)
+        return Share(blocks, grows, left, weight, chance, shared, present)
 
     def _weight(self, key: JobKey, member: Member, now: float) -> float:
         """Of the time until its next turn has ended, the share in which the job needs VRAM."""

@@ -11,6 +11,7 @@ from tiered_kv.connectors.vllm.prices import Prices
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.policies.eviction import ByWorth
+from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import Costs, Decision, JobKey, ToolUse, TurnEnd, TurnPolicy
 
 LONGEST_S = 4 * 3600.0
@@ -161,6 +162,11 @@ class Waits:
         if not wait.end.aborted:  # what follows then is a client that tries again
             self.policy.observe(wait.end, gap_s, ended=ended)
         return wait, gap_s
+
+    def forecast(self, job: JobKey) -> Forecast | None:
+        """Of the gap of a job that is waited for, from its begin; None if nothing is forecast."""
+        wait = self._waits.get(job)
+        return wait.decision.forecast if wait is not None else None
 
     def oldest_late(self) -> JobKey | None:
         """A job that has been silent for too long, or for longest while too many are."""

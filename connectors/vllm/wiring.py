@@ -133,7 +133,9 @@ def wire(
     admission = None
     if config.admission != "off":
         max_wait_s = config.admission_max_wait_s
-        admission = Admission(facts, max_wait_s, pins, pool, slots, running, clock)
+        admission = Admission(
+            facts, max_wait_s, pins, pool, slots, running, lambda job: waits.forecast(job), clock
+        )
     queue = JobQueue(turns, admission, pins, pool, TIGHT_TOKENS // facts.block_size, clock)
     prices = Prices(
         facts,
@@ -158,9 +160,10 @@ def wire(
             lambda key: order.chance(key, math.inf),
             clock,
         )
+    waits = Waits(given.policy, prices, order, clock)
     gaps = Gaps(
         Lineage(facts.block_size),
-        Waits(given.policy, prices, order, clock),
+        waits,
         prices,
         pins,
         planner,
