@@ -118,9 +118,10 @@ class PageIndex:
     def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of readable pages that begins at ``start``, at most ``stop``."""
         cpu = self._cpu
-        for i in range(start, stop):
-            if keys[i] not in cpu:
-                return i
+        for at in range(start, stop, 256):
+            part = keys[at : min(at + 256, stop)]
+            if not all(map(cpu.__contains__, part)):
+                return at + next(i for i, key in enumerate(part) if key not in cpu)
         return max(start, stop)
 
     # -- saving -----------------------------------------------------------------
