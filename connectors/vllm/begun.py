@@ -72,6 +72,7 @@ class BegunJobs:
         pool = facts.num_blocks - 1
         self._room = pool, max(pool, slots)  # in VRAM, and anywhere
         self._over_share: dict[str, tuple[float, float]] = {}  # of these, by salt
+        self._over_all = 0.0, 0.0
         self._clock = clock
         self._members: dict[JobKey, Member] = {}
         self._scopes: OrderedDict[str, Scope] = OrderedDict()  # by salt, last heard of last
@@ -223,7 +224,7 @@ class BegunJobs:
         gone, goes_on = forecast.within(away_s), self._scope(key).goes_on
         later = goes_on * (1 - gone) + 1 - goes_on
         soon = forecast.within(away_s + SOON_S) - gone
-        return goes_on * soon / later
+        return goes_on * soon / later if soon > 0 else 0.0
 
     # -- what they take -------------------------------------------------------------------
 
@@ -267,9 +268,8 @@ class BegunJobs:
         peak = self._demand.peak(more, anywhere=anywhere)
         if salt is None:
             return peak
-        return peak - sum(
-            over[anywhere] for whose, over in self._over_share.items() if whose != salt
-        )
+        own = self._over_share.get(salt, (0.0, 0.0))
+        return peak - (self._over_all[anywhere] - own[anywhere])
 
     def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
@@ -335,11 +335,12 @@ class BegunJobs:
                 whole += share.chance * share.blocks
             left[key.salt] = vram, whole
         equal = [room / max(2, len(left)) for room in self._room]
-        over = {
+        self._over_share = {
             salt: (max(0.0, vram - equal[0]), max(0.0, whole - equal[1]))
             for salt, (vram, whole) in left.items()
         }
-        self._over_share = {salt: both for salt, both in over.items() if any(both)}
+        over = self._over_share.values()
+        self._over_all = sum(vram for vram, _ in over), sum(whole for _, whole in over)
 
     def _count_one(self, key: JobKey | str, now: float) -> None:
         """Something happened to a job: it changed, came or went."""
