@@ -199,7 +199,7 @@ class Watched:
 
 @contextmanager
 def engine(
-    *, ours: bool, blocks: int, longest: int, seqs: int, pages: int, pins: bool = False
+    *, ours: bool, pins: bool = False, blocks: int, longest: int, seqs: int, pages: int
 ) -> Iterator[Watched]:
     """An engine of that size, with memory for so many pages of ours; ``pins``: every turn that ends
     is pinned, instead of those that the default policy would pin."""
@@ -403,7 +403,7 @@ def measure(engines: int, tick: Tick) -> dict[str, float | int]:
     done("speed")
     few, stalls["running_64_4k"] = running(FEW, 4_096)
     done("64 jobs")
-    many, stalls["running_2000_4k"] = running(MANY, 4_096)
+    many, stalls["running_2000_1k"] = running(MANY, 1_024)
     done("2,000 jobs")
     stalls["queued_2000"] = queued(MANY)
     done("2,000 queued")
