@@ -199,7 +199,7 @@ class Watched:
 
 @contextmanager
 def engine(
-    *, ours: bool, pins: bool = False, blocks: int, longest: int, seqs: int, pages: int
+    *, ours: bool, pins: bool, blocks: int, longest: int, seqs: int, pages: int
 ) -> Iterator[Watched]:
     """An engine of that size, with memory for so many pages of ours; ``pins``: every turn that ends
     is pinned, instead of those that the default policy would pin."""
@@ -253,7 +253,7 @@ def running(jobs: int, context: int) -> tuple[float, float]:
     blocks = (jobs + 60) * ((context + 100) // BLOCK + 2)
     for is_ours in (False, True):
         size = {"blocks": blocks, "longest": context + 400, "seqs": jobs + 60, "pages": blocks}
-        with engine(ours=is_ours, **size) as one:
+        with engine(ours=is_ours, pins=False, **size) as one:
             one.add_all([(f"a{i}", context, i, 120 + i % 7) for i in range(jobs)])
             one.until_decoding(jobs)
             one.hooks["get_num_new_matched_tokens"].clear()
@@ -272,7 +272,9 @@ def queued(jobs: int) -> float:
     both = []
     for is_ours in (False, True):
         blocks = (jobs + FEW) * 80
-        with engine(ours=is_ours, blocks=blocks, longest=5_000, seqs=256, pages=blocks) as one:
+        with engine(
+            ours=is_ours, pins=False, blocks=blocks, longest=5_000, seqs=256, pages=blocks
+        ) as one:
             one.add_all([(f"a{i}", 4_096, i, 60) for i in range(FEW)])
             one.until_decoding(FEW)
             one.add_all([(f"b{i}", 1_024, 10_000 + i, 4) for i in range(jobs)])
@@ -288,7 +290,7 @@ def returning(jobs: int, context: int) -> float:
     blocks = jobs * (context // BLOCK + 12) + 600
     for is_ours in (False, True):
         size = {"blocks": blocks, "longest": context + 400, "seqs": jobs, "pages": 2 * blocks}
-        with engine(ours=is_ours, **size) as one:
+        with engine(ours=is_ours, pins=False, **size) as one:
             for i in range(jobs):
                 one.add(f"j{i}/1", context, i, 2)
             one.run()
@@ -338,7 +340,9 @@ def full(pages: int) -> float:
     """Jobs come and go beside CPU memory that is full; the largest excess of a step."""
     both = []
     for is_ours in (False, True):
-        with engine(ours=is_ours, blocks=20_000, longest=5_000, seqs=64, pages=pages) as one:
+        with engine(
+            ours=is_ours, pins=False, blocks=20_000, longest=5_000, seqs=64, pages=pages
+        ) as one:
             if is_ours:
                 fill(one, one.rig.half.index.num_slots)
             for wave in range(6):

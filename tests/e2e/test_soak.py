@@ -14,10 +14,10 @@ pytestmark = pytest.mark.e2e
 def test_a_quarter_of_a_minute_of_agents_leaves_nothing_behind(
     small_model: Path, tmp_path: Path
 ) -> None:
-    found = measure(0.25, seed=1, log=tmp_path / "server.log")
-    log = (tmp_path / "server.log").read_text()
+    found = measure(0.25, seed=1, logs=tmp_path)
+    log = (tmp_path / "soak.log").read_text()
     assert found["errors"] == 0, found["first_error"]
-    assert found["leaked"] == {}
+    assert not found["leaked"], found["left"]
     assert found["requests"] > 6
     assert "failed; the engine goes on" not in log, "a hook raised"
     assert "ContinuumScheduler" in log
