@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
 import tempfile
@@ -46,7 +47,14 @@ from bench.output import parser, progress, show
 from bench.replay.drive import KEEPALIVE_S
 from bench.replay.kinds import BLOCK, SCHEDULER
 from bench.replay.measure import resident_bytes
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
+from bench.server import (
+    CONNECTOR,
+    MODEL_NAME,
+    ServerOptions,
+    VllmServer,
+    all_cores,
+    machine_dtype,
+)
 from bench.soak_clients import MAX_LEN, Tally, all_clients
 
 POOL_TOKENS = 6_400
@@ -157,19 +165,21 @@ def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
 
 def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
     """One soak of a server with every tier, and of stock vLLM beside it. Both log in ``logs``."""
+    mine, theirs = halves(sorted(os.sched_getaffinity(0)))
     stock = ServerOptions(
         model=small_model(),
         kv_blocks=POOL_TOKENS // BLOCK,
         block_size=BLOCK,
         max_model_len=MAX_LEN,
-        env={"VLLM_SERVER_DEV_MODE": "1", **FEW_SHAPES},
+        env={"VLLM_SERVER_DEV_MODE": "1", **FEW_SHAPES, "VLLM_CPU_OMP_THREADS_BIND": theirs},
         extra_args=("--enable-prefix-caching",),
     )
+    same = replace(stock, env={**stock.env, "VLLM_CPU_OMP_THREADS_BIND": mine})
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         progress() as bar,
         VllmServer(stock, logs / "soak-stock.log") as control,
-        VllmServer(with_every_tier(stock, Path(folder)), logs / "soak.log") as ours,
+        VllmServer(with_every_tier(same, Path(folder)), logs / "soak.log") as ours,
     ):
         bar.disable = not sys.stderr.isatty()
         task = bar.add_task("seconds", total=60 * minutes)
@@ -185,17 +195,26 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         for server in servers.values():
             server.check()
     left = leaks(before, after)
-    mine, theirs = summary(told["ours"]), summary(told["stock"])
+    found, control_found = summary(told["ours"]), summary(told["stock"])
     return {
-        **mine,
+        **found,
         "leaked": bool(left),
         "left": left,
-        "newcomer_ratio": ratio(mine["newcomer_s"], theirs["newcomer_s"]),
+        "newcomer_ratio": ratio(found["newcomer_s"], control_found["newcomer_s"]),
         "dtype": str(machine_dtype()),
         "before": before,
         "after": after,
-        "stock": theirs,
+        "stock": control_found,
     }
+
+
+def halves(cores: Sequence[int]) -> tuple[str, str]:
+    """Each server's cores, in vLLM's notation: as many for one as for the other, since models that
+    share a core spend much of it waiting for each other. A single core is shared."""
+    half = len(cores) // 2
+    if not half:
+        return all_cores(cores), all_cores(cores)
+    return all_cores(cores[:half]), all_cores(cores[half : 2 * half])
 
 
 def summary(tally: Tally) -> dict[str, Any]:

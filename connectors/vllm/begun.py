@@ -9,11 +9,10 @@ youngest.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.members import Member, Scope
+from tiered_kv.connectors.vllm.members import MOST_SILENT, Member, Scopes
 from tiered_kv.connectors.vllm.pins import PinTable
 from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.admission import Course, Demand, Growth, Pace, Share
@@ -35,9 +34,6 @@ microseconds. Those of which something happened are counted anew whenever somebo
 AWAY_S = 10.0
 """A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
 tool is one of the slow ones."""
-MOST_SILENT = 1024
-"""Jobs of a client's scope remembered that may have ended, and scopes. The one longest away, or
-unheard of, is forgotten first."""
 NOTHING = Share(0.0, 0.0, 0.0)
 PACE = 0.9
 """What the mean of times keeps of itself with each new one."""
@@ -75,7 +71,7 @@ class BegunJobs:
         self._over_all = 0.0, 0.0
         self._clock = clock
         self._members: dict[JobKey, Member] = {}
-        self._scopes: OrderedDict[str, Scope] = OrderedDict()  # by salt, last heard of last
+        self._scopes = Scopes()
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
@@ -83,8 +79,10 @@ class BegunJobs:
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # in that
         self._families: dict[bytes, int] = {}  # jobs that were counted, of each
-        self._kin: dict[JobKey, tuple[bytes, int]] = {}  # family, and blocks counted for all of it
-        self._shared_blocks = 0
+        self._kin: dict[
+            JobKey, tuple[bytes, float]
+        ] = {}  # its family, and what is counted for that
+        self._shared_blocks = 0.0
         self._changed: dict[JobKey | str, None] = {}  # since they were counted
         self._counted_until = -math.inf
 
@@ -103,7 +101,7 @@ class BegunJobs:
     def welcome_back(self, job: JobKey) -> bool:
         """A turn of the job arrives: whether that was taken to have ended. It comes after those
         that are there, now."""
-        back = self._scope(job).silent.pop(job, None)
+        back = self._scopes.of(job).silent.pop(job, None)
         if back is None:
             return False
         self._members[job] = back
@@ -115,7 +113,7 @@ class BegunJobs:
         member, now = self._members[job], self._clock()
         if not member.running:
             self._gap_s = _mean(self._gap_s, min(now - member.since, SOON_S))
-            self._scope(job).record(returned=True)
+            self._scopes.of(job).record(returned=True)
         self.pace.observe(now - member.asked)
         member.asked = now
         self._changed[job] = None
@@ -173,7 +171,7 @@ class BegunJobs:
 
     def over(self, job: JobKey) -> bool:
         """The job has no further turn, or is not waited for any longer; whether it took room."""
-        self._scope(job).silent.pop(job, None)
+        self._scopes.of(job).silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is None:
             return False
@@ -181,47 +179,39 @@ class BegunJobs:
         self.course.lengths.ended(member.turns)
         return True
 
-    def _pass_over_silent(self, now: float) -> None:
-        """Clients may have gone without a word."""
-        late = [
-            key
-            for key, member in self._members.items()
-            if now - member.since >= LEAST_SILENCE_S
-            and self._chance(key, member, now) < LEAST_CHANCE
-        ]
-        for key in late:
-            self._scope(key).record(returned=False)
-            self._pass_over(key)
+    def _chances(self, now: float) -> dict[JobKey, float]:
+        """Each job's chance to need its blocks soon, without those that may have ended: clients
+        may have gone without a word. What these have pinned goes before all other pins."""
+        chances = {key: self._chance(key, member, now) for key, member in self._members.items()}
+        for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
+            self._pins.devalue(key)
+            if now - self._members[key].since >= LEAST_SILENCE_S:
+                self._scopes.of(key).record(returned=False)
+                self._pass_over(key)
+                del chances[key]
+        return chances
 
     def _pass_over(self, key: JobKey) -> None:
         """The job may have ended: it takes no room until it returns, as one that has begun."""
-        silent = self._scope(key).silent
+        silent = self._scopes.of(key).silent
         member = silent[key] = self._members.pop(key)
         self._changed[key] = None
         self.course.lengths.ended(member.turns)
         if len(silent) > MOST_SILENT:
             del silent[next(iter(silent))]
 
-    def _scope(self, key: JobKey) -> Scope:
-        scope = self._scopes.get(key.salt)
-        if scope is None:
-            scope = self._scopes[key.salt] = Scope()
-            if len(self._scopes) > MOST_SILENT:
-                self._scopes.popitem(last=False)
-        self._scopes.move_to_end(key.salt)
-        return scope
-
     def _chance(self, key: JobKey, member: Member, now: float) -> float:
         """That the job needs its blocks soon: 1 if it does now, else that it returns in
         ``SOON_S``, given for how long it has been silent, and how often its client's jobs return
         at all."""
-        if member.running or key in self._pins:
+        if member.running:
             return 1.0
         away_s = now - member.since
         forecast = self._forecast(key)
         if forecast is None:
-            return float(away_s < max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S))
-        gone, goes_on = forecast.within(away_s), self._scope(key).goes_on
+            silent = away_s >= max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
+            return float(key in self._pins or not silent)
+        gone, goes_on = forecast.within(away_s), self._scopes.of(key).goes_on
         later = goes_on * (1 - gone) + 1 - goes_on
         soon = forecast.within(away_s + SOON_S) - gone
         return goes_on * soon / later if soon > 0 else 0.0
@@ -309,16 +299,12 @@ class BegunJobs:
                 self._count_one(key, now)
             self._changed.clear()
             return
-        self._pass_over_silent(now)
+        chances = self._chances(now)
         self._changed.clear()
-        self._families, self._kin, self._shared_blocks = {}, {}, 0
-        largest: dict[bytes, int] = {}
-        for key, member in self._members.items():
-            if member.shared:
-                more = max(0, member.shared - largest.get(member.family, 0))
-                self._related(key, member.family, more)
-                largest[member.family] = max(member.shared, largest.get(member.family, 0))
-        shares = [self._share(key, member, now) for key, member in self._members.items()]
+        self._relate(chances)
+        shares = [
+            self._share(key, member, chances[key], now) for key, member in self._members.items()
+        ]
         self._demand = Demand([*shares, *self._entering.values()], self.pace.spread)
         keys: list[JobKey | str] = [*self._members, *self._entering]
         self._places = {key: place for place, key in enumerate(keys)}
@@ -352,14 +338,29 @@ class BegunJobs:
         else:
             if member.shared and key not in self._kin:
                 known = member.family in self._families
-                self._related(key, member.family, 0 if known else member.shared)
-            share = self._share(key, member, now)
+                self._related(key, member.family, 0.0 if known else member.shared)
+            share = self._share(key, member, self._chance(key, member, now), now)
         if place is None and share is not NOTHING:
             place = self._places[key] = len(self._demand)
         if place is not None:
             self._demand.put(place, share)
 
-    def _related(self, key: JobKey, family: bytes, more: int) -> None:
+    def _relate(self, chances: Mapping[JobKey, float]) -> None:
+        """Count what jobs share once for each family, by the chance of the member that needs it
+        most."""
+        self._families, self._kin, self._shared_blocks = {}, {}, 0.0
+        needed: dict[bytes, float] = {}
+        for key, member in self._members.items():
+            if member.shared:
+                needed[member.family] = max(chances[key], needed.get(member.family, 0.0))
+        largest: dict[bytes, int] = {}
+        for key, member in self._members.items():
+            if member.shared:
+                more = max(0, member.shared - largest.get(member.family, 0))
+                self._related(key, member.family, more * needed[member.family])
+                largest[member.family] = more + largest.get(member.family, 0)
+
+    def _related(self, key: JobKey, family: bytes, more: float) -> None:
         """A job shares what its family does; ``more`` blocks of that are counted with it."""
         self._families[family] = self._families.get(family, 0) + 1
         self._kin[key] = family, more
@@ -367,7 +368,7 @@ class BegunJobs:
 
     def _gone(self, key: JobKey) -> Share:
         """A job takes nothing any more, but what its family still shares."""
-        family, more = self._kin.pop(key, (b"", 0))
+        family, more = self._kin.pop(key, (b"", 0.0))
         if family:
             self._families[family] -= 1
             if self._families[family]:
@@ -376,15 +377,14 @@ class BegunJobs:
             self._shared_blocks -= more
         return NOTHING
 
-    def _share(self, key: JobKey, member: Member, now: float) -> Share:
+    def _share(self, key: JobKey, member: Member, chance: float, now: float) -> Share:
         grows, left = self.course.ahead(key, member.turns, member.grown)
         blocks, present = member.blocks, member.blocks
         if not member.running:
             left, blocks = max(0.0, left - 1), blocks + grows
             if now - member.since >= AWAY_S and not self._pins.worth_a_wait(key):
                 present = 0.0
-        shared = self._kin[key][1] if member.shared else 0
-        chance = self._chance(key, member, now)
+        shared = self._kin[key][1] if member.shared else 0.0
         weight = chance * self._weight(key, member, now)
         return Share(blocks, grows, left, weight, chance, shared, present)
 
@@ -392,8 +392,8 @@ class BegunJobs:
         """Of the time until its next turn has ended, the share in which the job needs VRAM."""
         if member.running or key in self._pins:
             return 1.0
-        away_s = max(self._gap_s, now - member.since)
-        return self._turn_s / (self._turn_s + away_s) if self._turn_s else 1.0
+        cycle_s = self._turn_s + max(self._gap_s, now - member.since)
+        return self._turn_s / cycle_s if self._turn_s else 1.0
 
 
 def _mean(old: float, new: float) -> float:

@@ -1,11 +1,15 @@
-"""What is remembered of a job that has begun, and of its client."""
+"""Records of jobs that have begun, and of their clients."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tiered_kv.policies.signals import JobKey
 
+MOST_SILENT = 1024
+"""Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
+of, is forgotten first."""
 KEEPS = 0.98
 """What counts of a client's record after the next job that returned, or did not."""
 
@@ -38,7 +42,7 @@ class Member:
 
 @dataclass(slots=True)
 class Scope:
-    """What is remembered of a client: of the jobs of one ``cache_salt``.
+    """A client: the jobs of one ``cache_salt``.
 
     Attributes:
         silent: those that may have ended.
@@ -57,3 +61,21 @@ class Scope:
     def goes_on(self) -> float:
         """The chance that a turn that was not said to be the last is not."""
         return self._returned / (self._returned + self._gone)
+
+
+class Scopes:
+    """The clients that were heard of last."""
+
+    def __init__(self) -> None:
+        self._by_salt: OrderedDict[str, Scope] = OrderedDict()
+
+    def __getitem__(self, salt: str) -> Scope:
+        return self._by_salt[salt]
+
+    def of(self, job: JobKey) -> Scope:
+        """The job's client; it has been heard of now."""
+        scope = self._by_salt.setdefault(job.salt, Scope())
+        self._by_salt.move_to_end(job.salt)
+        if len(self._by_salt) > MOST_SILENT:
+            self._by_salt.popitem(last=False)
+        return scope

@@ -131,6 +131,13 @@ class PinTable:
             pin.earns = earns
             self._next_deadline = min(self._next_deadline, deadline)
 
+    def devalue(self, job: JobKey) -> None:
+        """Have the job's pin go first, and for anybody: nothing is expected of it any more.
+        Ignored if it has none."""
+        pin = self._pins.get(job)
+        if pin is not None:
+            pin.worth = pin.earns = 0.0
+
     def release(self, job: JobKey) -> bool:
         """Give a job's references back; False if it has none."""
         pin = self._pins.pop(job, None)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.connector.admitting import TOKENS, held
 from tests.connector.conftest import MakeRig
+from tiered_kv.policies.signals import JobKey
 from tiered_kv.testing.vllm_rig import Rig, text
 
 OPEN = 8
@@ -84,3 +85,44 @@ def test_one_that_returns_after_long_says_nothing_of_others(make_rig: MakeRig) -
     assert waits_s(rig, "other") <= 1.0
     rig.abort("busy")
     rig.run()
+
+
+def test_a_pin_of_a_job_that_will_hardly_return_goes_for_anybody(make_rig: MakeRig) -> None:
+    """Its price was agreed while there was hope."""
+    rig = make_rig(
+        blocks=64,
+        max_model_len=1024,
+        extra={"cpu_gib": 0.0, "admission": "auto", "policy": "occupancy"},
+        in_job_order=True,
+    )
+    said = {"job_id": "open", "is_last_step": False, "tool_name": "bash", "expected_tool_s": 1.0}
+    for turn in range(1, 41):  # so that the forecast is sure: it returns after a second
+        rig.ask(f"open{turn}", text(TOKENS, seed=1), params=said, salt="one")
+        rig.now += 1.0
+    rig.ask("open0", text(700, seed=2), params={**said, "job_id": "gone"}, salt="one")
+    key = JobKey("one", "gone")
+    rig.half.pins.until(key, rig.now + 3600.0, 100.0, 100.0)  # worth everybody's wait
+    assert key in rig.half.pins
+    rig.add("busy", text(20, seed=99), max_tokens=600, params={"job_id": "busy"}, salt="one")
+    rig.step()
+    rig.now += 20.0
+    rig.add("new", text(700, seed=3), params={"job_id": "new", "is_last_step": True}, salt="other")
+    rig.step()
+    rig.step()
+    assert "new" not in held(rig)
+    assert key not in rig.half.pins
+    rig.abort("busy")
+    rig.run()
+
+
+def test_a_context_shared_by_jobs_that_have_gone_takes_no_room(make_rig: MakeRig) -> None:
+    """Clients whose requests name no job the same way twice leave such families behind."""
+    rig = served(make_rig)
+    shared = text(TOKENS, seed=7)
+    said = {"tool_name": "bash", "expected_tool_s": 1.0, "is_last_step": False}
+    for n in range(OPEN):
+        params = {**said, "job_id": f"named anew {n}"}
+        rig.ask(f"r{n}", shared + text(20 * n, seed=8), params=params, salt="one")
+    before = rig.half.admission.demand()
+    rig.now += 20.0
+    assert rig.half.admission.demand() < 0.3 * before
