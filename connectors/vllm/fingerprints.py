@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.digests import default_cache, digest_files, model_files
+from tiered_kv.digests import WEIGHT_SUFFIXES, default_cache, digest_files, model_files
 from tiered_kv.keys import UNIDENTIFIED, Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ def _model_digest(vllm_config: Any) -> str:
                 snapshot_download(model.model, revision=model.revision, local_files_only=True)
             )
         files = model_files(folder)
-        if files:
+        # Of a model in object storage vLLM has the configuration here, and its weights elsewhere.
+        if any(path.suffix in WEIGHT_SUFFIXES for path in files):
             return f"{digest_files(files, default_cache())}/{model.quantization}"
         reason = "no weight files found"
     except Exception as error:  # hub caches and remote loaders raise what they like

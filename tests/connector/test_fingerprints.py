@@ -88,3 +88,28 @@ def test_overrides_beside_the_text_model_count_where_there_are_any(
     model.hf_config = SimpleNamespace(to_dict=lambda: {"vision_config": {"patch_size": 16}})
     model.hf_overrides = overrides
     assert (base_fingerprint(rig.config, rig.half.facts).digest() != before) == told_apart
+
+
+@pytest.mark.parametrize(("load_format", "found"), [("auto", True), ("dummy", False)])
+def test_weights_that_were_not_loaded_from_their_files_are_not_told_by_them(
+    make_rig: MakeRig, tmp_path: Path, load_format: str, found: bool
+) -> None:
+    """``--load-format dummy`` makes other weights every time, whatever lies beside the model."""
+    rig = make_rig()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    rig.config.load_config.load_format = load_format
+    one, other = (base_fingerprint(rig.config, rig.half.facts) for _ in range(2))
+    assert one.lasting is found
+    assert (one == other) is found
+
+
+def test_a_model_whose_weights_lie_elsewhere_is_not_told_by_its_configuration(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """As of one in object storage: what was trained further has the same configuration."""
+    rig = make_rig()
+    assert base_fingerprint(rig.config, rig.half.facts).lasting
+    (tmp_path / "model" / "model.safetensors").unlink()
+    one, other = (base_fingerprint(rig.config, rig.half.facts) for _ in range(2))
+    assert not one.lasting
+    assert one != other
