@@ -101,7 +101,7 @@ class OrderReport:
 
     def merge(self, other: OrderReport) -> OrderReport:
         """Both reports of one order as one."""
-        slower = self if self.seconds >= other.seconds else other
+        slower = max(self, other, key=lambda one: (one.seconds, -one.nbytes))
         return OrderReport(
             self.ranks + other.ranks, self.failed | other.failed, slower.nbytes, slower.seconds
         )

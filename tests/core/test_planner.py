@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.machine import BANDWIDTH, PAGE_BYTES, OrdersMachine
@@ -183,6 +184,22 @@ def test_reports_merge_in_any_order() -> None:
     two = OrderReport(2, frozenset({2}), 300, 0.1)
     assert one.merge(two) == OrderReport(3, frozenset({1, 2}), 100, 0.5)
     assert two.merge(one) == one.merge(two)
+
+
+AMOUNTS = st.tuples(st.integers(0, 2), st.integers(0, 2))
+
+
+@given(AMOUNTS, AMOUNTS)
+def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """Who took longer; or who moved less in the same time, since pages of it failed."""
+    one, two = (OrderReport(1, frozenset(), nbytes, seconds) for seconds, nbytes in (first, second))
+    merged = one.merge(two)
+    assert merged == two.merge(one)
+    seconds = max(first[0], second[0])
+    slowest = [nbytes for took, nbytes in (first, second) if took == seconds]
+    assert (merged.seconds, merged.nbytes) == (seconds, min(slowest))
 
 
 # -- the machine notices ---------------------------------------------------------------
