@@ -298,7 +298,7 @@ def _worth(wait: Wait, ttl_s: float) -> tuple[float, float]:
 def _to_stay(wait: Wait, gap_s: float) -> bool:
     """Whether a context was to be in some tier still, so long after its turn's end."""
     made = wait.decision
-    if made.tier is Tier.PIN and wait.pinned and gap_s <= made.ttl_s:
+    if made.tier is Tier.PIN and wait.pinned and gap_s < made.ttl_s:
         return True
     return wait.saved and made.tier is not Tier.DROP
 
