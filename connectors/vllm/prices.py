@@ -83,7 +83,7 @@ class Prices:
         are not admitted yet."""
         in_use = self._facts.num_blocks - 1 - self._pool.get_num_free_blocks()
         waiting = -(-waiting_tokens // self._facts.block_size)
-        self.price.observe(max(0, in_use - self._pins.held_blocks) + waiting, self._clock())
+        self.price.observe(in_use - self._pins.held_blocks + waiting, self._clock())
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
         """For a context of so many tokens, of a job's turn that is ending."""
