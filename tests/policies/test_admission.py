@@ -117,8 +117,20 @@ def test_only_the_latest_jobs_count() -> None:
     for _ in range(JOBS):
         lengths.ended(3)
     assert lengths.left(1) == 2
+
+
+def test_a_job_of_one_turn_counts_and_one_of_none_takes_nobody_s_place() -> None:
+    lengths = JobLengths()
+    for turns in (1, 3):
+        lengths.ended(turns)
+    assert lengths.left(1) == 1
+    lengths = JobLengths()
+    for turns in (9, *[3] * (JOBS - 1)):
+        lengths.ended(turns)
     lengths.ended(0)
-    assert lengths.left(1) == 2, "no job has no turn"
+    assert lengths.left(4) == 5, "the one of nine is remembered"
+    lengths.ended(3)
+    assert lengths.left(4) == 4, "and now it is not"
 
 
 def test_growth_is_that_of_late() -> None:

@@ -71,6 +71,11 @@ def test_a_return_sooner_than_a_way_up_starts_at_once() -> None:
     assert (made.tier, made.back_s) == (Tier.SSD, 0.0)
 
 
+def test_a_way_up_that_takes_no_time_starts_when_the_job_is_expected() -> None:
+    made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, ssd_s=0.0, cpu_stay_s=60))
+    assert (made.tier, made.back_s) == (Tier.SSD, MINUTES.quantile(BACK_BEFORE))
+
+
 @pytest.mark.parametrize(
     ("turn", "tier"),
     [

@@ -73,7 +73,7 @@ def test_a_gain_too_small_to_be_sure_of_is_none() -> None:
     assert best_wait(forecast_of({0.06: 0.03}), 20.0, 0.0) > 0
 
 
-@pytest.mark.parametrize("benefit_s", [0.0, -1.0])
+@pytest.mark.parametrize("benefit_s", [0.0, -0.5, -1.0])
 def test_nothing_to_save_is_nothing_to_wait_for(benefit_s: float) -> None:
     assert best_wait(forecast_of({1.0: 1.0}), benefit_s, 1.0) == 0
     assert best_wait(forecast_of({1.0: 1.0}), benefit_s, 0.0) == 0
