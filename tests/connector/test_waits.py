@@ -1,11 +1,30 @@
-"""How far a prompt agrees with what its job waited with."""
+"""How far a prompt agrees with what its job waited with, and what its pages are worth then."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.vllm.waits import MARK_EVERY, Marks
+from tiered_kv.connectors.vllm.waits import MARK_EVERY, Marks, Waits
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.eviction import ByWorth
+from tiered_kv.policies.forecast import GRID, Forecast
+from tiered_kv.policies.signals import (
+    Costs,
+    Decision,
+    JobKey,
+    Tier,
+    ToolUse,
+    TurnEnd,
+    TurnPolicy,
+)
 
 
 def hashes(context: str) -> list[bytes]:
@@ -24,3 +43,70 @@ def test_contexts_agree_as_far_as_they_do_in_whole_steps(head: str, one: str, ot
 
 def test_nothing_is_known_of_a_context_that_was_forgotten() -> None:
     assert Marks().common_blocks(Marks.of(hashes("a" * 40))) == 0
+
+
+# -- what is waited for in CPU memory ------------------------------------------------------
+
+
+SOON, LATE = (Forecast(np.minimum(GRID / most_s, 1.0)) for most_s in (10.0, 1000.0))
+PAGES = [PageKey(bytes([n]) * 48) for n in range(4)]
+TOOL = ToolUse(("tool",))
+
+
+class Forecasts(LearnsNothing):
+    """Nothing of turns that ran no tool yet, or what a test says; all wait in CPU memory."""
+
+    def __init__(self, unread: Forecast | None, read: Forecast | None) -> None:
+        self._of = {None: unread, TOOL: read}
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(Tier.CPU, forecast=self._of[turn.tool])
+
+
+class Waiting:
+    """Jobs between their turns, and the order in which their pages are evicted."""
+
+    def __init__(self, policy: TurnPolicy) -> None:
+        self.order = ByWorth(lambda: 0.0, lambda: 100.0, 100)
+        prices: Any = SimpleNamespace(costs=lambda tokens, job: Costs(recompute_s=1.0))
+        self.waits = Waits(policy, prices, self.order, lambda: 0.0)
+
+    def ends(self, turn: int, *, tool: ToolUse | None = None, pages: Sequence[PageKey]) -> None:
+        job = JobKey("", "j")
+        end = TurnEnd(job, turn, is_last_step=False, aborted=False, context_tokens=64, tool=tool)
+        unread = tool is None
+        self.waits.begin(f"t{turn}", end, pages, Marks(), None, unread=unread, away=True)
+
+    def chance(self) -> float:
+        """That the job wants its first page in the next five seconds."""
+        return self.order.chance(PAGES[0], 5.0)
+
+
+@pytest.mark.parametrize("unread", [LATE, None])
+def test_a_tool_call_that_was_read_tells_anew_when_pages_are_wanted(
+    unread: Forecast | None,
+) -> None:
+    waiting = Waiting(Forecasts(unread, SOON))
+    waiting.ends(1, pages=PAGES)
+    assert waiting.chance() == (unread.within(5.0) if unread is not None else 0.0)
+    assert waiting.waits.read("t1", TOOL) is not None
+    assert waiting.chance() == SOON.within(5.0) == 0.5
+
+
+def test_a_job_of_which_nothing_is_forecast_any_more_is_nobody_s() -> None:
+    waiting = Waiting(Forecasts(None, SOON))
+    waiting.ends(1, tool=TOOL, pages=PAGES)
+    assert waiting.chance() == 0.5
+    waiting.waits.returned(JobKey("", "j"))
+    assert waiting.chance() == 1.0, "its turn is here"
+    waiting.ends(2, pages=PAGES)
+    assert waiting.chance() == 0.0
+
+
+def test_a_wait_for_no_page_changes_no_order() -> None:
+    """Nothing of the turn was saved: what it was to find is still there, or is not."""
+    waiting = Waiting(Forecasts(SOON, SOON))
+    waiting.ends(1, pages=PAGES)
+    waiting.waits.returned(JobKey("", "j"))
+    waiting.ends(2, pages=())
+    assert waiting.chance() == 1.0
