@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from openai import APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-from bench.server import MODEL_NAME
+from .server import MODEL_NAME
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam

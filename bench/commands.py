@@ -35,14 +35,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.command_list import COMMANDS, Command
-from bench.output import parser, progress, show
-from bench.toy import make_toys
 from tiered_kv.policies.baselines.contextserve import FAST_WORDS, PRIOR, SLOW_PREFIXES
 from tiered_kv.policies.latency import LatencyModel
 from tiered_kv.policies.signals import ToolUse, TurnEnd
 from tiered_kv.policies.tool_calls import tool_call
 from tiered_kv.policies.tool_use import tool_use
+
+from .command_list import COMMANDS, Command
+from .output import parser, progress, show
+from .toy import make_toys
 
 BOUNDS_S = (1.0, 5.0)
 OBSERVATIONS = 5

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.agents import (
+from .agents import (
     ROOT,
     Job,
     JobPlan,
@@ -29,19 +29,19 @@ from bench.agents import (
     make_jobs,
     source_files,
 )
-from bench.demo_stage import DemoError, Place, Stage, shown
-from bench.dtypes import FLOAT32, DtypeError
-from bench.model import NAME, ModelError, prepared_path, small_model
-from bench.output import run_command
-from bench.report import Comparison, Run
-from bench.server import (
+from .demo_stage import DemoError, Place, Stage, shown
+from .dtypes import FLOAT32, DtypeError
+from .model import NAME, ModelError, prepared_path, small_model
+from .output import run_command
+from .report import Comparison, Run
+from .server import (
     CONNECTOR,
     ServerOptions,
     runs_on_cpu,
 )
-from bench.sizing import Sizing, plan_for, predict_s, size_for
-from bench.speed import Speed, SpeedError, measure_speed
-from bench.turns import TraceError, read_trace, sources_from_trace
+from .sizing import Sizing, plan_for, predict_s, size_for
+from .speed import Speed, SpeedError, measure_speed
+from .turns import TraceError, read_trace, sources_from_trace
 
 SECONDS = 210.0
 """Both servers' runs together, as planned."""

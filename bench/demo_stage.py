@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from bench.agents import AgentError, Job, TurnResult, run_jobs
-from bench.load import cores_of_others, read_clock
-from bench.report import Run
-from bench.server import ServerError, ServerOptions, VllmServer, error_in
-from bench.turns import sources_from_usage
+from .agents import AgentError, Job, TurnResult, run_jobs
+from .load import cores_of_others, read_clock
+from .report import Run
+from .server import ServerError, ServerOptions, VllmServer, error_in
+from .turns import sources_from_usage
 
 USUAL_START_S = 30.0
 """A server's start on two cores; only the progress bar uses it."""

@@ -45,11 +45,12 @@ from statistics import median
 
 import numpy as np
 
-from bench.agents import ROOT
-from bench.model import ModelError, small_model
-from bench.output import parser, show
 from tiered_kv.policies.lineage import Lineage
 from tiered_kv.policies.signals import JobKey
+
+from .agents import ROOT
+from .model import ModelError, small_model
+from .output import parser, show
 
 TRACES = ROOT.parent / "shared" / "traces"
 FIELDS = {"session_id", "input", "output", "timestamp"}

@@ -24,10 +24,10 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench.engines import engine
-from bench.model import small_model
-from bench.output import only_result_on_stdout, parser, progress, show
-from bench.server import machine_dtype
+from .engines import engine
+from .model import small_model
+from .output import only_result_on_stdout, parser, progress, show
+from .server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256

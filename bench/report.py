@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from bench.agents import TurnResult, differing_answers
-from bench.turns import Sources, TurnRow, rows_by_turn
+from .agents import TurnResult, differing_answers
+from .turns import Sources, TurnRow, rows_by_turn
 
 BUSY_CORES = 0.15
 """From here on the demo says that other programs were running."""

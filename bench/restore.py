@@ -26,9 +26,9 @@ from pathlib import Path
 
 import httpx
 
-from bench.model import small_model
-from bench.output import parser, progress, show
-from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
+from .model import small_model
+from .output import parser, progress, show
+from .server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
 
 CONTEXTS = 8
 

@@ -32,12 +32,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.output import only_result_on_stdout, parser, progress, show
-from bench.overhead import CYCLE, ratios, scheduler_step
 from tiered_kv.index import PageIndex
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.eviction import ByWorth
 from tiered_kv.policies.forecast import GRID, Forecast
+
+from .output import only_result_on_stdout, parser, progress, show
+from .overhead import CYCLE, ratios, scheduler_step
 
 REFERENCE_S = 0.0152
 """CPU seconds that ``loop_s`` takes on the reference machine: the least of 50 runs on a virtual

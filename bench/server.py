@@ -33,8 +33,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from bench.dtypes import Dtype, cpu_dtype
-from bench.load import group_members
+from .dtypes import Dtype, cpu_dtype
+from .load import group_members
 
 MODEL_NAME = "model"
 """What every server here calls its model, whatever its path."""

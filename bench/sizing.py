@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.agents import CHARS_PER_TOKEN, TEMPLATE_TOKENS, Job, JobPlan
-from bench.speed import Speed
+from .agents import CHARS_PER_TOKEN, TEMPLATE_TOKENS, Job, JobPlan
+from .speed import Speed
 
 POOL_SHARE = 0.4
 """The pool's size, as a share of what the jobs' contexts are together at their end."""

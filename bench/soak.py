@@ -40,14 +40,15 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from bench.agents import ROOT
-from bench.load import group_members
-from bench.model import small_model
-from bench.output import parser, progress, show
 from bench.replay.drive import KEEPALIVE_S
 from bench.replay.kinds import BLOCK, SCHEDULER
 from bench.replay.measure import resident_bytes
-from bench.server import (
+
+from .agents import ROOT
+from .load import group_members
+from .model import small_model
+from .output import parser, progress, show
+from .server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,
@@ -55,7 +56,7 @@ from bench.server import (
     all_cores,
     machine_dtype,
 )
-from bench.soak_clients import MAX_LEN, Tally, all_clients
+from .soak_clients import MAX_LEN, Tally, all_clients
 
 POOL_TOKENS = 6_400
 CPU_GIB, SSD_GIB = 0.25, 0.5

@@ -38,19 +38,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.device import (
-    DEVICE_BLOCKS,
-    ROUNDS,
-    SLICES,
-    SWEEP_BYTES,
-    SWEEPS,
-    Device,
-    Tick,
-    contest,
-    finalists,
-    huge_bytes,
-)
-from bench.output import parser, progress, show
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
@@ -65,6 +52,20 @@ from tiered_kv.storage.segment_format import (
 )
 from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
 from tiered_kv.storage.store_options import io_threads
+
+from .device import (
+    DEVICE_BLOCKS,
+    ROUNDS,
+    SLICES,
+    SWEEP_BYTES,
+    SWEEPS,
+    Device,
+    Tick,
+    contest,
+    finalists,
+    huge_bytes,
+)
+from .output import parser, progress, show
 
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48

@@ -30,10 +30,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.copies import CpuSide, CudaSide, Side, Way
-from bench.output import parser, progress, show
 from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob
+
+from .copies import CpuSide, CudaSide, Side, Way
+from .output import parser, progress, show
 
 TOKENS = 16
 TABLE_WIDTH = 110

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
-from bench.agents import TurnResult
+from .agents import TurnResult
 
 
 class TraceError(RuntimeError):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.signals import JobKey
+from .signals import JobKey
 
 Array = NDArray[np.float64]
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.forecast import Forecast
+
+from .forecast import Forecast
 
 
 @dataclass(slots=True, eq=False)

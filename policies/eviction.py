@@ -15,8 +15,9 @@ from typing import Any
 
 from tiered_kv.index import EvictionOrder
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.contexts import Context, ContextTree, Run
-from tiered_kv.policies.forecast import Forecast
+
+from .contexts import Context, ContextTree, Run
+from .forecast import Forecast
 
 RANK_EVERY_S = 1.0
 """Contexts are ranked anew when pages are to be evicted, but not more often than this."""

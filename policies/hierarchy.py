@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.forecast import CELL_LOG_S, CELLS, GRID, Forecast
-from tiered_kv.policies.nig import Nig
-from tiered_kv.policies.saved import entries, entry, numbers, words
-from tiered_kv.policies.signals import Rule, ToolUse
+from .forecast import CELL_LOG_S, CELLS, GRID, Forecast
+from .nig import Nig
+from .saved import entries, entry, numbers, words
+from .signals import Rule, ToolUse
 
 Array = NDArray[np.float64]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.ranks import EVEN, KNOTS
-from tiered_kv.policies.signals import JobKey
+from .ranks import EVEN, KNOTS
+from .signals import JobKey
 
 Array = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiered_kv.policies.rules import (
+from .rules import (
     AT_ONCE,
     BUILD,
     END,
@@ -21,8 +21,8 @@ from tiered_kv.policies.rules import (
     TEST,
     TEST_FILE,
 )
-from tiered_kv.policies.signals import Rule
-from tiered_kv.policies.wrappers import SOME_TIMES
+from .signals import Rule
+from .wrappers import SOME_TIMES
 
 _INTERPRETERS = frozenset({"python", "node", "ruby", "perl", "php", "bash", "sh", "zsh"})
 _INLINE = frozenset({"-c", "-e", "-r", "-"})

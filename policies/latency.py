@@ -12,14 +12,14 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.forecast import CELLS, Forecast, cell_of
-from tiered_kv.policies.hierarchy import ToolHierarchy
-from tiered_kv.policies.history import JobHistory
-from tiered_kv.policies.learned import LearnedRules
-from tiered_kv.policies.ranks import at_knots, ranks_of
-from tiered_kv.policies.saved import check_version, entry
-from tiered_kv.policies.signals import ToolUse, TurnEnd
-from tiered_kv.policies.tilt import Tilt, features_of
+from .forecast import CELLS, Forecast, cell_of
+from .hierarchy import ToolHierarchy
+from .history import JobHistory
+from .learned import LearnedRules
+from .ranks import at_knots, ranks_of
+from .saved import check_version, entry
+from .signals import ToolUse, TurnEnd
+from .tilt import Tilt, features_of
 
 Array = NDArray[np.float64]
 

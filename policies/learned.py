@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.policies.forecast import Forecast
-from tiered_kv.policies.saved import entry, numbers
-from tiered_kv.policies.signals import Rule, ToolUse
-from tiered_kv.policies.trees import Samples, Trees, grown
-from tiered_kv.policies.ttl import best_wait
+from .forecast import Forecast
+from .saved import entry, numbers
+from .signals import Rule, ToolUse
+from .trees import Samples, Trees, grown
+from .ttl import best_wait
 
 HELD_OUT = 0.2
 """Share of the samples, the latest, that tells the spread of ln X about the prediction."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from tiered_kv.policies.signals import JobKey
-from tiered_kv.policies.turns import INFERRED_PREFIX
+from .signals import JobKey
+from .turns import INFERRED_PREFIX
 
 TOLERANCE = 4
 """Tokens at the end of a prompt that the next may lack: chat templates end a prompt with an

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tiered_kv.policies.latency import LatencyModel
-from tiered_kv.policies.signals import Costs, Decision, TurnEnd
-from tiered_kv.policies.tier_choice import choose, unpriced
+from .latency import LatencyModel
+from .signals import Costs, Decision, TurnEnd
+from .tier_choice import choose, unpriced
 
 
 class Occupancy:

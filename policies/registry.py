@@ -11,8 +11,9 @@ from tiered_kv.policies.baselines.contextserve import ContextServe
 from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
 from tiered_kv.policies.baselines.infercept import InferCept
 from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
-from tiered_kv.policies.occupancy import Occupancy
-from tiered_kv.policies.signals import TurnPolicy
+
+from .occupancy import Occupancy
+from .signals import TurnPolicy
 
 POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
     {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiered_kv.policies.signals import Rule
+from .signals import Rule
 
 OVERHEAD_S = 0.1
 """What of every median is the agent's: it starts a shell, and reports."""

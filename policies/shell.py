@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tiered_kv.policies.shell_lexer import SUBSTITUTED, Kind, Token, tokens
-from tiered_kv.policies.wrappers import LONGEST_S, SHELLS, SOME_TIMES, seconds, unwrap
+from .shell_lexer import SUBSTITUTED, Kind, Token, tokens
+from .wrappers import LONGEST_S, SHELLS, SOME_TIMES, seconds, unwrap
 
 MAX_SEGMENTS = 64
 MAX_TOKENS = 500

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from tiered_kv.policies.forecast import Forecast
+    from .forecast import Forecast
 
 
 class JobKey(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tiered_kv.policies.forecast import Forecast
-from tiered_kv.policies.signals import Costs, Decision, GapClass, Tier, TurnEnd
-from tiered_kv.policies.ttl import best_wait, gap_class
+from .forecast import Forecast
+from .signals import Costs, Decision, GapClass, Tier, TurnEnd
+from .ttl import best_wait, gap_class
 
 BACK_BEFORE = 0.25
 """q̂: KV on SSD is up again before all but a quarter of the returns. Gaps have long tails: to wait

@@ -13,10 +13,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.history import Past
-from tiered_kv.policies.ranks import KNOTS, at_knots, ranks_of
-from tiered_kv.policies.saved import entry, numbers
-from tiered_kv.policies.signals import TurnEnd
+from .history import Past
+from .ranks import KNOTS, at_knots, ranks_of
+from .saved import entry, numbers
+from .signals import TurnEnd
 
 Array = NDArray[np.float64]
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tiered_kv.policies.tool_formats import BARE, HARMONY, MARKED, Format
+from .tool_formats import BARE, HARMONY, MARKED, Format
 
 MAX_CHARS = 1 << 16
 """Only so much of the end of a text is read."""

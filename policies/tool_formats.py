@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered_kv.policies.pythonic import read_calls
+from .pythonic import read_calls
 
 MAX_CALLS = 32
 """More calls in one answer are a model in a loop: the first ones are enough."""

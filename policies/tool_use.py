@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tiered_kv.policies.known_commands import known_command, split_command
-from tiered_kv.policies.rules import AT_ONCE, OVERHEAD_S, tool_rule
-from tiered_kv.policies.shell import Script, Segment, take_apart
-from tiered_kv.policies.signals import NO_TOOL, Rule, ToolUse
-from tiered_kv.policies.tool_calls import ToolCall, name_parts
-from tiered_kv.policies.wrappers import LONGEST_S
+from .known_commands import known_command, split_command
+from .rules import AT_ONCE, OVERHEAD_S, tool_rule
+from .shell import Script, Segment, take_apart
+from .signals import NO_TOOL, Rule, ToolUse
+from .tool_calls import ToolCall, name_parts
+from .wrappers import LONGEST_S
 
 UNKNOWN_S = 0.5
 """What a command of which nothing is known is taken for beside others of which something is."""

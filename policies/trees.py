@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.command_features import FEATURES, features_of
-from tiered_kv.policies.saved import entries, entry, numbers
-from tiered_kv.policies.signals import ToolUse
+from .command_features import FEATURES, features_of
+from .saved import entries, entry, numbers
+from .signals import ToolUse
 
 Array = NDArray[np.float64]
 

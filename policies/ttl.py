@@ -13,9 +13,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.costs import SHORTEST_S
-from tiered_kv.policies.forecast import GRID, Forecast
-from tiered_kv.policies.signals import Costs, GapClass
+from .costs import SHORTEST_S
+from .forecast import GRID, Forecast
+from .signals import Costs, GapClass
 
 Array = NDArray[np.float64]
 

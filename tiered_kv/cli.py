@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tiered_kv import store_cli
+from . import store_cli
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from tiered_kv.errors import ConfigError
+from .errors import ConfigError
 
 ENV_PREFIX = "TIERED_KV_"
 GIB = 1 << 30

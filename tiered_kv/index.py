@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import islice
 from typing import Protocol
 
-from tiered_kv.keys import PageKey
+from .keys import PageKey
 
 
 class EvictionOrder(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, TypeAlias
 
-from tiered_kv.keys import PageKey
+from .keys import PageKey
 
 OrderId = NewType("OrderId", int)
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.index import PageIndex
-from tiered_kv.keys import PageKey
-from tiered_kv.orders import (
+from .index import PageIndex
+from .keys import PageKey
+from .orders import (
     DemoteOrder,
     LoadOrder,
     Order,
@@ -25,7 +25,7 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.ssd_index import SsdIndex
+from .ssd_index import SsdIndex
 
 ASSUMED_SSD_BANDWIDTH = 1e9
 """Bytes of pages per second that a rank promotes, until the worker has measured it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tiered_kv.keys import PageKey
+from .keys import PageKey
 
 LIKELY = 0.5
 """Chance of a return that is worth a second write."""

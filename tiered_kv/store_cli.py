@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from tiered_kv.keys import PageKey
 from tiered_kv.storage.checking import Checked, check_store
 from tiered_kv.storage.cleanup import (
     Selection,
@@ -25,7 +24,9 @@ from tiered_kv.storage.locks import StoreError
 from tiered_kv.storage.reading import StoreInfo
 from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.survey import Survey, find_stores, is_root, survey
-from tiered_kv.store_report import (
+
+from .keys import PageKey
+from .store_report import (
     FINGERPRINT_DIGITS,
     STORE_COLUMNS,
     add_up,
@@ -34,7 +35,7 @@ from tiered_kv.store_report import (
     store_row,
     total_rows,
 )
-from tiered_kv.terminal import Command, bar, one_sentence, print_json, print_table, refuse, size
+from .terminal import Command, bar, one_sentence, print_json, print_table, refuse, size
 
 app = typer.Typer(
     help="Look at, check, export and delete pages on SSD.",

@@ -12,7 +12,8 @@ from tiered_kv.storage.checking import BadPage
 from tiered_kv.storage.cleanup import holder_of
 from tiered_kv.storage.reading import StoreInfo
 from tiered_kv.storage.survey import Survey
-from tiered_kv.terminal import age, size
+
+from .terminal import age, size
 
 QUANTILES = {"newest": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "oldest": 1.0}
 FINGERPRINT_DIGITS = 8

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.keys import PageKey, tail_key
+from .keys import PageKey, tail_key
 
 MAX_TAILS_PER_PARENT = 8
 """Forks of one context; more than that and the oldest is forgotten."""

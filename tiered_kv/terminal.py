@@ -19,8 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand
 
-from tiered_kv.errors import TieredKVError
 from tiered_kv.storage.locks import StoreError
+
+from .errors import TieredKVError
 
 BAD_INPUT = 2
 

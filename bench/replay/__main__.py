@@ -21,19 +21,20 @@ from rich.table import Table
 from bench.agents import ROOT
 from bench.model import small_model
 from bench.output import progress, run_command
-from bench.replay import figures
-from bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs, unequal
-from bench.replay.drive import Hints
-from bench.replay.failures import FAILURES
-from bench.replay.jobs import Job, mini_swe_jobs, synthetic_jobs
-from bench.replay.kinds import make_kinds, size_for
-from bench.replay.ledger import Kept, Ledger, read_runs
-from bench.replay.measure import Replay, Workload, versions
-from bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
-from bench.replay.plot import plot
-from bench.replay.verify_pin import verify
 from bench.server import machine_dtype
 from tiered_kv.policies.registry import POLICIES
+
+from . import figures
+from .ab import PRESETS, Harness, Preset, digest, total_runs, unequal
+from .drive import Hints
+from .failures import FAILURES
+from .jobs import Job, mini_swe_jobs, synthetic_jobs
+from .kinds import make_kinds, size_for
+from .ledger import Kept, Ledger, read_runs
+from .measure import Replay, Workload, versions
+from .names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
+from .plot import plot
+from .verify_pin import verify
 
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")

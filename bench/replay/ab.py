@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bench.replay.figures import completions
-from bench.replay.jobs import Job
-from bench.replay.kinds import Kind
-from bench.replay.ledger import Kept, Ledger
-from bench.replay.names import BEYOND, CALIBRATION, IDLE, PRESSURE, STOCK, TIERED
-from bench.replay.results import Run
+from .figures import completions
+from .jobs import Job
+from .kinds import Kind
+from .ledger import Kept, Ledger
+from .names import BEYOND, CALIBRATION, IDLE, PRESSURE, STOCK, TIERED
+from .results import Run
 
 BEYOND_TIMES = 1.5
 """The highest load's arrival rate over that of pressure."""

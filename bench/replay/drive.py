@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2  # what the OpenAI client is built on
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from bench.replay.forcing import XARG
-from bench.replay.jobs import Job, Turn
-from bench.replay.results import JobDone, TurnDone
+from .forcing import XARG
+from .jobs import Job, Turn
+from .results import JobDone, TurnDone
 
 if TYPE_CHECKING:
     from openai.types import Completion

@@ -6,10 +6,11 @@ from bench.dtypes import DtypeError
 from bench.lineage import RecordingError
 from bench.model import ModelError
 from bench.plotting import PlotError
-from bench.replay.ab import HarnessError
-from bench.replay.ledger import LedgerError
-from bench.replay.measure import MeasureError
 from bench.server import ServerError
+
+from .ab import HarnessError
+from .ledger import LedgerError
+from .measure import MeasureError
 
 FAILURES = (
     DtypeError,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.replay.agreement import agreement
-from bench.replay.names import BOUND, IDLE, PRESSURE, STOCK, TIERED
-from bench.replay.results import JobDone, Run, TurnDone
+from .agreement import agreement
+from .names import BOUND, IDLE, PRESSURE, STOCK, TIERED
+from .results import JobDone, Run, TurnDone
 
 BOOTSTRAPS = 10_000
 

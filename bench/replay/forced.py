@@ -19,7 +19,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from bench.replay.forcing import XARG
+from .forcing import XARG
 
 
 class ForcedTokens(LogitsProcessor):  # type: ignore[misc]

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.replay.forcing import SERVER_ARGS, server_env
-from bench.replay.names import BOUND, STOCK, TIERED
 from bench.server import CONNECTOR, ServerOptions
+
+from .forcing import SERVER_ARGS, server_env
+from .names import BOUND, STOCK, TIERED
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.replay.names import CALIBRATION
-from bench.replay.results import Run
+from .names import CALIBRATION
+from .results import Run
 
 
 class LedgerError(Exception):

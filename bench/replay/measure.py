@@ -14,14 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.load import cores_of_others, group_members, read_clock
-from bench.replay.ab import NotStarted
-from bench.replay.drive import INTERRUPTED, Hints, drive
-from bench.replay.jobs import Job, arrivals
-from bench.replay.kinds import TRACE, Kind
-from bench.replay.ledger import Kept
-from bench.replay.names import IDLE
-from bench.replay.results import JobDone, Run
-from bench.replay.sources import with_sources
 from bench.server import (
     MODEL_NAME,
     ServerError,
@@ -30,6 +22,15 @@ from bench.server import (
     machine_dtype,
     runs_on_cpu,
 )
+
+from .ab import NotStarted
+from .drive import INTERRUPTED, Hints, drive
+from .jobs import Job, arrivals
+from .kinds import TRACE, Kind
+from .ledger import Kept
+from .names import IDLE
+from .results import JobDone, Run
+from .sources import with_sources
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0

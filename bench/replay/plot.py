@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
-from bench.replay.figures import Row
-from bench.replay.names import IDLE, PRESSURE, STOCK
+
+from .figures import Row
+from .names import IDLE, PRESSURE, STOCK
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from bench.replay.drive import request_id
-from bench.replay.results import JobDone
+from .drive import request_id
+from .results import JobDone
 
 # vLLM puts the kind of request, the prompt's number and a random suffix around a client's name.
 _REQUEST_ID = re.compile(r"cmpl-(?P<name>.*)-0-[0-9a-f]{8}", re.DOTALL)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import httpx
 
-from bench.replay.kinds import BLOCK
 from bench.restore import texts
 from bench.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+
+from .kinds import BLOCK
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
 BLOCKS = 160

@@ -22,14 +22,15 @@ from bench.agents import ROOT
 from bench.lineage import recording
 from bench.output import only_result_on_stdout, progress, run_command, show
 from bench.replay.failures import FAILURES
-from bench.sim.cells import CODING_AGENTS, Bench, Cell, Place, Source
-from bench.sim.generate import GENERATED
-from bench.sim.machines import GPUS, MODELS
-from bench.sim.plot import plot
-from bench.sim.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
-from bench.sim.report import report
-from bench.sim.servers import BASES, server
-from bench.sim.study import Study, run_study, total_cells
+
+from .cells import CODING_AGENTS, Bench, Cell, Place, Source
+from .generate import GENERATED
+from .machines import GPUS, MODELS
+from .plot import plot
+from .presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
+from .report import report
+from .servers import BASES, server
+from .study import Study, run_study, total_cells
 
 OUT = ROOT / ".sim"
 TRACES = Path("../shared/traces")
@@ -109,8 +110,8 @@ def validate(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from bench.sim import validity
-    from bench.sim.real import compare
+    from . import validity
+    from .real import compare
 
     def tell(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -156,7 +157,7 @@ def write_report(args: argparse.Namespace) -> int:
 def time_held(args: argparse.Namespace) -> int:
     """What a scheduler step costs while many jobs are held."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from bench.sim.held import Crowd, measure
+    from .held import Crowd, measure
 
     with only_result_on_stdout():
         result = measure(Crowd())

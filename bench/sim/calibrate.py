@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.replay.results import Run, TurnDone
-from bench.sim.machines import Machine, StepCost
+
+from .machines import Machine, StepCost
 
 Array = NDArray[np.float64]
 

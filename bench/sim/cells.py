@@ -22,11 +22,12 @@ from typing import Any
 import bench.sim
 import tiered_kv.connectors
 import tiered_kv.policies
-from bench.sim.generate import generate
-from bench.sim.machines import Machine, machine
-from bench.sim.recorded import coding_agents
-from bench.sim.servers import server
-from bench.sim.workload import Workload
+
+from .generate import generate
+from .machines import Machine, machine
+from .recorded import coding_agents
+from .servers import server
+from .workload import Workload
 
 CODING_AGENTS = "coding-agents"
 GIB = 1 << 30
@@ -152,7 +153,7 @@ class Cell:
 
     def run(self) -> dict[str, float]:
         """Simulate; returns the outcome's summary, with the jobs that were left out."""
-        from bench.sim.driver import Tiers, simulate
+        from .driver import Tiers, simulate
 
         place = self.place.machine()
         workload = self.source.jobs_for(place, self.seed)

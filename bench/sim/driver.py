@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from bench.sim.engine import BEGIN_S, Answer, Ask, Engine
-from bench.sim.gate import EVERY_S, Gate
-from bench.sim.machines import Machine
-from bench.sim.metrics import JobRecord, Outcome, TurnRecord
-from bench.sim.ordering import Ordering
-from bench.sim.servers import CLAIRVOYANT, KnownCourse, KnownGaps, Server
-from bench.sim.workload import Hints, SimJob, Workload
 from tiered_kv.policies.signals import TurnPolicy
+
+from .engine import BEGIN_S, Answer, Ask, Engine
+from .gate import EVERY_S, Gate
+from .machines import Machine
+from .metrics import JobRecord, Outcome, TurnRecord
+from .ordering import Ordering
+from .servers import CLAIRVOYANT, KnownCourse, KnownGaps, Server
+from .workload import Hints, SimJob, Workload
 
 POLL_S = 0.01
 """How far time goes on when the engine waits for nothing that has a time."""

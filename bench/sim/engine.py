@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.sim.lookups import RememberedLookups
-from bench.sim.machines import Machine
-from bench.sim.servers import Order, Server
-from bench.sim.worker import SimWorker
 from tiered_kv.connectors.vllm.metadata import StoredPages, TieredHandshake
 from tiered_kv.connectors.vllm.profile import Speeds
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.restore import AlwaysRestore
 from tiered_kv.policies.signals import TurnPolicy
 from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
+
+from .lookups import RememberedLookups
+from .machines import Machine
+from .servers import Order, Server
+from .worker import SimWorker
 
 LONGEST_LEAP = 64
 """Decode steps taken at once."""

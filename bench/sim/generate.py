@@ -28,7 +28,8 @@ from bench.replay.jobs import (
     SHORT_GAPS,
     SHORT_S,
 )
-from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+
+from .workload import Hints, SimJob, SimTurn, Workload
 
 Rng = np.random.Generator
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from bench.sim.cells import Bench, Cell, Place, Source, means
+from .cells import Bench, Cell, Place, Source, means
 
 STABLE_TIMES = 3.0
 """A server is stable while the mean job takes at most so many times what one alone takes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bench.sim.servers import Order
+from .servers import Order
 
 FIRST_QUANTUM_S = 1.0
 """Service up to which a job is in the first level; each level has twice the one before."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
-from bench.sim.metrics import TIERS
-from bench.sim.study import FCFS, INFINITE
+
+from .metrics import TIERS
+from .study import FCFS, INFINITE
 
 TIER_COLOURS = {"vram": COLOURS[1], "cpu": COLOURS[6], "ssd": COLOURS[5], "recomputed": COLOURS[3]}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bench.sim.cells import CODING_AGENTS, Place, Source
-from bench.sim.study import Study
+from .cells import CODING_AGENTS, Place, Source
+from .study import Study
 
 SMALL, LARGE = "llama-3.1-8b", "llama-3.1-70b"
 PLACES = (

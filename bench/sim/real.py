@@ -24,11 +24,12 @@ from bench.replay.measure import Replay, versions
 from bench.replay.measure import Workload as ReplayWorkload
 from bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from bench.replay.results import Run
-from bench.sim.calibrate import fit
-from bench.sim.driver import Tiers, simulate
-from bench.sim.machines import Machine, StepCost
-from bench.sim.servers import Server, server
-from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+
+from .calibrate import fit
+from .driver import Tiers, simulate
+from .machines import Machine, StepCost
+from .servers import Server, server
+from .workload import Hints, SimJob, SimTurn, Workload
 
 BLOCK = 32
 POOL_TOKENS = 12_800

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+from .workload import Hints, SimJob, SimTurn, Workload
 
 AWAY_S = 600.0
 MOST_TURNS = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.sim.plot import by_scene
+from .plot import by_scene
 
 Row = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.sim.cells import Bench, Cell, Place, Source, Summary, means
-from bench.sim.loads import (
+from .cells import Bench, Cell, Place, Source, Summary, means
+from .loads import (
     SEARCH_SEEDS,
     STABLE_TIMES,
     Question,

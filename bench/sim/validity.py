@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.sim.cells import Source
-from bench.sim.driver import Tiers, simulate
-from bench.sim.machines import Machine, StepCost
-from bench.sim.metrics import Outcome
-from bench.sim.presets import AMPLE, TIGHT
-from bench.sim.servers import server
-from bench.sim.workload import Hints, SimJob, SimTurn, Workload
+from .cells import Source
+from .driver import Tiers, simulate
+from .machines import Machine, StepCost
+from .metrics import Outcome
+from .presets import AMPLE, TIGHT
+from .servers import server
+from .workload import Hints, SimJob, SimTurn, Workload
 
 EXACT = 1e-6
 """What rounding may make of a closed form."""

@@ -11,8 +11,6 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
-from bench.sim.links import Link
-from bench.sim.machines import Machine
 from tiered_kv.connectors.vllm.metadata import (
     SsdOrders,
     SsdReport,
@@ -30,6 +28,9 @@ from tiered_kv.orders import (
     RestoreMode,
 )
 from tiered_kv.storage.segment_store import Proposal
+
+from .links import Link
+from .machines import Machine
 
 SEGMENTS = 32
 """That an SSD store is divided into."""

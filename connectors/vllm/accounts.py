@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.connectors.vllm.waits import Wait
 from tiered_kv.metrics import Counters
 from tiered_kv.policies.signals import Decision
 from tiered_kv.trace import TraceWriter
+
+from .turn import Turn
+from .waits import Wait
 
 
 class Accounts:

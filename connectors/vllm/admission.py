@@ -15,13 +15,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.connectors.vllm.begun import BegunJobs
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.admission import Allowance, Share
 from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import JobKey
+
+from .begun import BegunJobs
+from .engine import EngineFacts
+from .pins import PinTable
+from .turn import Turn
 
 LOOK_EVERY_S = 0.1
 """A job that was held is looked at again when something changed, or after so long."""

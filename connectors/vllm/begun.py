@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.members import MOST_SILENT, Member, Scopes
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.admission import Course, Demand, Growth, Pace, Share
 from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import JobKey
+
+from .engine import EngineFacts
+from .members import MOST_SILENT, Member, Scopes
+from .pins import PinTable
+from .turn import Turn
 
 SOON_S = 60.0
 """A job takes room while it is away by its chance to return in this time: for one that comes later

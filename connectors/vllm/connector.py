@@ -26,25 +26,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import load_config
-from tiered_kv.connectors.vllm.beside import refuse_company
-from tiered_kv.connectors.vllm.engine import (
+from tiered_kv.policies import registry
+from tiered_kv.policies.restore import FasterRestore
+
+from .beside import refuse_company
+from .engine import (
     check_version,
     read_engine,
     refuse_unsupported,
     why_not_offloadable,
 )
-from tiered_kv.connectors.vllm.fingerprints import Fingerprints, base_fingerprint
-from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
-from tiered_kv.connectors.vllm.plugin import share_logging
-from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
-from tiered_kv.connectors.vllm.profile import prefill_work
-from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
-from tiered_kv.connectors.vllm.stats import TieredPromMetrics, TieredStats
-from tiered_kv.connectors.vllm.tool_reader import ToolReader
-from tiered_kv.connectors.vllm.wiring import Outside
-from tiered_kv.connectors.vllm.worker_half import WorkerHalf
-from tiered_kv.policies import registry
-from tiered_kv.policies.restore import FasterRestore
+from .fingerprints import Fingerprints, base_fingerprint
+from .metadata import TieredMetadata, TieredWorkerMetadata
+from .plugin import share_logging
+from .policy_keeper import PolicyKeeper
+from .profile import prefill_work
+from .scheduler_half import SchedulerHalf
+from .stats import TieredPromMetrics, TieredStats
+from .tool_reader import ToolReader
+from .wiring import Outside
+from .worker_half import WorkerHalf
 
 logger = logging.getLogger(__name__)
 

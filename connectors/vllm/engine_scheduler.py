@@ -21,11 +21,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tiered_kv.connectors.vllm.engine import is_diffusion
 from tiered_kv.errors import UnsupportedError
 
+from .engine import is_diffusion
+
 if TYPE_CHECKING:
-    from tiered_kv.connectors.vllm.scheduler_half import SchedulerHalf
+    from .scheduler_half import SchedulerHalf
 
 
 class _InJobOrder:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tiered_kv.connectors.vllm.failed_restores import FailedRestores
-from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
-from tiered_kv.connectors.vllm.restores import Restores
-from tiered_kv.connectors.vllm.saves import Saves
-from tiered_kv.connectors.vllm.ssd import SsdTier
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
 from tiered_kv.planner import Planner, Settled
+
+from .failed_restores import FailedRestores
+from .metadata import TieredMetadata, TieredWorkerMetadata
+from .restores import Restores
+from .saves import Saves
+from .ssd import SsdTier
+from .turn import Turn
 
 MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.vllm.saves import Saves
-from tiered_kv.connectors.vllm.turn import Turn
+from .saves import Saves
+from .turn import Turn
 
 
 class FailedRestores:

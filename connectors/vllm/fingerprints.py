@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
 from tiered_kv.digests import WEIGHT_SUFFIXES, default_cache, digest_files, model_files
 from tiered_kv.keys import UNIDENTIFIED, Fingerprint
+
+from .engine import EngineFacts
 
 logger = logging.getLogger(__name__)
 

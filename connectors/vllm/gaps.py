@@ -11,16 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiered_kv.connectors.vllm.accounts import Accounts
-from tiered_kv.connectors.vllm.jobs import Job, JobTable
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
-from tiered_kv.connectors.vllm.prices import Prices
-from tiered_kv.connectors.vllm.returns import Returns
-from tiered_kv.connectors.vllm.ssd import SsdTier
-from tiered_kv.connectors.vllm.tool_reader import ToolReader
-from tiered_kv.connectors.vllm.turn import Turn, ended_by_itself
-from tiered_kv.connectors.vllm.waits import Marks, Wait, Waits
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
@@ -31,6 +21,17 @@ from tiered_kv.policies.tool_calls import ToolCall
 from tiered_kv.policies.tool_use import tool_use
 from tiered_kv.policies.ttl import earnings, saved_s
 from tiered_kv.policies.turns import TurnHints
+
+from .accounts import Accounts
+from .jobs import Job, JobTable
+from .pins import PinTable
+from .policy_keeper import PolicyKeeper
+from .prices import Prices
+from .returns import Returns
+from .ssd import SsdTier
+from .tool_reader import ToolReader
+from .turn import Turn, ended_by_itself
+from .waits import Marks, Wait, Waits
 
 PROVISIONAL_S = 2.0
 """How long a turn is pinned at most while its tool call is being read."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tiered_kv.connectors.vllm.admission import Admission
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.turn import Turn, born
+from .admission import Admission
+from .pins import PinTable
+from .turn import Turn, born
 
 MOST_HELD_IN_QUEUE = 8
 """New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""

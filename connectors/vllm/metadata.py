@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from tiered_kv.connectors.vllm.profile import Speeds
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
@@ -22,6 +21,8 @@ from tiered_kv.orders import (
     SaveOrder,
 )
 from tiered_kv.storage.segment_store import Proposal
+
+from .profile import Speeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.policies.costs import PrefillFit
+
+from .turn import Turn
 
 FEWEST_TOKENS = 128
 """A shorter prefill says more about the step than about its tokens."""

@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.planner import Planner
 from tiered_kv.policies.costs import (
     SHORTEST_S,
@@ -19,6 +16,10 @@ from tiered_kv.policies.costs import (
     Survival,
 )
 from tiered_kv.policies.signals import Costs, JobKey
+
+from .engine import EngineFacts
+from .pins import PinTable
+from .turn import Turn
 
 STAY_EVERY_S = 5.0
 """Between two looks at how fast slots are taken."""

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Sequence
 from itertools import count
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.turn import Hit, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.policies.restore import RestoreCost, RestorePolicy
 from tiered_kv.tails import TailIndex
+
+from .engine import EngineFacts
+from .turn import Hit, Turn
 
 logger = logging.getLogger(__name__)
 

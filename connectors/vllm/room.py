@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.saves import Saves
-from tiered_kv.connectors.vllm.turn import Turn, born
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
+
+from .engine import EngineFacts
+from .pins import PinTable
+from .saves import Saves
+from .turn import Turn, born
 
 SAVES_PATIENCE_S = 1.0
 """How long a running request waits for saves while none of them ends, before others are preempted

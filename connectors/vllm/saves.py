@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.planner import Planner, Settled
 from tiered_kv.tails import TailIndex
+
+from .engine import EngineFacts
+from .turn import Turn
 
 STRIDE_TOKENS = 256
 """A decoding request is looked at once it may have filled this many tokens' blocks..."""

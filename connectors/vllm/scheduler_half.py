@@ -13,21 +13,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiered_kv.connectors.vllm.fingerprints import Fingerprints
-from tiered_kv.connectors.vllm.metadata import (
-    TieredHandshake,
-    TieredMetadata,
-    TieredWorkerMetadata,
-)
-from tiered_kv.connectors.vllm.profile import PrefillWork
-from tiered_kv.connectors.vllm.resets import Resets
-from tiered_kv.connectors.vllm.turn import Turn, ended_by_itself
-from tiered_kv.connectors.vllm.watchdog import STUCK_S, Watchdog
-from tiered_kv.connectors.vllm.wiring import Outside, wire
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.turns import TurnHints, read_hints
+
+from .fingerprints import Fingerprints
+from .metadata import (
+    TieredHandshake,
+    TieredMetadata,
+    TieredWorkerMetadata,
+)
+from .profile import PrefillWork
+from .resets import Resets
+from .turn import Turn, ended_by_itself
+from .watchdog import STUCK_S, Watchdog
+from .wiring import Outside, wire
 
 logger = logging.getLogger(__name__)
 

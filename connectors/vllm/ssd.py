@@ -12,9 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, StoredPages
-from tiered_kv.connectors.vllm.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
@@ -23,6 +20,10 @@ from tiered_kv.policies.costs import PrefillFit
 from tiered_kv.policies.promotion import Promotion, worth_promoting
 from tiered_kv.storage.segment_store import Proposal
 from tiered_kv.tails import TailIndex
+
+from .engine import EngineFacts
+from .metadata import SsdOrders, SsdReport, StoredPages
+from .turn import Turn
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.vllm.plugin import CORES
 from tiered_kv.policies.signals import ToolUse
 from tiered_kv.policies.tool_calls import ToolCall, after_thinking, find_calls, tool_call
 from tiered_kv.policies.tool_use import tool_use
+
+from .plugin import CORES
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiered_kv.connectors.vllm.jobs import Job
 from tiered_kv.keys import PageKey, page_keys
 from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.policies.turns import TurnHints
 from tiered_kv.tails import TailIndex
+
+from .jobs import Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tiered_kv.connectors.vllm.prices import Prices
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.policies.eviction import ByWorth
 from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import Costs, Decision, JobKey, ToolUse, TurnEnd, TurnPolicy
+
+from .prices import Prices
 
 LONGEST_S = 4 * 3600.0
 """A job silent for so long is not waited for any longer: its gap is censored."""

@@ -8,24 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.config import TierConfig
-from tiered_kv.connectors.vllm.accounts import Accounts
-from tiered_kv.connectors.vllm.admission import Admission
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.exchange import Exchange
-from tiered_kv.connectors.vllm.failed_restores import FailedRestores
-from tiered_kv.connectors.vllm.gaps import Gaps
-from tiered_kv.connectors.vllm.job_queue import TIGHT_TOKENS, JobQueue
-from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.connectors.vllm.policy_keeper import PolicyKeeper
-from tiered_kv.connectors.vllm.prefills import PrefillClock
-from tiered_kv.connectors.vllm.prices import Prices
-from tiered_kv.connectors.vllm.restores import Restores
-from tiered_kv.connectors.vllm.room import Room
-from tiered_kv.connectors.vllm.saves import Saves
-from tiered_kv.connectors.vllm.ssd import SsdTier
-from tiered_kv.connectors.vllm.tool_reader import ToolReader
-from tiered_kv.connectors.vllm.turn import Turn
-from tiered_kv.connectors.vllm.waits import Waits
 from tiered_kv.errors import ConfigError
 from tiered_kv.index import PageIndex
 from tiered_kv.metrics import Counters
@@ -36,6 +18,25 @@ from tiered_kv.policies.restore import RestorePolicy
 from tiered_kv.policies.signals import TurnPolicy
 from tiered_kv.tails import TailIndex
 from tiered_kv.trace import TraceWriter
+
+from .accounts import Accounts
+from .admission import Admission
+from .engine import EngineFacts
+from .exchange import Exchange
+from .failed_restores import FailedRestores
+from .gaps import Gaps
+from .job_queue import TIGHT_TOKENS, JobQueue
+from .pins import PinTable
+from .policy_keeper import PolicyKeeper
+from .prefills import PrefillClock
+from .prices import Prices
+from .restores import Restores
+from .room import Room
+from .saves import Saves
+from .ssd import SsdTier
+from .tool_reader import ToolReader
+from .turn import Turn
+from .waits import Waits
 
 ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""

@@ -14,20 +14,21 @@ from dataclasses import replace
 from typing import Any
 
 from tiered_kv.config import TierConfig, check_cpu_size
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.metadata import (
-    SsdReport,
-    TieredHandshake,
-    TieredMetadata,
-    TieredWorkerMetadata,
-)
-from tiered_kv.connectors.vllm.profile import Speeds, measure_copies, measure_flops
-from tiered_kv.connectors.vllm.worker_ssd import WorkerSsd
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
 from tiered_kv.storage.cpu_pool import CpuPool, memory
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+
+from .engine import EngineFacts
+from .metadata import (
+    SsdReport,
+    TieredHandshake,
+    TieredMetadata,
+    TieredWorkerMetadata,
+)
+from .profile import Speeds, measure_copies, measure_flops
+from .worker_ssd import WorkerSsd
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,6 @@ from tiered_kv.codecs.choice import (
     synthetic_page,
 )
 from tiered_kv.config import TierConfig
-from tiered_kv.connectors.vllm.engine import EngineFacts
-from tiered_kv.connectors.vllm.metadata import SsdOrders, SsdReport, StoredPages
-from tiered_kv.connectors.vllm.plugin import CORES
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.orders import OrderId, OrderReport, SaveOrder
@@ -32,6 +29,10 @@ from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.storage.store_options import io_threads
+
+from .engine import EngineFacts
+from .metadata import SsdOrders, SsdReport, StoredPages
+from .plugin import CORES
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiered_kv.policies.baselines.continuum import ALL, ToolGaps, pinned, time_to_live
 from tiered_kv.policies.forecast import GRID, Forecast
 from tiered_kv.policies.nig import Nig
 from tiered_kv.policies.saved import entry
 from tiered_kv.policies.signals import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.tier_choice import unpriced, without_pin
 from tiered_kv.policies.trees import Samples, Trees, grown
+
+from .continuum import ALL, ToolGaps, pinned, time_to_live
 
 _FAST = (
     "cat ls cd pwd echo head tail grep find wc sort uniq cut tr sed awk diff file stat which "

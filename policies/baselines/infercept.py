@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.tier_choice import unpriced
+
+from .unpinned import LearnsNothing
 
 
 class InferCept(LearnsNothing):

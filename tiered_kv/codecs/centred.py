@@ -41,9 +41,9 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
-from tiered_kv.codecs.raw import NOTHING
-from tiered_kv.codecs.zstd import compress_symbols, decompress
+from .base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
+from .raw import NOTHING
+from .zstd import compress_symbols, decompress
 
 ELEMENTS = (ElementType.BF16, ElementType.FP16, ElementType.FP8_E4M3, ElementType.FP8_E5M2)
 """In the order of their numbers in the table."""
@@ -317,6 +317,6 @@ _scratch = _Scratch()
 @cache
 def _kernels() -> ModuleType:
     """Imported when first needed: see ``planes``."""
-    from tiered_kv.codecs import planes
+    from . import planes
 
     return planes

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, PageFormat
-from tiered_kv.codecs.centred import CentredCodec
-from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.codecs.zstd import MAX_LEVEL, ZstdCodec
+from .base import Bytes, Codec, CodecError, ElementType, PageFormat
+from .centred import CentredCodec
+from .raw import RawCodec
+from .zstd import MAX_LEVEL, ZstdCodec
 
 NAMES = ("raw", "zstd", "centred")
 """What ``make_codec`` takes; zstd also with a level, as in "zstd:3"."""

@@ -28,7 +28,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from tiered_kv.codecs.base import Bytes
+from .base import Bytes
 
 # Read-only is the type of what is only read: numba takes writable arrays for it as well.
 _IN = types.Array(types.uint8, 1, "C", readonly=True)

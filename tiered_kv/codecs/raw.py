@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
-from tiered_kv.codecs.raw import NOTHING
+from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from .raw import NOTHING
 
 MAX_LEVEL = 22
 

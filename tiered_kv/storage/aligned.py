@@ -8,8 +8,9 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.files import BLOCK, FileLayer, write_exactly
-from tiered_kv.storage.segment_layout import aligned
+
+from .files import BLOCK, FileLayer, write_exactly
+from .segment_layout import aligned
 
 HUGE_PAGE = 2 << 20
 

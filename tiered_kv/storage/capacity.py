@@ -20,10 +20,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.files import FileLayer, open_plain
-from tiered_kv.storage.folders import begins_like_segment, segment_files, store_folders
-from tiered_kv.storage.locks import LOCK_NAME, is_locked, try_lock
-from tiered_kv.storage.store_options import StoreOptions
+from .files import FileLayer, open_plain
+from .folders import begins_like_segment, segment_files, store_folders
+from .locks import LOCK_NAME, is_locked, try_lock
+from .store_options import StoreOptions
 
 _FRESH_S = 1.0
 _KEPT_FREE = 2

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from tiered_kv.codecs.base import Codec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import Access
-from tiered_kv.storage.segment_folder import SegmentFolder
-from tiered_kv.storage.segment_format import FooterEntry, SegmentHeader
-from tiered_kv.storage.segment_writer import SegmentWriter
-from tiered_kv.storage.store_means import StoreMeans
+
+from .files import Access
+from .segment_folder import SegmentFolder
+from .segment_format import FooterEntry, SegmentHeader
+from .segment_writer import SegmentWriter
+from .store_means import StoreMeans
 
 OPEN_FILES = 128
 """How many segments are kept open between calls."""

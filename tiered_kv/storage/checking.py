@@ -16,10 +16,11 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import aligned_bytes
-from tiered_kv.storage.files import BLOCK, RealFiles, read_exactly
-from tiered_kv.storage.reading import BlankSegment, LoadedSegment, StoreInfo, decode_record
-from tiered_kv.storage.segment_format import (
+
+from .aligned import aligned_bytes
+from .files import BLOCK, RealFiles, read_exactly
+from .reading import BlankSegment, LoadedSegment, StoreInfo, decode_record
+from .segment_format import (
     TRAILER_BYTES,
     FooterEntry,
     FormatError,
@@ -31,7 +32,7 @@ from tiered_kv.storage.segment_format import (
     parse_record_header,
     parse_trailer,
 )
-from tiered_kv.storage.survey import codec_of, load, opened, size_of
+from .survey import codec_of, load, opened, size_of
 
 
 @dataclass(frozen=True, slots=True)

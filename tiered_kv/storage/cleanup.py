@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.files import RealFiles
-from tiered_kv.storage.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
-from tiered_kv.storage.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
-from tiered_kv.storage.reading import StoreInfo
+from .files import RealFiles
+from .folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
+from .locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
+from .reading import StoreInfo
 
 LEFTOVER_S = 60.0
 """Age from which probe files and empty folders are nobody's: a start takes a second or two."""

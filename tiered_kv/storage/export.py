@@ -16,12 +16,13 @@ import xxhash
 
 from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import aligned_bytes
-from tiered_kv.storage.files import RealFiles, read_exactly
-from tiered_kv.storage.locks import StoreError
-from tiered_kv.storage.reading import open_record
-from tiered_kv.storage.segment_format import FormatError
-from tiered_kv.storage.survey import Place, Survey, codec_of, opened
+
+from .aligned import aligned_bytes
+from .files import RealFiles, read_exactly
+from .locks import StoreError
+from .reading import open_record
+from .segment_format import FormatError
+from .survey import Place, Survey, codec_of, opened
 
 MANIFEST = "manifest.json"
 

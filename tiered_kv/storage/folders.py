@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiered_kv.storage.files import BLOCK, open_plain
-from tiered_kv.storage.locks import LOCK_NAME
-from tiered_kv.storage.segment_layout import SEGMENT_MAGIC
+from .files import BLOCK, open_plain
+from .locks import LOCK_NAME
+from .segment_layout import SEGMENT_MAGIC
 
 SEGMENT_SUFFIX = ".seg"
 FINGERPRINT_NAME = re.compile(r"[0-9a-f]{32}")

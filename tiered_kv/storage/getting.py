@@ -14,12 +14,13 @@ from threading import Lock
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import is_blocks
-from tiered_kv.storage.catalogue import Catalogue, Entry
-from tiered_kv.storage.files import BLOCK, read_exactly
-from tiered_kv.storage.records import check_page, decode_record
-from tiered_kv.storage.segment_format import FormatError
-from tiered_kv.storage.store_means import StoreMeans
+
+from .aligned import is_blocks
+from .catalogue import Catalogue, Entry
+from .files import BLOCK, read_exactly
+from .records import check_page, decode_record
+from .segment_format import FormatError
+from .store_means import StoreMeans
 
 logger = logging.getLogger(__name__)
 

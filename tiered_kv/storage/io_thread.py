@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
-from tiered_kv.storage.segment_store import Proposal, SegmentStore
+
+from .segment_store import Proposal, SegmentStore
 
 logger = logging.getLogger(__name__)
 

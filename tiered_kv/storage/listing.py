@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.folders import segment_files, store_folders
-from tiered_kv.storage.locks import LOCK_NAME, is_locked, read_holder
+from .folders import segment_files, store_folders
+from .locks import LOCK_NAME, is_locked, read_holder
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiered_kv.storage.files import open_plain
+from .files import open_plain
 
 LOCK_NAME = "lock"
 CAPACITY_LOCK = "capacity.lock"

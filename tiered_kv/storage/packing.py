@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import BufferPool, is_blocks
-from tiered_kv.storage.files import BLOCK
-from tiered_kv.storage.segment_format import (
+
+from .aligned import BufferPool, is_blocks
+from .files import BLOCK
+from .segment_format import (
     RecordHeader,
     SegmentHeader,
     pack_record_header,

@@ -12,12 +12,13 @@ from itertools import islice
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.catalogue import Catalogue, Segment
-from tiered_kv.storage.packing import Batch, PageToWrite, batch_in_place, pack_batch
-from tiered_kv.storage.segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
-from tiered_kv.storage.segment_maker import SegmentMaker
-from tiered_kv.storage.store_means import WRITE_BYTES, StoreMeans
-from tiered_kv.storage.training import Training
+
+from .catalogue import Catalogue, Segment
+from .packing import Batch, PageToWrite, batch_in_place, pack_batch
+from .segment_format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
+from .segment_maker import SegmentMaker
+from .store_means import WRITE_BYTES, StoreMeans
+from .training import Training
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered_kv.storage.files import BLOCK, FileLayer
-from tiered_kv.storage.listing import StoreInfo
-from tiered_kv.storage.records import decode_record, open_record, read_blocks
-from tiered_kv.storage.scanning import scan
-from tiered_kv.storage.segment_format import (
+from .files import BLOCK, FileLayer
+from .listing import StoreInfo
+from .records import decode_record, open_record, read_blocks
+from .scanning import scan
+from .segment_format import (
     FooterEntry,
     FormatError,
     SegmentHeader,
@@ -22,7 +22,7 @@ from tiered_kv.storage.segment_format import (
     parse_trailer,
     segment_header_bytes,
 )
-from tiered_kv.storage.store_options import most_segment_bytes
+from .store_options import most_segment_bytes
 
 __all__ = [
     "BlankSegment",

@@ -10,14 +10,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import aligned_bytes
-from tiered_kv.storage.capacity import Capacity, Outlook
-from tiered_kv.storage.catalogue import Catalogue, Segment
-from tiered_kv.storage.getting import Getter
-from tiered_kv.storage.packing import PageToWrite
-from tiered_kv.storage.putting import Putter
-from tiered_kv.storage.store_means import StoreMeans
-from tiered_kv.storage.store_options import MIN_PAGES
+
+from .aligned import aligned_bytes
+from .capacity import Capacity, Outlook
+from .catalogue import Catalogue, Segment
+from .getting import Getter
+from .packing import PageToWrite
+from .putting import Putter
+from .store_means import StoreMeans
+from .store_options import MIN_PAGES
 
 _MOVE_BYTES = 8 << 20
 

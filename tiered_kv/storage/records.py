@@ -6,9 +6,10 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec, EncodedPage
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import aligned_bytes
-from tiered_kv.storage.files import FileLayer, read_exactly
-from tiered_kv.storage.segment_format import (
+
+from .aligned import aligned_bytes
+from .files import FileLayer, read_exactly
+from .segment_format import (
     FormatError,
     RecordHeader,
     SegmentHeader,

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tiered_kv.codecs.base import Codec, CodecError, PageFormat
-from tiered_kv.storage.catalogue import Catalogue, Segment
-from tiered_kv.storage.files import Access
-from tiered_kv.storage.reading import LoadedSegment, load_segment
-from tiered_kv.storage.segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
-from tiered_kv.storage.segment_format import FormatError, SegmentHeader
-from tiered_kv.storage.segment_maker import SegmentMaker
-from tiered_kv.storage.store_means import StoreMeans
+
+from .catalogue import Catalogue, Segment
+from .files import Access
+from .reading import LoadedSegment, load_segment
+from .segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
+from .segment_format import FormatError, SegmentHeader
+from .segment_maker import SegmentMaker
+from .store_means import StoreMeans
 
 logger = logging.getLogger(__name__)
 

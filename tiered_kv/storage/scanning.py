@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiered_kv.storage.files import BLOCK, FileLayer
-from tiered_kv.storage.records import open_record, read_blocks
-from tiered_kv.storage.segment_format import (
+from .files import BLOCK, FileLayer
+from .records import open_record, read_blocks
+from .segment_format import (
     RECORD_MAGIC,
     FooterEntry,
     FormatError,

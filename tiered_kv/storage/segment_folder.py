@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiered_kv.storage.capacity import Capacity
-from tiered_kv.storage.folders import SEGMENT_NAME, SEGMENT_SUFFIX
-from tiered_kv.storage.store_means import StoreMeans
+from .capacity import Capacity
+from .folders import SEGMENT_NAME, SEGMENT_SUFFIX
+from .store_means import StoreMeans
 
 LAST_NUMBER = 99_999_999
 """Of a segment: its name has eight digits."""

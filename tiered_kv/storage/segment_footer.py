@@ -11,8 +11,9 @@ import numpy as np
 import xxhash
 
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import BLOCK
-from tiered_kv.storage.segment_layout import (
+
+from .files import BLOCK
+from .segment_layout import (
     ENTRY,
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,

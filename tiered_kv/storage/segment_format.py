@@ -12,9 +12,10 @@ import xxhash
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import BLOCK
-from tiered_kv.storage.segment_footer import pack_footer, parse_footer, parse_trailer
-from tiered_kv.storage.segment_layout import (
+
+from .files import BLOCK
+from .segment_footer import pack_footer, parse_footer, parse_trailer
+from .segment_layout import (
     MAX_KEY_BYTES,
     MAX_PAGE_BYTES,
     MAX_TABLE_BYTES,

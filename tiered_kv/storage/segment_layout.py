@@ -63,7 +63,8 @@ import xxhash
 
 from tiered_kv.codecs.base import PageFormat
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import BLOCK
+
+from .files import BLOCK
 
 VERSION = 1
 MIN_KEY_BYTES = 16

@@ -6,14 +6,15 @@ import errno
 import os
 
 from tiered_kv.codecs.base import Codec
-from tiered_kv.storage.capacity import Capacity
-from tiered_kv.storage.catalogue import Catalogue, Segment
-from tiered_kv.storage.files import Access
-from tiered_kv.storage.locks import StoreLock, root_locked
-from tiered_kv.storage.segment_folder import LAST_NUMBER, SegmentFolder
-from tiered_kv.storage.segment_format import SegmentHeader, seconds_now
-from tiered_kv.storage.segment_writer import SegmentWriter, write_footer
-from tiered_kv.storage.store_means import StoreMeans, is_full
+
+from .capacity import Capacity
+from .catalogue import Catalogue, Segment
+from .files import Access
+from .locks import StoreLock, root_locked
+from .segment_folder import LAST_NUMBER, SegmentFolder
+from .segment_format import SegmentHeader, seconds_now
+from .segment_writer import SegmentWriter, write_footer
+from .store_means import StoreMeans, is_full
 
 
 class SegmentMaker:

@@ -24,20 +24,21 @@ from pathlib import Path
 
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import BufferPool
-from tiered_kv.storage.capacity import Capacity
-from tiered_kv.storage.catalogue import Catalogue
-from tiered_kv.storage.files import BLOCK, FileLayer, RealFiles, takes_direct
-from tiered_kv.storage.getting import Getter
-from tiered_kv.storage.locks import StoreBusyError, StoreError, StoreLock, root_locked
-from tiered_kv.storage.putting import Putter
-from tiered_kv.storage.reclaiming import Proposal, Reclaimer
-from tiered_kv.storage.recovery import CodecFrom, Recovery
-from tiered_kv.storage.segment_folder import SegmentFolder
-from tiered_kv.storage.segment_maker import SegmentMaker
-from tiered_kv.storage.store_means import WRITE_BYTES, StoreMeans, is_full
-from tiered_kv.storage.store_options import StoreOptions, StoreStats
-from tiered_kv.storage.training import Training
+
+from .aligned import BufferPool
+from .capacity import Capacity
+from .catalogue import Catalogue
+from .files import BLOCK, FileLayer, RealFiles, takes_direct
+from .getting import Getter
+from .locks import StoreBusyError, StoreError, StoreLock, root_locked
+from .putting import Putter
+from .reclaiming import Proposal, Reclaimer
+from .recovery import CodecFrom, Recovery
+from .segment_folder import SegmentFolder
+from .segment_maker import SegmentMaker
+from .store_means import WRITE_BYTES, StoreMeans, is_full
+from .store_options import StoreOptions, StoreStats
+from .training import Training
 
 __all__ = [
     "Proposal",

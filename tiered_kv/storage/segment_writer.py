@@ -8,10 +8,11 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.aligned import BufferPool, write_content
-from tiered_kv.storage.files import FileLayer, write_exactly
-from tiered_kv.storage.packing import PackedRecord, finish_headers
-from tiered_kv.storage.segment_format import (
+
+from .aligned import BufferPool, write_content
+from .files import FileLayer, write_exactly
+from .packing import PackedRecord, finish_headers
+from .segment_format import (
     FooterEntry,
     SegmentHeader,
     footer_bytes,

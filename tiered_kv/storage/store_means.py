@@ -9,9 +9,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from tiered_kv.storage.aligned import BufferPool
-from tiered_kv.storage.files import FileLayer
-from tiered_kv.storage.store_options import StoreOptions, StoreStats
+from .aligned import BufferPool
+from .files import FileLayer
+from .store_options import StoreOptions, StoreStats
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec, PageFormat
-from tiered_kv.storage.files import BLOCK
-from tiered_kv.storage.locks import StoreError
-from tiered_kv.storage.segment_format import MAX_KEY_BYTES, footer_bytes, record_bytes
+
+from .files import BLOCK
+from .locks import StoreError
+from .segment_format import MAX_KEY_BYTES, footer_bytes, record_bytes
 
 SEGMENT_BYTES = 512 << 20
 MIN_PAGES = 8

@@ -14,17 +14,18 @@ from pathlib import Path
 from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import Access, RealFiles
-from tiered_kv.storage.folders import FINGERPRINT_NAME
-from tiered_kv.storage.listing import Listing, list_stores
-from tiered_kv.storage.locks import CAPACITY_LOCK, LOCK_NAME, StoreError
-from tiered_kv.storage.reading import (
+
+from .files import Access, RealFiles
+from .folders import FINGERPRINT_NAME
+from .listing import Listing, list_stores
+from .locks import CAPACITY_LOCK, LOCK_NAME, StoreError
+from .reading import (
     BlankSegment,
     LoadedSegment,
     StoreInfo,
     load_segment,
 )
-from tiered_kv.storage.segment_format import (
+from .segment_format import (
     FooterEntry,
     FormatError,
     SegmentHeader,

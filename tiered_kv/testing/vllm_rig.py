@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.policies.signals import TurnPolicy
-from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
-from tiered_kv.testing.vllm_runner import CELL, VOCABULARY, CheckingRunner, kv, sample
+
+from .policies import FixedPin
+from .vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
+from .vllm_runner import CELL, VOCABULARY, CheckingRunner, kv, sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tiered_kv.transfer.base import Direction
-from tiered_kv.transfer.copy_plan import PageRuns, Pages, plan_copies
-from tiered_kv.transfer.cudart import CudaRuntime
+from .base import Direction
+from .copy_plan import PageRuns, Pages, plan_copies
+from .cudart import CudaRuntime
 
 
 class CopyEngines:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
-from tiered_kv.transfer.base import CopyJob
+
+from .base import CopyJob
 
 Numbers = NDArray[np.int64]
 

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.copy_plan import Pages, page_runs, plan_copies, sort_out
-from tiered_kv.transfer.streaming import copy_runs
+
+from .base import CopyJob, CopyResult, Direction, TransferBackend
+from .copy_plan import Pages, page_runs, plan_copies, sort_out
+from .streaming import copy_runs
 
 logger = logging.getLogger(__name__)
 

@@ -30,13 +30,14 @@ import torch
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.copy_cost import kernel_pays
-from tiered_kv.transfer.copy_engines import CopyEngines
-from tiered_kv.transfer.copy_plan import Pages, count_copies, page_runs, sort_out
-from tiered_kv.transfer.cuda_costs import copy_costs
-from tiered_kv.transfer.cudart import CudaRuntime, cuda_major
-from tiered_kv.transfer.page_kernel import BLOCKS, PageKernel
+
+from .base import CopyJob, CopyResult, Direction, TransferBackend
+from .copy_cost import kernel_pays
+from .copy_engines import CopyEngines
+from .copy_plan import Pages, count_copies, page_runs, sort_out
+from .cuda_costs import copy_costs
+from .cudart import CudaRuntime, cuda_major
+from .page_kernel import BLOCKS, PageKernel
 
 logger = logging.getLogger(__name__)
 

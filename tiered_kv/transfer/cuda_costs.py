@@ -19,12 +19,13 @@ import torch
 
 from tiered_kv.layout import PageLayout, Region
 from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.transfer.base import CopyJob, Direction
-from tiered_kv.transfer.copy_cost import CopyCost, measure_cost
-from tiered_kv.transfer.copy_engines import CopyEngines
-from tiered_kv.transfer.copy_plan import PageRuns, Pages, page_runs, sort_out
-from tiered_kv.transfer.cudart import CudaRuntime, cuda_major
-from tiered_kv.transfer.page_kernel import PageKernel
+
+from .base import CopyJob, Direction
+from .copy_cost import CopyCost, measure_cost
+from .copy_engines import CopyEngines
+from .copy_plan import PageRuns, Pages, page_runs, sort_out
+from .cudart import CudaRuntime, cuda_major
+from .page_kernel import PageKernel
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
-from tiered_kv.transfer.base import Direction
-from tiered_kv.transfer.copy_plan import Numbers
+from .base import Direction
+from .copy_plan import Numbers
 
 BATCHES_SINCE = 13
 """cudaMemcpyBatchAsync is in CUDA 12.8 too, with another signature."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiered_kv.transfer.base import Direction
-from tiered_kv.transfer.copy_plan import Numbers, PageRuns, Pages, cut
-from tiered_kv.transfer.cudart import CudaRuntime
+from .base import Direction
+from .copy_plan import Numbers, PageRuns, Pages, cut
+from .cudart import CudaRuntime
 
 SOURCE = Path(__file__).with_suffix(".cu")
 BLOCKS = 2

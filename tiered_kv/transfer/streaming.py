@@ -20,7 +20,7 @@ from numba.core import cgutils  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from tiered_kv.transfer.copy_plan import Numbers
+from .copy_plan import Numbers
 
 VECTOR = 32
 STRIP = 8 * VECTOR
