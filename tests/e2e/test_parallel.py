@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.dtypes import read_features
 from bench.engines import engine
 
 pytestmark = pytest.mark.e2e
@@ -57,6 +58,18 @@ def real_tiny_model(folder: Path) -> Path:
     return folder
 
 
+def skip_if_vllm_cannot(model: Path, options: dict[str, Any]) -> None:
+    """Without AVX-512, two ranks of vLLM's own CPU build were seen to answer with tokens that the
+    model does not have."""
+    if read_features().avx512:
+        return
+    try:
+        with engine(model, connector=False, **options) as stock:
+            stock.alone(prompts())
+    except Exception as error:
+        pytest.skip(f"stock vLLM cannot run two ranks on this CPU: {error}")
+
+
 def test_two_ranks_count_as_one_and_keep_their_pages_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +78,7 @@ def test_two_ranks_count_as_one_and_keep_their_pages_over_a_restart(
     model = real_tiny_model(tmp_path / "tiny")
     options = {key: value for key, value in OPTIONS.items() if key != "load_format"}
     options["tensor_parallel_size"] = 2
+    skip_if_vllm_cannot(model, options)
     extra: dict[str, Any] = {"cpu_gib": 0.5, "ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1}
     with engine(model, connector=True, extra=extra, **options) as two:
         assert two.half.facts.ranks == 2

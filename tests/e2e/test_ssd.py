@@ -12,8 +12,8 @@ import pytest
 
 from bench.load import group_members
 from bench.restore import texts
-from bench.server import CONNECTOR, ServerOptions, VllmServer
-from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, metric
+from bench.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
+from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, metric, tick
 
 pytestmark = pytest.mark.e2e
 
@@ -21,6 +21,8 @@ CONTEXTS, TOKENS = 6, 18 * 32 + 1
 """Of full blocks and one token: a hit in VRAM and a restore from SSD both compute that token
 alone, so that even a tie of two answers, which bf16 breaks by the batch's shape, is broken
 in the same way. The full blocks must then hold the same bits."""
+CONTEXT_GIB = TOKENS * 30 * 2 * 3 * 64 * (4 if machine_dtype().name == "float32" else 2) / 2**30
+"""Of 30 layers' keys and values, 3 heads of 64 numbers each."""
 
 
 def answers(client: httpx.Client, prompts: list[list[int]]) -> list[list[int]]:
@@ -29,6 +31,14 @@ def answers(client: httpx.Client, prompts: list[list[int]]) -> list[list[int]]:
         ids: list[int] = ask(client, prompt, max_tokens=16)["choices"][0]["token_ids"]
         found.append(ids)
     return found
+
+
+def settle(client: httpx.Client) -> None:
+    """Wait until everything that was ordered is done."""
+    by = time.monotonic() + EVENT_S
+    tick(client)
+    while metric(client, "vllm:tiered_kv_orders_in_flight") and time.monotonic() < by:
+        tick(client)
 
 
 def kill_outright(server: VllmServer) -> None:
@@ -48,7 +58,7 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         kv_transfer_config=CONNECTOR,
         extra_args=("--shutdown-timeout", "10"),
         env={
-            "TIERED_KV_CPU_GIB": "0.03",  # two of the six contexts
+            "TIERED_KV_CPU_GIB": f"{2.4 * CONTEXT_GIB:.3f}",  # two of the six contexts
             "TIERED_KV_POLICY": "lru",  # nothing stays in VRAM
             "TIERED_KV_SSD_PATH": str(tmp_path / "ssd"),
             "TIERED_KV_SSD_GIB": "1",
@@ -57,7 +67,10 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
     server = VllmServer(options, tmp_path / "server.log", start_timeout_s=PATIENCE_S)
     with server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         *prompts, late = texts(client, CONTEXTS + 1, TOKENS)
-        right = [answers(client, [prompt, prompt])[1] for prompt in prompts]
+        right = []
+        for prompt in prompts:
+            right.append(answers(client, [prompt, prompt])[1])
+            settle(client)  # a slow disk or codec is behind: what it leaves is evicted unwritten
         assert count(client, "prompt_tokens_vram") == CONTEXTS * (TOKENS - 1)
         assert count(client, "prompt_tokens_ssd") == 0
         assert answers(client, prompts) == right
