@@ -72,7 +72,7 @@ class Client:
     tally: Tally
 
     def goes_on(self) -> bool:
-        """Whether there is time left."""
+        """Look at the clock: False once time is up."""
         return time.monotonic() < self.until
 
     def tokens(self, count: int) -> list[int]:

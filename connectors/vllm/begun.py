@@ -9,13 +9,14 @@ youngest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tiered_kv.policies.admission import Course, Demand, Growth, Pace, Share
 from tiered_kv.policies.forecast import Forecast
 from tiered_kv.policies.signals import JobKey
 
 from .engine import EngineFacts
+from .families import Families
 from .members import MOST_SILENT, Member, Scopes
 from .pins import PinTable
 from .turn import Turn
@@ -79,11 +80,7 @@ class BegunJobs:
         self._entering: dict[str, Share] = {}  # let in, without blocks yet; by request
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # in that
-        self._families: dict[bytes, int] = {}  # jobs that were counted, of each
-        self._kin: dict[
-            JobKey, tuple[bytes, float]
-        ] = {}  # its family, and what is counted for that
-        self._shared_blocks = 0.0
+        self._families = Families()
         self._changed: dict[JobKey | str, None] = {}  # since they were counted
         self._counted_until = -math.inf
 
@@ -202,7 +199,7 @@ class BegunJobs:
             del silent[next(iter(silent))]
 
     def _chance(self, key: JobKey, member: Member, now: float) -> float:
-        """That the job needs its blocks soon: 1 if it does now, else that it returns in
+        """Chance that the job needs its blocks soon: 1 if it does now, else that it returns in
         ``SOON_S``, given for how long it has been silent, and how often its client's jobs return
         at all."""
         if member.running:
@@ -278,7 +275,7 @@ class BegunJobs:
         context room in so many blocks."""
         self._count()
         taken = self._demand.now(self._places[job])
-        return not taken or self._shared_blocks + taken + self._members[job].blocks <= room
+        return not taken or self._families.blocks + taken + self._members[job].blocks <= room
 
     def loose(self) -> float:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
@@ -302,7 +299,7 @@ class BegunJobs:
             return
         chances = self._chances(now)
         self._changed.clear()
-        self._relate(chances)
+        self._families.count_all(self._members, chances)
         shares = [
             self._share(key, member, chances[key], now) for key, member in self._members.items()
         ]
@@ -335,48 +332,14 @@ class BegunJobs:
         if isinstance(key, str):
             share = self._entering.get(key, NOTHING)
         elif (member := self._members.get(key)) is None:
-            share = self._gone(key)
+            left = self._families.leave(key)
+            share = Share(0.0, 0.0, 0.0, shared=left) if left else NOTHING
         else:
-            if member.shared and key not in self._kin:
-                known = member.family in self._families
-                self._related(key, member.family, 0.0 if known else member.shared)
             share = self._share(key, member, self._chance(key, member, now), now)
         if place is None and share is not NOTHING:
             place = self._places[key] = len(self._demand)
         if place is not None:
             self._demand.put(place, share)
-
-    def _relate(self, chances: Mapping[JobKey, float]) -> None:
-        """Count what jobs share once for each family, by the chance of the member that needs it
-        most."""
-        self._families, self._kin, self._shared_blocks = {}, {}, 0.0
-        needed: dict[bytes, float] = {}
-        for key, member in self._members.items():
-            if member.shared:
-                needed[member.family] = max(chances[key], needed.get(member.family, 0.0))
-        largest: dict[bytes, int] = {}
-        for key, member in self._members.items():
-            if member.shared:
-                more = max(0, member.shared - largest.get(member.family, 0))
-                self._related(key, member.family, more * needed[member.family])
-                largest[member.family] = more + largest.get(member.family, 0)
-
-    def _related(self, key: JobKey, family: bytes, more: float) -> None:
-        """A job shares what its family does; ``more`` blocks of that are counted with it."""
-        self._families[family] = self._families.get(family, 0) + 1
-        self._kin[key] = family, more
-        self._shared_blocks += more
-
-    def _gone(self, key: JobKey) -> Share:
-        """A job takes nothing any more, but what its family still shares."""
-        family, more = self._kin.pop(key, (b"", 0.0))
-        if family:
-            self._families[family] -= 1
-            if self._families[family]:
-                return Share(0.0, 0.0, 0.0, shared=more)
-            del self._families[family]
-            self._shared_blocks -= more
-        return NOTHING
 
     def _share(self, key: JobKey, member: Member, chance: float, now: float) -> Share:
         grows, left = self.course.ahead(key, member.turns, member.grown)
@@ -385,7 +348,7 @@ class BegunJobs:
             left, blocks = max(0.0, left - 1), blocks + grows
             if now - member.since >= AWAY_S and not self._pins.worth_a_wait(key):
                 present = 0.0
-        shared = self._kin[key][1] if member.shared else 0.0
+        shared = self._families.counted_with(key, member)
         weight = chance * self._weight(key, member, now)
         return Share(blocks, grows, left, weight, chance, shared, present)
 

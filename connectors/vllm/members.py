@@ -11,7 +11,7 @@ MOST_SILENT = 1024
 """Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
 of, is forgotten first."""
 KEEPS = 0.98
-"""What counts of a client's record after the next job that returned, or did not."""
+"""Share of a client's record that is kept with the next job that returned, or did not."""
 
 
 @dataclass(slots=True)

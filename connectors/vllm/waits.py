@@ -165,7 +165,7 @@ class Waits:
         return wait, gap_s
 
     def forecast(self, job: JobKey) -> Forecast | None:
-        """Of the gap of a job that is waited for, from its begin; None if nothing is forecast."""
+        """Forecast of a gap, from its begin; None if the job is not waited for, or there is none."""
         wait = self._waits.get(job)
         return wait.decision.forecast if wait is not None else None
 

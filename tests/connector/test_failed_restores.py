@@ -58,7 +58,7 @@ def test_who_holds_a_bad_block_is_not_saved(rig: Rig) -> None:
 
 
 def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
-    """What the workers refused is offered again."""
+    """Blocks that the workers refused are offered again."""
     rig.add("restores", PROMPT)
     rig.add("beside", text(200, seed=2), max_tokens=40)
     refused = rig.step().kv_connector_metadata.saves

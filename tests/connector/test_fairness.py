@@ -1,4 +1,4 @@
-"""What a client leaves open, or says that is not so, does not hold up others for long."""
+"""Jobs that a client leaves open, or lies about, do not hold up others for long."""
 
 from __future__ import annotations
 
