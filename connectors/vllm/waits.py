@@ -165,7 +165,7 @@ class Waits:
         return wait, gap_s
 
     def forecast(self, job: JobKey) -> Forecast | None:
-        """Forecast of a gap, from its begin; None if the job is not waited for, or there is none."""
+        """Forecast of a job's gap, from its begin; None if there is no wait or no forecast."""
         wait = self._waits.get(job)
         return wait.decision.forecast if wait is not None else None
 
