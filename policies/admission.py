@@ -36,10 +36,8 @@ FORGETTING = 0.98
 MOST, LEAST = 1.25, 0.5
 """Bounds of the share of the pool that may be given out. More than all of it where the forecast
 has been seen to ask for more than jobs then take."""
-DOWN, UP = 0.9, 1.001
-"""Factors of that share, for a context that was lost and for a job held beside free blocks. A lost
-context is computed again while everybody waits, and a job that is held waits alone: so it falls a
-hundred times faster than it rises."""
+UP = 1.001
+"""Factor of that share for a job held beside free blocks."""
 
 
 class Share(NamedTuple):
@@ -240,16 +238,19 @@ class Pace:
 
 
 class Allowance:
-    """The share of the pool that jobs may be let in for. It begins at all of it, falls with every
-    context that was evicted before its job returned, and rises with jobs that are held although
-    blocks stay free, beyond all of it if need be."""
+    """The share of the pool that jobs may be let in for. It begins at all of it, falls by what was
+    evicted before its job returned, and rises with jobs that are held although blocks stay free,
+    beyond all of it if need be.
+
+    A lost context is computed again while everybody waits, and a job that is held waits alone: so
+    it falls at once and rises slowly."""
 
     def __init__(self) -> None:
         self.share = 1.0
 
-    def lost(self) -> None:
-        """A job's KV was no longer there, though it was to stay."""
-        self.share = max(LEAST, self.share * DOWN)
+    def lost(self, share: float) -> None:
+        """A context was to stay for its job, and this share of the pool was gone."""
+        self.share = max(LEAST, self.share - share)
 
     def spare(self) -> None:
         """A job is held, and more is free than it needs."""

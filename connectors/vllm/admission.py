@@ -27,7 +27,7 @@ from .turn import Turn
 LOOK_EVERY_S = 0.1
 """A job that was held is looked at again when something changed, or after so long."""
 LEARN_EVERY_S = 1.0
-"""Between two signs that too much was given out, and between two that it was too little."""
+"""Between two signs that too little was given out."""
 
 
 class Admission:
@@ -69,7 +69,7 @@ class Admission:
         self._clock = clock
         self._refused_at = -math.inf
         self._changed = True
-        self._lost_at = self._spared_at = -math.inf
+        self._spared_at = -math.inf
 
     # -- what happens to jobs -----------------------------------------------------------
 
@@ -98,8 +98,9 @@ class Admission:
             self.jobs.began(job, turn)
             return
         self.jobs.went_on(job)
-        if turn.kept and turn.vram_tokens + turn.cpu_tokens + size < turn.shared:
-            self._lost()
+        gone = turn.shared - turn.vram_tokens - turn.cpu_tokens
+        if turn.kept and gone > size:
+            self.allowance.lost(gone / size / (self._facts.num_blocks - 1))
 
     def joined(self, turn: Turn) -> None:
         """Another turn of a new one's job has begun, and so has the job."""
@@ -194,12 +195,6 @@ class Admission:
             turn.refused = True
             self.refused += turn.new
             self.delayed += not turn.new
-
-    def _lost(self) -> None:
-        """What is lost at once has one cause."""
-        if self._clock() - self._lost_at >= LEARN_EVERY_S:
-            self._lost_at = self._clock()
-            self.allowance.lost()
 
     def _spare(self) -> None:
         if self._clock() - self._spared_at >= LEARN_EVERY_S:

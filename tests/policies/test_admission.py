@@ -148,13 +148,13 @@ def test_growth_is_that_of_late() -> None:
 def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() -> None:
     allowance = Allowance()
     assert allowance.share == 1
-    allowance.lost()
+    allowance.lost(0.02)
     fallen = allowance.share
-    assert fallen < 1
+    assert fallen == pytest.approx(0.98), "by what was lost of the pool"
     allowance.spare()
     assert fallen < allowance.share < 1
-    for _ in range(1000):
-        allowance.lost()
+    for _ in range(100):
+        allowance.lost(0.02)
     assert allowance.share == LEAST
     for _ in range(1000):
         allowance.spare()
