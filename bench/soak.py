@@ -12,7 +12,9 @@ clients of its own, who do the same. At the end the cache is reset once more, an
   pages in CPU memory, pinned blocks and orders by the connector's gauges, threads and file
   descriptors by /proc. Jobs and pages on SSD are not looked at.
 - ``newcomers``, ``newcomer_s``: new jobs of agents, and the median time to their first token;
-  ``newcomer_ratio``: over stock's.
+  ``newcomer_ratio``: over stock's. ``newcomer_s_tenths``: the medians of each tenth of them.
+- ``admission``: jobs and turns that were held so far, and the percentage of the pool that new jobs
+  were let in for at the end.
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
 - ``rss_mib``: its memory at the begin, after each tenth of the run, and at the end.
 - ``stock``: what of this is known of stock vLLM.
@@ -164,6 +166,21 @@ def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
     return [round(samples[n][1] / 2**20) for n in at]
 
 
+def medians(values: Sequence[float]) -> list[float]:
+    """Medians of each tenth of the values, from the first to the last."""
+    parts = np.array_split(np.array(values), 10)
+    return [round(float(np.median(part)), 3) for part in parts if len(part)]
+
+
+def admission(server: VllmServer) -> dict[str, int]:
+    """Held jobs and turns, and the room that is given out."""
+    text, found = server.metrics_text(), {}
+    for name in ("jobs_held_total", "turns_held_total", "room_percent"):
+        values = re.findall(rf"^vllm:tiered_kv_{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        found[name.removesuffix("_total")] = int(float(values[0])) if values else 0
+    return found
+
+
 def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
     """One soak of a server with every tier, and of stock vLLM beside it. Both log in ``logs``."""
     mine, theirs = halves(sorted(os.sched_getaffinity(0)))
@@ -191,6 +208,7 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         told = asyncio.run(
             soak(servers, 60 * minutes, seed, lambda s: bar.update(task, completed=s))
         )
+        held = admission(ours)
         asyncio.run(settle(ours))
         after = holdings(ours)
         for server in servers.values():
@@ -202,6 +220,7 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         "leaked": bool(left),
         "left": left,
         "newcomer_ratio": ratio(found["newcomer_s"], control_found["newcomer_s"]),
+        "admission": held,
         "dtype": str(machine_dtype()),
         "before": before,
         "after": after,
@@ -226,6 +245,7 @@ def summary(tally: Tally) -> dict[str, Any]:
         "first_error": tally.errors[0] if tally.errors else None,
         "newcomers": len(tally.first_tokens),
         "newcomer_s": median(tally.first_tokens) if tally.first_tokens else None,
+        "newcomer_s_tenths": medians(tally.first_tokens),
         "rss_slope": slope(tally.samples),
         "rss_mib": tenths(tally.samples),
     }

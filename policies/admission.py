@@ -37,7 +37,7 @@ MOST, LEAST = 1.25, 0.5
 """Bounds of the share of the pool that may be given out. More than all of it where the forecast
 has been seen to ask for more than jobs then take."""
 UP = 1.001
-"""Factor of that share for a job held beside free blocks."""
+"""Factor of that share for a second in which a job is held beside free blocks."""
 
 
 class Share(NamedTuple):
@@ -238,19 +238,24 @@ class Pace:
 
 
 class Allowance:
-    """The share of the pool that jobs may be let in for. It begins at all of it, falls by what was
-    evicted before its job returned, and rises with jobs that are held although blocks stay free,
-    beyond all of it if need be.
+    """The share of the pool that jobs may be let in for.
 
-    A lost context is computed again while everybody waits, and a job that is held waits alone: so
-    it falls at once and rises slowly."""
+    It begins at all of it and falls by what was evicted before its job returned. Contexts that are
+    found whole bring it back: a pool of them by 1 - 1/e of what is missing, so that it settles
+    where as much recovers as is lost. Jobs that are held although blocks stay free raise it slowly,
+    beyond all of the pool if need be.
+    """
 
     def __init__(self) -> None:
         self.share = 1.0
 
-    def lost(self, share: float) -> None:
-        """A context was to stay for its job, and this share of the pool was gone."""
-        self.share = max(LEAST, self.share - share)
+    def returned(self, found: float, lost: float) -> None:
+        """A context that was to stay for its job: shares of the pool that were, and were not,
+        still there."""
+        if lost:
+            self.share = max(LEAST, self.share - lost)
+        elif self.share < 1.0:
+            self.share += (1.0 - self.share) * min(1.0, found)
 
     def spare(self) -> None:
         """A job is held, and more is free than it needs."""

@@ -66,6 +66,7 @@ GAUGES: Mapping[str, str] = {
     "orders_in_flight": "Orders not yet reported by every rank.",
     "jobs": "Jobs remembered.",
     "jobs_begun": "Jobs that have begun and take room, or will again.",
+    "room_percent": "Share of the KV pool that new jobs are let in for; 100 without admission.",
 }
 
 

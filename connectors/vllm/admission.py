@@ -98,9 +98,11 @@ class Admission:
             self.jobs.began(job, turn)
             return
         self.jobs.went_on(job)
-        gone = turn.shared - turn.vram_tokens - turn.cpu_tokens
-        if turn.kept and gone > size:
-            self.allowance.lost(gone / size / (self._facts.num_blocks - 1))
+        if turn.kept:
+            found, whole = turn.vram_tokens + turn.cpu_tokens, turn.shared
+            lost = whole - found if found + size < whole else 0  # its last block may lack
+            pool = size * (self._facts.num_blocks - 1)
+            self.allowance.returned((whole - lost) / pool, lost / pool)
 
     def joined(self, turn: Turn) -> None:
         """Another turn of a new one's job has begun, and so has the job."""

@@ -420,6 +420,9 @@ class SchedulerHalf:
                 "orders_in_flight": self.planner.in_flight,
                 "jobs": len(self.gaps.jobs),
                 "jobs_begun": len(self.admission.jobs) if self.admission is not None else 0,
+                "room_percent": round(
+                    100 * (self.admission.allowance.share if self.admission is not None else 1.0)
+                ),
             }
         return fresh
 

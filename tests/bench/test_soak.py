@@ -8,7 +8,7 @@ import pytest
 
 from bench.replay.kinds import SCHEDULER
 from bench.server import ServerOptions
-from bench.soak import SLACK, leaks, slope, tenths, with_every_tier
+from bench.soak import SLACK, leaks, medians, slope, tenths, with_every_tier
 
 MIB = 1 << 20
 
@@ -43,3 +43,9 @@ def test_the_connector_is_all_that_is_added_to_stock(tmp_path: Path) -> None:
     assert ours.env["A"] == "1"
     assert Path(ours.env["TIERED_KV_SSD_PATH"]).parent == tmp_path
     assert ours.kv_transfer_config is not None
+
+
+def test_the_medians_of_tenths_show_what_became_slower() -> None:
+    assert medians([1.0] * 50 + [2.0] * 50) == [1.0] * 5 + [2.0] * 5
+    assert medians([3.0, 1.0]) == [3.0, 1.0]
+    assert medians([]) == []

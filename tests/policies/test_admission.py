@@ -148,14 +148,32 @@ def test_growth_is_that_of_late() -> None:
 def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() -> None:
     allowance = Allowance()
     assert allowance.share == 1
-    allowance.lost(0.02)
+    allowance.returned(found=0.1, lost=0.02)
     fallen = allowance.share
     assert fallen == pytest.approx(0.98), "by what was lost of the pool"
     allowance.spare()
     assert fallen < allowance.share < 1
     for _ in range(100):
-        allowance.lost(0.02)
+        allowance.returned(found=0.1, lost=0.02)
     assert allowance.share == LEAST
     for _ in range(1000):
         allowance.spare()
     assert allowance.share == MOST > 1
+
+
+@pytest.mark.parametrize("context", [0.01, 0.1, 1.0, 3.0])
+def test_the_share_recovers_as_contexts_are_found_whole(context: float) -> None:
+    """By the share of the pool that was found, not by how many they were; and never beyond 1."""
+    allowance = Allowance()
+    allowance.returned(found=0.0, lost=0.3)
+    for _ in range(round(3 / context)):
+        allowance.returned(found=context, lost=0.0)
+    assert 0.97 < allowance.share <= 1
+
+
+def test_the_share_settles_where_as_much_recovers_as_is_lost() -> None:
+    """One context of ten is gone: a tenth less is given out."""
+    allowance = Allowance()
+    for turn in range(2_000):
+        allowance.returned(*((0.0, 0.01) if turn % 10 == 0 else (0.01, 0.0)))
+    assert allowance.share == pytest.approx(1 - 1 / 9, abs=0.01)
