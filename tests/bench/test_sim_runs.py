@@ -78,7 +78,7 @@ def test_only_clients_who_never_time_out_are_held_for_longer_than_a_minute() -> 
         for name in ("occupancy", "occupancy-patient")
     }
     assert 60 < longest["occupancy"] < 75, "held for a minute, then in turn"
-    assert longest["occupancy-patient"] > 80
+    assert longest["occupancy-patient"] > 75
 
 
 def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
