@@ -99,13 +99,18 @@ async def soak(
     return tallies
 
 
+def reported(text: str, name: str) -> int:
+    """The connector's number of that name on ``/metrics``; 0 if there is none."""
+    values = re.findall(rf"^vllm:tiered_kv_{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+    return int(float(values[0])) if values else 0
+
+
 def holdings(server: VllmServer) -> dict[str, int]:
     """What the server has now, by name."""
     text = server.metrics_text()
     found = {}
     for name in GAUGES:
-        values = re.findall(rf"^vllm:tiered_kv_{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        found[name] = int(float(values[0])) if values else 0
+        found[name] = reported(text, name)
     threads = descriptors = 0
     for pid in group_members(server.pid or 0):
         with contextlib.suppress(OSError):
@@ -174,11 +179,9 @@ def medians(values: Sequence[float]) -> list[float]:
 
 def admission(server: VllmServer) -> dict[str, int]:
     """Held jobs and turns, and the room that is given out."""
-    text, found = server.metrics_text(), {}
-    for name in ("jobs_held_total", "turns_held_total", "room_percent"):
-        values = re.findall(rf"^vllm:tiered_kv_{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        found[name.removesuffix("_total")] = int(float(values[0])) if values else 0
-    return found
+    text = server.metrics_text()
+    names = ("jobs_held_total", "turns_held_total", "room_percent")
+    return {name.removesuffix("_total"): reported(text, name) for name in names}
 
 
 def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:

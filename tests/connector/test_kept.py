@@ -89,6 +89,18 @@ def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: boo
     assert (rig.half.admission.allowance.share < 1.0) is lost
 
 
+def test_a_context_that_is_found_whole_brings_some_of_the_room_back(make_rig: MakeRig) -> None:
+    rig = make(make_rig)
+    rig.policy = FixedPin(PIN_S)
+    comes_back(rig, 1.0)
+    allowance = rig.half.admission.allowance
+    fallen = allowance.share
+    rig.ask("t3", CONTEXT, params=JOB)
+    assert allowance.share == pytest.approx(fallen + (1 - fallen) * 16 / 127), "known to agree"
+    rig.half.counters.add("turns")
+    assert rig.half.take_stats()["room_percent"] == round(100 * allowance.share) < 100
+
+
 def test_a_pin_over_budget_is_counted(make_rig: MakeRig) -> None:
     rig = make(make_rig, pin_fraction=0.25)
     rig.ask("small", text(200, seed=1), params={"job_id": "a"})

@@ -22,7 +22,7 @@ CONTEXTS, TOKENS = 6, 18 * 32 + 1
 alone, so that even a tie of two answers, which bf16 breaks by the batch's shape, is broken
 in the same way. The full blocks must then hold the same bits."""
 CONTEXT_GIB = TOKENS * 30 * 2 * 3 * 64 * (4 if machine_dtype().name == "float32" else 2) / 2**30
-"""Of 30 layers' keys and values, 3 heads of 64 numbers each."""
+"""Size of a context: keys and values of 30 layers, 3 heads of 64 numbers each."""
 
 
 def answers(client: httpx.Client, prompts: list[list[int]]) -> list[list[int]]:
