@@ -35,11 +35,11 @@ from typing import Any
 
 import numpy as np
 
+from tiered_kv.policies.base import ToolUse, TurnEnd
 from tiered_kv.policies.baselines.contextserve import FAST_WORDS, PRIOR, SLOW_PREFIXES
-from tiered_kv.policies.latency import LatencyModel
-from tiered_kv.policies.signals import ToolUse, TurnEnd
-from tiered_kv.policies.tool_calls import tool_call
-from tiered_kv.policies.tool_use import tool_use
+from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.tools.calls import tool_call
+from tiered_kv.policies.tools.tool_use import tool_use
 
 from .command_list import COMMANDS, Command
 from .output import parser, progress, show

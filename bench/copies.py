@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.layout import PageLayout
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 MATRIX = 8192
 MATMULS = 100
@@ -146,15 +146,15 @@ class CudaSide(Side):
     """The CUDA backend beside one pinned copy.
 
     Args:
-        by: a :class:`~tiered_kv.transfer.cuda.CopyBy`'s value.
+        by: a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`'s value.
         blocks: thread blocks of the kernel; None for the usual.
     """
 
     def __init__(self, nbytes: int, by: str, blocks: int | None) -> None:
         import torch
 
-        from tiered_kv.transfer.cuda import CopyBy
-        from tiered_kv.transfer.page_kernel import BLOCKS
+        from tiered_kv.transfer.cuda.backend import CopyBy
+        from tiered_kv.transfer.cuda.page_kernel import BLOCKS
 
         self._torch = torch
         self._by = CopyBy(by)
@@ -173,7 +173,7 @@ class CudaSide(Side):
         return pool
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
-        from tiered_kv.transfer.cuda import CudaTransfer
+        from tiered_kv.transfer.cuda.backend import CudaTransfer
 
         return CudaTransfer(layout, self._bytes, pool, self._by, self._blocks)
 

@@ -29,9 +29,9 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.policies.signals import NO_TOOL, JobKey, ToolUse, TurnEnd
-from tiered_kv.policies.tool_calls import ToolCall, read_tool_calls
-from tiered_kv.policies.tool_use import tool_use
+from tiered_kv.policies.base import NO_TOOL, JobKey, ToolUse, TurnEnd
+from tiered_kv.policies.tools.calls import ToolCall, read_tool_calls
+from tiered_kv.policies.tools.tool_use import tool_use
 
 CHARS_PER_TOKEN = 4
 

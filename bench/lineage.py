@@ -45,8 +45,8 @@ from statistics import median
 
 import numpy as np
 
-from tiered_kv.policies.lineage import Lineage
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.jobs.lineage import Lineage
 
 from .agents import ROOT
 from .model import ModelError, small_model

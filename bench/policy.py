@@ -34,9 +34,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnPolicy
 from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.registry import POLICIES
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnPolicy
 
 from .gaps import Session, read_sources
 from .output import parser, progress, show

@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.index import PageIndex
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.eviction import ByWorth
-from tiered_kv.policies.forecast import GRID, Forecast
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.policies.distribution import GRID, Forecast
 
 from .output import only_result_on_stdout, parser, progress, show
 from .overhead import CYCLE, ratios, scheduler_step
@@ -204,8 +204,8 @@ def engine(
 ) -> Iterator[Watched]:
     """An engine of that size, with memory for so many pages of ours; ``pins``: every turn that ends
     is pinned, instead of those that the default policy would pin."""
-    from tiered_kv.testing.vllm_rig import Rig, RigOptions
-    from tiered_kv.testing.vllm_runner import CELL
+    from tiered_kv.testing.vllm.rig import Rig, RigOptions
+    from tiered_kv.testing.vllm.runner import CELL
 
     policy = {} if pins else {"policy": "occupancy"}
     extra = {"cpu_gib": pages * BLOCK * CELL / 2**30, **policy} if ours else None

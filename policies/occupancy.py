@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .latency import LatencyModel
-from .signals import Costs, Decision, TurnEnd
+from tiered_kv.policies.forecast.gap_model import LatencyModel
+
+from .base import Costs, Decision, TurnEnd
 from .tier_choice import choose, unpriced
 
 

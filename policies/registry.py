@@ -12,8 +12,8 @@ from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
 from tiered_kv.policies.baselines.infercept import InferCept
 from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
 
+from .base import TurnPolicy
 from .occupancy import Occupancy
-from .signals import TurnPolicy
 
 POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
     {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from .forecast import Forecast
-from .signals import Costs, Decision, GapClass, Tier, TurnEnd
-from .ttl import best_wait, gap_class
+from tiered_kv.policies.pricing.pin_value import best_wait, gap_class
+
+from .base import Costs, Decision, GapClass, Tier, TurnEnd
+from .distribution import Forecast
 
 BACK_BEFORE = 0.25
 """q̂: KV on SSD is up again before all but a quarter of the returns. Gaps have long tails: to wait

@@ -15,9 +15,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.transfer import Bytes, addresses
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 CHECK_EVERY = 1000
 MOST_PAGES = 6

@@ -39,7 +39,7 @@ request sent just then would be lost."""
 
 
 class Hints(Enum):
-    """How a job is named to the server, in the forms that ``tiered_kv.policies.turns`` reads."""
+    """How a job is named to the server, in a form that ``policies.jobs.hints`` reads."""
 
     KV_PARAMS = "kv-params"
     """In ``kv_transfer_params``."""

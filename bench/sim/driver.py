@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.policies.base import TurnPolicy
 
 from .engine import BEGIN_S, Answer, Ask, Engine
 from .gate import EVERY_S, Gate

@@ -17,9 +17,9 @@ from typing import Any
 from tiered_kv.connectors.vllm.metadata import StoredPages, TieredHandshake
 from tiered_kv.connectors.vllm.profile import Speeds
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore
-from tiered_kv.policies.signals import TurnPolicy
-from tiered_kv.testing.vllm_engine import EngineSize, engine_config, kv_config, make_scheduler
+from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
 
 from .lookups import RememberedLookups
 from .machines import Machine

@@ -26,10 +26,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tiered_kv.policies.admission import Course
+from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.registry import POLICIES
-from tiered_kv.policies.signals import Costs, Decision, JobKey, TurnEnd
 
 CHUNK = 256
 """Tokens of a chunk of LMCache."""

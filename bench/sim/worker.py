@@ -27,7 +27,7 @@ from tiered_kv.orders import (
     PromoteOrder,
     RestoreMode,
 )
-from tiered_kv.storage.segment_store import Proposal
+from tiered_kv.storage.store.store import Proposal
 
 from .links import Link
 from .machines import Machine

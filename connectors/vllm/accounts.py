@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiered_kv.metrics import Counters
-from tiered_kv.policies.signals import Decision
+from tiered_kv.policies.base import Decision
 from tiered_kv.trace import TraceWriter
 
 from .turn import Turn

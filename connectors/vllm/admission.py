@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.policies.admission import Allowance, Share
-from tiered_kv.policies.forecast import Forecast
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.admission.working_set import Allowance, Share
+from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.distribution import Forecast
 
 from .begun import BegunJobs
 from .engine import EngineFacts

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from tiered_kv.policies.admission import Course, Demand, Growth, Pace, Share
-from tiered_kv.policies.forecast import Forecast
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.admission.working_set import Course, Demand, Growth, Pace, Share
+from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.distribution import Forecast
 
 from .engine import EngineFacts
 from .families import Families

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tiered_kv.config import load_config
 from tiered_kv.policies import registry
-from tiered_kv.policies.restore import FasterRestore
+from tiered_kv.policies.cache.restore_mode import FasterRestore
 
 from .beside import refuse_company
 from .engine import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
-from tiered_kv.planner import Planner, Settled
+from tiered_kv.pages.order_book import Planner, Settled
 
 from .failed_restores import FailedRestores
 from .metadata import TieredMetadata, TieredWorkerMetadata

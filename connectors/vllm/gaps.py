@@ -14,13 +14,13 @@ from typing import Any
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
-from tiered_kv.planner import Planner
-from tiered_kv.policies.lineage import Lineage
-from tiered_kv.policies.signals import JobKey, Tier, ToolUse, TurnEnd
-from tiered_kv.policies.tool_calls import ToolCall
-from tiered_kv.policies.tool_use import tool_use
-from tiered_kv.policies.ttl import earnings, saved_s
-from tiered_kv.policies.turns import TurnHints
+from tiered_kv.pages.order_book import Planner
+from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.jobs.hints import TurnHints
+from tiered_kv.policies.jobs.lineage import Lineage
+from tiered_kv.policies.pricing.pin_value import earnings, saved_s
+from tiered_kv.policies.tools.calls import ToolCall
+from tiered_kv.policies.tools.tool_use import tool_use
 
 from .accounts import Accounts
 from .jobs import Job, JobTable

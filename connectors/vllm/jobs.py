@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 
 MAX_JOBS = 65_536
 """Jobs remembered. One that never says it is over is forgotten when this many came after."""

@@ -20,7 +20,7 @@ from tiered_kv.orders import (
     PromoteOrder,
     SaveOrder,
 )
-from tiered_kv.storage.segment_store import Proposal
+from tiered_kv.storage.store.store import Proposal
 
 from .profile import Speeds
 

@@ -23,7 +23,7 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
 """Where vLLM takes ``kv_transfer_params``."""
 NAMES = ("job_id", "is_last_step", "tool_name", "tool_command", "expected_tool_s")
-"""What is moved: the names that ``tiered_kv.policies.turns`` reads."""
+"""What is moved: the names that ``tiered_kv.policies.jobs.hints`` reads."""
 MAX_BODY_BYTES = 16 << 20
 """A longer body is passed on as it is: a few million tokens, or many images."""
 MAX_USER_ID_CHARS = 4096

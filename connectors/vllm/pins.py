@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 
 WORTH_A_WAIT = 0.5
 """A pin that earns less in a second is no reason for another job's turn to wait for that second.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from tiered_kv.policies.signals import TurnPolicy
+from tiered_kv.policies.base import TurnPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiered_kv.policies.costs import PrefillFit
+from tiered_kv.policies.pricing.estimators import PrefillFit
 
 from .turn import Turn
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.planner import Planner
-from tiered_kv.policies.costs import (
+from tiered_kv.pages.order_book import Planner
+from tiered_kv.policies.base import Costs, JobKey
+from tiered_kv.policies.pricing.estimators import (
     SHORTEST_S,
     Memoryfulness,
     PrefillFit,
@@ -15,7 +16,6 @@ from tiered_kv.policies.costs import (
     ShadowPrice,
     Survival,
 )
-from tiered_kv.policies.signals import Costs, JobKey
 
 from .engine import EngineFacts
 from .pins import PinTable

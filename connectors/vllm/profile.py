@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 MOST_PAGES = 64
 ROUNDS = 5

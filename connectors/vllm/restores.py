@@ -8,9 +8,9 @@ from itertools import count
 
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
-from tiered_kv.planner import Planner, Settled
-from tiered_kv.policies.restore import RestoreCost, RestorePolicy
-from tiered_kv.tails import TailIndex
+from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
 
 from .engine import EngineFacts
 from .turn import Hit, Turn

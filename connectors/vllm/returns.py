@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 
 
 class Returns:

@@ -15,8 +15,8 @@ from typing import Any
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
-from tiered_kv.planner import Planner, Settled
-from tiered_kv.tails import TailIndex
+from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.partial_blocks import TailIndex
 
 from .engine import EngineFacts
 from .turn import Turn

@@ -16,7 +16,7 @@ from typing import Any
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.turns import TurnHints, read_hints
+from tiered_kv.policies.jobs.hints import TurnHints, read_hints
 
 from .fingerprints import Fingerprints
 from .metadata import (

@@ -15,11 +15,11 @@ from typing import Any
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
-from tiered_kv.planner import Planner, Settled
-from tiered_kv.policies.costs import PrefillFit
-from tiered_kv.policies.promotion import Promotion, worth_promoting
-from tiered_kv.storage.segment_store import Proposal
-from tiered_kv.tails import TailIndex
+from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
+from tiered_kv.policies.pricing.estimators import PrefillFit
+from tiered_kv.storage.store.store import Proposal
 
 from .engine import EngineFacts
 from .metadata import SsdOrders, SsdReport, StoredPages

@@ -29,9 +29,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.policies.signals import ToolUse
-from tiered_kv.policies.tool_calls import ToolCall, after_thinking, find_calls, tool_call
-from tiered_kv.policies.tool_use import tool_use
+from tiered_kv.policies.base import ToolUse
+from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls, tool_call
+from tiered_kv.policies.tools.tool_use import tool_use
 
 from .plugin import CORES
 

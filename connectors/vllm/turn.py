@@ -8,8 +8,8 @@ from typing import Any
 
 from tiered_kv.keys import PageKey, page_keys
 from tiered_kv.orders import OrderId, RestoreMode
-from tiered_kv.policies.turns import TurnHints
-from tiered_kv.tails import TailIndex
+from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.policies.jobs.hints import TurnHints
 
 from .jobs import Job
 

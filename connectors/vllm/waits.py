@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
-from tiered_kv.policies.eviction import ByWorth
-from tiered_kv.policies.forecast import Forecast
-from tiered_kv.policies.signals import Costs, Decision, JobKey, ToolUse, TurnEnd, TurnPolicy
+from tiered_kv.policies.base import Costs, Decision, JobKey, ToolUse, TurnEnd, TurnPolicy
+from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.policies.distribution import Forecast
 
 from .prices import Prices
 

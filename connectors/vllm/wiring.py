@@ -9,14 +9,14 @@ from typing import Any
 
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
-from tiered_kv.index import PageIndex
 from tiered_kv.metrics import Counters
-from tiered_kv.planner import Planner
-from tiered_kv.policies.eviction import ByWorth
-from tiered_kv.policies.lineage import Lineage
-from tiered_kv.policies.restore import RestorePolicy
-from tiered_kv.policies.signals import TurnPolicy
-from tiered_kv.tails import TailIndex
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.pages.order_book import Planner
+from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.policies.cache.restore_mode import RestorePolicy
+from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.trace import TraceWriter
 
 from .accounts import Accounts

@@ -17,8 +17,8 @@ from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
-from tiered_kv.storage.cpu_pool import CpuPool, memory
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
 from .engine import EngineFacts
 from .metadata import (
@@ -91,7 +91,7 @@ class WorkerHalf:
         self._pool = CpuPool(slots, layout.page_bytes, pin=on_gpu)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if on_gpu:
-            from tiered_kv.transfer.cuda import CudaTransfer
+            from tiered_kv.transfer.cuda.backend import CudaTransfer
 
             self.backend = CudaTransfer(layout, raw, self._pool)
         else:

@@ -23,12 +23,12 @@ from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.orders import OrderId, OrderReport, SaveOrder
-from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.storage.files import RealFiles
+from tiered_kv.storage.disk.files import RealFiles
+from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.io_thread import IoThread
-from tiered_kv.storage.probe import DiskSpeed, measure_disk
-from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
-from tiered_kv.storage.store_options import io_threads
+from tiered_kv.storage.store.options import io_threads
+from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 from .engine import EngineFacts
 from .metadata import SsdOrders, SsdReport, StoredPages

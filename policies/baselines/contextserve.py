@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiered_kv.policies.forecast import GRID, Forecast
-from tiered_kv.policies.nig import Nig
-from tiered_kv.policies.saved import entry
-from tiered_kv.policies.signals import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.policies.forecast.normal_inverse_gamma import Nig
+from tiered_kv.policies.forecast.saved_state import entry
+from tiered_kv.policies.forecast.trees import Samples, Trees, grown
 from tiered_kv.policies.tier_choice import unpriced, without_pin
-from tiered_kv.policies.trees import Samples, Trees, grown
 
 from .continuum import ALL, ToolGaps, pinned, time_to_live
 

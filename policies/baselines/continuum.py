@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.saved import check_version, entries, entry, numbers, words
-from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.forecast.saved_state import check_version, entries, entry, numbers, words
 from tiered_kv.policies.tier_choice import unpriced, without_pin
 
 Array = NDArray[np.float64]

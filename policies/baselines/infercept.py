@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.tier_choice import unpriced
 
 from .unpinned import LearnsNothing

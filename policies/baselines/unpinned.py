@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 
 
 class LearnsNothing:

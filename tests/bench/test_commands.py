@@ -23,8 +23,8 @@ from bench.commands import (
     verdicts,
 )
 from bench.toy import make_toys
-from tiered_kv.policies.tool_calls import tool_call
-from tiered_kv.policies.tool_use import tool_use
+from tiered_kv.policies.tools.calls import tool_call
+from tiered_kv.policies.tools.tool_use import tool_use
 
 
 def ran(line: str, seconds: float, kind: str = "kind") -> Run:

@@ -16,10 +16,10 @@ import pytest
 from bench.agents import ROOT
 from bench.gaps import Gap, Session, read_sources
 from bench.policy import BENEFITS_S, OURS, Outcome, difference, measure, replay, utility
+from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import POLICIES
-from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
 
 TRACES = ROOT.parent / "shared" / "traces"
 LEARNED, TESTED = "d", "c"  # ids by the second byte of their SHA-256

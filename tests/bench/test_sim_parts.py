@@ -25,7 +25,7 @@ from bench.sim.validity import equal_orders
 from bench.sim.worker import SEGMENTS, SsdStore
 from bench.sim.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 
 
 def test_a_link_carries_one_transfer_after_the_other() -> None:

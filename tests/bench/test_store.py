@@ -11,7 +11,7 @@ from bench.store import build_sparse
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
+from tiered_kv.storage.store.store import SegmentStore, StoreOptions
 
 
 def test_the_device_is_its_best_setting_and_one_bad_round_decides_nothing() -> None:

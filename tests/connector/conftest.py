@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.vllm_rig import Rig, RigOptions
+from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
 MakeRig = Callable[..., Rig]
 

@@ -9,9 +9,9 @@ import pytest
 from tests.connector.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.begun import AWAY_S
-from tiered_kv.policies.admission import MOST
+from tiered_kv.policies.admission.working_set import MOST
 from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 
 @pytest.mark.parametrize("in_job_order", [True, False], ids=["parked", "in vLLM's queue"])

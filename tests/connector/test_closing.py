@@ -12,7 +12,7 @@ from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import CONTEXT, ask_again, tiers
 from tiered_kv.connectors.vllm.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import Rig
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.connector.admitting import TOKENS, held
 from tests.connector.conftest import MakeRig
-from tiered_kv.policies.signals import JobKey
-from tiered_kv.testing.vllm_rig import Rig, text
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.rig import Rig, text
 
 OPEN = 8
 """Contexts of 19 blocks: more than VRAM has room for, of 127, or CPU memory, of 100."""

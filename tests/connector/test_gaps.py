@@ -19,14 +19,11 @@ from tests.connector.waiting import (
     waiting_rig,
 )
 from tiered_kv.connectors.vllm.waits import LONGEST_S
-from tiered_kv.policies.signals import (
-    NO_TOOL,
-    TurnEnd,
-)
-from tiered_kv.policies.tool_calls import ToolCall
-from tiered_kv.policies.tool_use import tool_use
-from tiered_kv.policies.turns import INFERRED_PREFIX
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.policies.base import NO_TOOL, TurnEnd
+from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
+from tiered_kv.policies.tools.calls import ToolCall
+from tiered_kv.policies.tools.tool_use import tool_use
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import Rig, RigOptions, expected, text
-from tiered_kv.testing.vllm_runner import CELL, CheckingRunner, kv, sample
+from tiered_kv.testing.vllm.rig import Rig, RigOptions, expected, text
+from tiered_kv.testing.vllm.runner import CELL, CheckingRunner, kv, sample
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 40

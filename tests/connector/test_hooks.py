@@ -10,7 +10,7 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.vllm_rig import expected, text
+from tiered_kv.testing.vllm.rig import expected, text
 
 BAD_HINTS: list[Any] = [
     {"job_id": 12.5},

@@ -9,9 +9,9 @@ import pytest
 from tests.connector.admitting import TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
 from tiered_kv.errors import UnsupportedError
-from tiered_kv.policies.signals import JobKey
-from tiered_kv.testing.vllm_engine import make_scheduler
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.engine import make_scheduler
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 
 def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:

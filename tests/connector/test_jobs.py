@@ -6,7 +6,7 @@ import pytest
 
 from tiered_kv.connectors.vllm import jobs
 from tiered_kv.connectors.vllm.jobs import JobTable
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 
 KEY = JobKey("salt", "job")
 

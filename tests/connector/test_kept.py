@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
 from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm_rig import Rig, text
+from tiered_kv.testing.vllm.rig import Rig, text
 
 JOB = {"job_id": "j"}
 CONTEXT = text(320, seed=1)

@@ -24,7 +24,7 @@ from tiered_kv.connectors.vllm.middleware import (
     Send,
     move_hints,
 )
-from tiered_kv.policies.turns import TurnHints, read_hints
+from tiered_kv.policies.jobs.hints import TurnHints, read_hints
 
 CHAT = "/v1/chat/completions"
 DISCONNECT: Message = {"type": "http.disconnect"}

@@ -9,8 +9,8 @@ import pytest
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.turn import Hit
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 VRAM_ONLY = {"cpu_gib": 0}
 
@@ -184,7 +184,7 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
     for block in grabbed:  # stands for pins that were made while the restore was under way
         rig.half.pins._held[block.block_id] = 1
     from tiered_kv.connectors.vllm.pins import _Pin
-    from tiered_kv.policies.signals import JobKey
+    from tiered_kv.policies.base import JobKey
 
     rig.half.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)
     rig.run()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiered_kv.connectors.vllm.pins import PinTable
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 from tiered_kv.testing.block_pool import FakeBlock, FakeBlockPool
 
 A, B, C, D = (JobKey("", name) for name in "abcd")

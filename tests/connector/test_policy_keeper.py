@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.connectors.vllm.policy_keeper import TEND_EVERY_S, PolicyKeeper
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
 
 
 class Counting(LearnsNothing):

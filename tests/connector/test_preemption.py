@@ -10,7 +10,7 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.room import SAVES_PATIENCE_S
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 
 class Later:

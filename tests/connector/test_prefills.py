@@ -10,8 +10,8 @@ import pytest
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.prefills import FEWEST_TOKENS, PrefillClock
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore
-from tiered_kv.testing.vllm_rig import text
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.rig import text
 
 
 def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:

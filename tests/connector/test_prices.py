@@ -20,12 +20,12 @@ from tiered_kv.connectors.vllm.profile import (
     prefill_work,
 )
 from tiered_kv.layout import Placement, page_layout
+from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.unpinned import Lru
-from tiered_kv.policies.costs import TOP_PRICE
-from tiered_kv.policies.signals import Costs, Decision, JobKey, TurnEnd
-from tiered_kv.storage.cpu_pool import CpuPool
-from tiered_kv.testing.vllm_rig import Rig, text
+from tiered_kv.policies.pricing.estimators import TOP_PRICE
+from tiered_kv.testing.vllm.rig import Rig, text
 from tiered_kv.transfer.cpu import CpuTransfer
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 JOB = {"job_id": "j"}
 

@@ -14,13 +14,13 @@ import pytest
 
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies import registry
+from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.forecast import GRID, Forecast
-from tiered_kv.policies.restore import AlwaysRestore, FasterRestore
-from tiered_kv.policies.signals import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
+from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm_rig import Rig, RigOptions, expected, text
-from tiered_kv.testing.vllm_runner import CELL, VOCABULARY
+from tiered_kv.testing.vllm.rig import Rig, RigOptions, expected, text
+from tiered_kv.testing.vllm.runner import CELL, VOCABULARY
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 150

@@ -7,7 +7,7 @@ import math
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.prices import STAY_EVERY_S
 from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm_rig import Rig, text
+from tiered_kv.testing.vllm.rig import Rig, text
 
 
 def test_pins_are_no_demand(make_rig: MakeRig) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 
 def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_rig: MakeRig) -> None:

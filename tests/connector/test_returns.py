@@ -19,10 +19,8 @@ from tests.connector.waiting import (
     reader,
     waiting_rig,
 )
-from tiered_kv.policies.signals import (
-    JobKey,
-)
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 
 @pytest.fixture

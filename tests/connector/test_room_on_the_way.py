@@ -10,7 +10,7 @@ from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import tiers
 from tests.connector.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
 from tiered_kv.keys import PageKey
-from tiered_kv.testing.vllm_rig import text
+from tiered_kv.testing.vllm.rig import text
 
 
 def keys(count: int) -> list[PageKey]:

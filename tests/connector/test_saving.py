@@ -6,7 +6,7 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.saves import TOGETHER
-from tiered_kv.testing.vllm_rig import text
+from tiered_kv.testing.vllm.rig import text
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 from tests.connector.conftest import MakeRig
 from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
 from tiered_kv.errors import ConfigError
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
-from tiered_kv.storage.segment_store import SegmentStore
-from tiered_kv.testing.vllm_rig import Rig, expected, text
-from tiered_kv.testing.vllm_runner import CELL
+from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.runner import CELL
 
 PAGE = 16 * CELL
 CONTEXT = text(320, seed=1)

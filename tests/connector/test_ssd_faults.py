@@ -13,9 +13,9 @@ from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import CONTEXT, ask_again, push_out, tiers
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles
-from tiered_kv.testing.vllm_rig import Rig
+from tiered_kv.testing.vllm.rig import Rig
 
 
 @pytest.fixture

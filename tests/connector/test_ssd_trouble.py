@@ -15,8 +15,8 @@ from tiered_kv.connectors.vllm import worker_ssd
 from tiered_kv.connectors.vllm.metadata import SsdReport
 from tiered_kv.connectors.vllm.ssd import MOST_DEMOTING
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.segment_store import Proposal
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.storage.store.store import Proposal
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 from tiered_kv.transfer.base import Direction
 
 

@@ -21,7 +21,7 @@ from tiered_kv.connectors.vllm.tool_reader import (
     UNREAD,
     ToolReader,
 )
-from tiered_kv.policies.signals import NO_TOOL, ToolUse
+from tiered_kv.policies.base import NO_TOOL, ToolUse
 
 Result = tuple[str, ToolUse]
 MakeReader = Callable[..., ToolReader]

@@ -9,8 +9,8 @@ import pytest
 
 from tests.connector.admitting import TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
-from tiered_kv.policies.signals import JobKey
-from tiered_kv.testing.vllm_rig import Rig, expected, text
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 VRAM_ONLY = {"cpu_gib": 0.0}
 

@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 
 from tiered_kv.connectors.vllm.waits import MARK_EVERY, Marks, Waits
 from tiered_kv.keys import PageKey
+from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, ToolUse, TurnEnd, TurnPolicy
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.eviction import ByWorth
-from tiered_kv.policies.forecast import GRID, Forecast
-from tiered_kv.policies.signals import (
-    Costs,
-    Decision,
-    JobKey,
-    Tier,
-    ToolUse,
-    TurnEnd,
-    TurnPolicy,
-)
+from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.policies.distribution import GRID, Forecast
 
 
 def hashes(context: str) -> list[bytes]:

@@ -10,18 +10,11 @@ from typing import Any
 import numpy as np
 
 from tests.connector.conftest import MakeRig
+from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.forecast import GRID, Forecast
-from tiered_kv.policies.signals import (
-    Costs,
-    Decision,
-    GapClass,
-    Tier,
-    ToolUse,
-    TurnEnd,
-)
-from tiered_kv.testing.vllm_rig import Rig, text
-from tiered_kv.testing.vllm_runner import CELL
+from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.vllm.runner import CELL
 
 CONTEXT = text(320, seed=1)
 JOB = {"job_id": "j"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.store_disk import Disk
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.store.store import SegmentStore
 
 
 @pytest.fixture

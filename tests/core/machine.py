@@ -15,7 +15,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered_kv.index import PageIndex, PageState
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
@@ -27,7 +26,8 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.planner import Planner, Settled
+from tiered_kv.pages.cpu_index import PageIndex, PageState
+from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.testing.eviction import LeastRecentlyUsed
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]

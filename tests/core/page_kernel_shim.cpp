@@ -1,4 +1,4 @@
-// Runs tiered_kv/transfer/page_kernel.cu on a CPU, one thread after the other, and counts what
+// Runs tiered_kv/transfer/cuda/page_kernel.cu on a CPU, one thread after the other, and counts what
 // would be wrong on a GPU: accesses that are not aligned, and accesses outside the memory the
 // kernel was given. Such accesses are not made.
 

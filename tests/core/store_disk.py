@@ -8,12 +8,12 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from tiered_kv.cli import app
+from tiered_kv.cli.app import app
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.segment_store import SegmentStore
-from tiered_kv.storage.survey import Survey, find_stores, survey
+from tiered_kv.storage.admin.inventory import Survey, find_stores, survey
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.store import page_key, store_options
 
 PAGE_FORMAT = PageFormat(ElementType.BF16, 16384, 16)

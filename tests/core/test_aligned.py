@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.storage.aligned import HUGE_PAGE, BufferPool, aligned_bytes, is_blocks
-from tiered_kv.storage.files import BLOCK
+from tiered_kv.storage.disk.aligned import HUGE_PAGE, BufferPool, aligned_bytes, is_blocks
+from tiered_kv.storage.disk.files import BLOCK
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK, BLOCK + 1, HUGE_PAGE // 2, HUGE_PAGE, 5 << 20])

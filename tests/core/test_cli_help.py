@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tiered_kv.cli import app
+from tiered_kv.cli.app import app
 
 COMMANDS = {
     "ls": "PATH",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.transfer.copy_cost import (
+from tiered_kv.transfer.cuda.copy_cost import (
     LARGE_BYTES,
     MANY_RUNS,
     RUN_BYTES,

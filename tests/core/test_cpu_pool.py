@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.storage.cpu_pool import CpuPool, memory
+from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
 
 @pytest.mark.parametrize(("slots", "page"), [(1, 1), (3, 4096), (7, 12345), (1000, 24)])

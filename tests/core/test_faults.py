@@ -11,12 +11,12 @@ import pytest
 
 from tests.threads import leaked_threads, running_threads
 from tiered_kv.layout import PageLayout, Placement, page_layout
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.block_pool import FakeBlockPool
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.transfer import TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 
 class TestFaultyTransferWithoutFaults(TransferConformance):

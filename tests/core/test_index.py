@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.index import EvictionOrder, PageIndex
 from tiered_kv.keys import PageKey
+from tiered_kv.pages.cpu_index import EvictionOrder, PageIndex
 from tiered_kv.testing.eviction import LeastRecentlyUsed
 from tiered_kv.testing.index import IndexConformance
 

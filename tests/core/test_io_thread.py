@@ -16,7 +16,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
 from tiered_kv.storage import io_thread
 from tiered_kv.storage.io_thread import IoThread
-from tiered_kv.storage.segment_store import SegmentStore, StoreOptions
+from tiered_kv.storage.store.store import SegmentStore, StoreOptions
 
 FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=8192, tokens=16)
 SLOTS = 100

@@ -24,7 +24,7 @@ from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import cut, page_runs
 
 HERE = Path(__file__).parent
-KERNEL = HERE.parents[1] / "tiered_kv" / "transfer" / "page_kernel.cu"
+KERNEL = HERE.parents[1] / "tiered_kv" / "transfer" / "cuda" / "page_kernel.cu"
 
 
 class Counts(ctypes.Structure):
@@ -177,7 +177,7 @@ cudaError_t (*unpin)(void *) = cudaHostUnregister;
 
 def test_structures_and_numbers_are_those_of_the_cuda_headers(nvcc: str, tmp_path: Path) -> None:
     """ctypes believes whatever it is told: here the compiler compares it with CUDA 13."""
-    from tiered_kv.transfer import cudart
+    from tiered_kv.transfer.cuda import runtime as cudart
 
     source = tmp_path / "calls.cu"
     attributes = cudart.MemcpyAttributes

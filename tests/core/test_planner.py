@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.machine import BANDWIDTH, PAGE_BYTES, OrdersMachine
-from tiered_kv.index import PageIndex, PageState
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
@@ -22,7 +21,8 @@ from tiered_kv.orders import (
     PromoteOrder,
     RestoreMode,
 )
-from tiered_kv.planner import Planner, Settled
+from tiered_kv.pages.cpu_index import PageIndex, PageState
+from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.testing.eviction import LeastRecentlyUsed
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))

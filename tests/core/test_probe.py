@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.storage.probe import CHUNK, measure_disk
+from tiered_kv.storage.disk.probe import CHUNK, measure_disk
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -14,17 +14,17 @@ import xxhash
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.files import BLOCK, Access, Buffers, FileLayer, RealFiles
-from tiered_kv.storage.reading import LoadedSegment, load_segment
-from tiered_kv.storage.segment_format import (
+from tiered_kv.storage.disk.files import BLOCK, Access, Buffers, FileLayer, RealFiles
+from tiered_kv.storage.segment.headers import (
     FormatError,
     SegmentHeader,
     footer_bytes,
     pack_segment_header,
 )
-from tiered_kv.storage.segment_layout import TRAILER, TRAILER_MAGIC
-from tiered_kv.storage.segment_store import SegmentStore
-from tiered_kv.storage.store_options import SEGMENT_BYTES, most_segment_bytes
+from tiered_kv.storage.segment.layout import TRAILER, TRAILER_MAGIC
+from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
+from tiered_kv.storage.store.options import SEGMENT_BYTES, most_segment_bytes
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key, store_options
 

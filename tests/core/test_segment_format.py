@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import BLOCK
-from tiered_kv.storage.segment_format import (
+from tiered_kv.storage.disk.files import BLOCK
+from tiered_kv.storage.segment.headers import (
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,
     TRAILER_BYTES,
@@ -35,7 +35,7 @@ from tiered_kv.storage.segment_format import (
     record_bytes,
     segment_header_bytes,
 )
-from tiered_kv.storage.segment_layout import ENTRY, SEGMENT, TRAILER, TRAILER_MAGIC
+from tiered_kv.storage.segment.layout import ENTRY, SEGMENT, TRAILER, TRAILER_MAGIC
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

@@ -9,8 +9,8 @@ import pytest
 
 from tiered_kv.codecs.base import Bytes, Codec, EncodedPage, PageFormat
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.files import FileLayer
-from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.storage.disk.files import FileLayer
+from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import (
@@ -159,7 +159,7 @@ def test_segments_grow_with_the_capacity_up_to_a_limit(tmp_path: Path) -> None:
 
 
 def test_more_segments_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv.storage.catalogue.OPEN_FILES", 2)
+    monkeypatch.setattr("tiered_kv.storage.store.catalogue.OPEN_FILES", 2)
     bench = StoreBench(TestStoreWithRawCodec(), store_options(tmp_path))
     bench.put(*range(200))
     bench.check()

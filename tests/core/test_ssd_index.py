@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiered_kv.keys import PageKey
-from tiered_kv.ssd_index import SsdIndex
+from tiered_kv.pages.ssd_index import SsdIndex
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(8)]
 

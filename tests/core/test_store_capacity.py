@@ -14,16 +14,11 @@ import numpy as np
 import pytest
 
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.folders import StoreFolders, store_folders
-from tiered_kv.storage.listing import Listing, list_stores
-from tiered_kv.storage.locks import LOCK_NAME
-from tiered_kv.storage.segment_format import FormatError
-from tiered_kv.storage.segment_store import (
-    Proposal,
-    SegmentStore,
-    StoreBusyError,
-    StoreOptions,
-)
+from tiered_kv.storage.admin.discovery import Listing, list_stores
+from tiered_kv.storage.disk.folders import StoreFolders, store_folders
+from tiered_kv.storage.segment.headers import FormatError
+from tiered_kv.storage.store.locks import LOCK_NAME
+from tiered_kv.storage.store.store import Proposal, SegmentStore, StoreBusyError, StoreOptions
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 
@@ -43,7 +38,7 @@ def open_at(options: StoreOptions) -> SegmentStore:
 
 @pytest.fixture
 def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)  # always look
+    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)  # always look
     opened: list[SegmentStore] = []
 
     def open_store(number: int, segments: int = 16) -> SegmentStore:

@@ -13,8 +13,8 @@ import zstandard
 
 from tests.core.store_disk import OTHER, Disk, flip, run, run_json
 from tiered_kv.keys import PageKey
-from tiered_kv.storage import export
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.admin import export
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.store import FINGERPRINT, page_key
 
 # -- ls, stat -------------------------------------------------------------------------

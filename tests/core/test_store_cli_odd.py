@@ -14,7 +14,7 @@ import pytest
 
 from tests.core.store_disk import OTHER, PAGE_FORMAT, Disk, run, run_json
 from tiered_kv.codecs.base import PageFormat
-from tiered_kv.storage.segment_format import SegmentHeader, pack_segment_header
+from tiered_kv.storage.segment.headers import SegmentHeader, pack_segment_header
 from tiered_kv.testing.store import FINGERPRINT, page_key
 
 ODD = bytes(15) + b"\2"

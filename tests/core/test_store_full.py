@@ -17,14 +17,9 @@ import pytest
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.files import FileLayer, RealFiles
+from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.io_thread import IoThread
-from tiered_kv.storage.segment_store import (
-    SegmentStore,
-    StoreBusyError,
-    StoreError,
-    StoreOptions,
-)
+from tiered_kv.storage.store.store import SegmentStore, StoreBusyError, StoreError, StoreOptions
 from tiered_kv.testing.files import FaultyFiles, SmallDisk, UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 
@@ -34,7 +29,7 @@ CAPACITY = 16 * LEAST
 
 @pytest.fixture(autouse=True)
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)
 
 
 LIVES: list[Life] = []

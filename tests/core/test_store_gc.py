@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.store_disk import OTHER, Disk, run, run_json
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.store.store import SegmentStore
 
 
 def test_gc_refuses_a_store_in_use_and_removes_another(disk: Disk, live: SegmentStore) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.aligned import aligned_bytes
-from tiered_kv.storage.files import (
+from tiered_kv.storage.disk.aligned import aligned_bytes
+from tiered_kv.storage.disk.files import (
     BLOCK,
     Access,
     Buffers,
@@ -21,7 +21,7 @@ from tiered_kv.storage.files import (
     read_exactly,
     write_exactly,
 )
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options

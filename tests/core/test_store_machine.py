@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiered_kv.codecs.base import Bytes, Codec, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 
 NAMES = st.integers(0, 60)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.aligned import BufferPool
-from tiered_kv.storage.files import Buffers
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.disk.aligned import BufferPool
+from tiered_kv.storage.disk.files import Buffers
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 

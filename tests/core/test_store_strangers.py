@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.files import FileLayer, RealFiles
-from tiered_kv.storage.segment_store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.storage.disk.files import FileLayer, RealFiles
+from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 
@@ -28,7 +28,7 @@ Opener = Callable[..., SegmentStore]
 @pytest.fixture
 def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """A store of six segments under ``root``."""
-    monkeypatch.setattr("tiered_kv.storage.capacity._FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)
     opened: list[SegmentStore] = []
 
     def open_store(files: FileLayer | None = None, **changes: object) -> SegmentStore:
@@ -314,8 +314,8 @@ def test_a_store_that_has_run_out_of_numbers_begins_anew(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it wrote for a thousand years or somebody made such a segment, it goes on."""
-    monkeypatch.setattr("tiered_kv.storage.segment_folder.NEARLY_LAST_NUMBER", 3)
-    monkeypatch.setattr("tiered_kv.storage.recovery.NEARLY_LAST_NUMBER", 3)
+    monkeypatch.setattr("tiered_kv.storage.store.segment_folder.NEARLY_LAST_NUMBER", 3)
+    monkeypatch.setattr("tiered_kv.storage.store.recovery.NEARLY_LAST_NUMBER", 3)
     store = open_store()
     for first in (0, 20, 40):
         put(store, *range(first, first + 20))
@@ -332,7 +332,7 @@ def test_a_store_that_has_run_out_of_numbers_begins_anew(
 def test_the_last_number_of_all_is_the_last(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv.storage.segment_maker.LAST_NUMBER", 1)
+    monkeypatch.setattr("tiered_kv.storage.store.segment_lifecycle.LAST_NUMBER", 1)
     store = open_store()
     assert put(store, *range(20)) < 20
     assert [path.name for path in store.options.folder.glob("*.seg")] == ["00000001.seg"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.core.store_disk import Disk, flip, run, run_json
-from tiered_kv.storage.segment_format import TRAILER_BYTES, record_header_bytes
-from tiered_kv.storage.segment_store import SegmentStore
+from tiered_kv.storage.segment.headers import TRAILER_BYTES, record_header_bytes
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.store import page_key
 
 

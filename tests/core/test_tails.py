@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.tails import MAX_TAILS_PER_PARENT, TailIndex
+from tiered_kv.pages.partial_blocks import MAX_TAILS_PER_PARENT, TailIndex
 
 PARENT, OTHER = b"parent".ljust(16), b"other".ljust(16)
 

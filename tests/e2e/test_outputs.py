@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bench.engines import Answer, Engine, engine, real_texts
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.transfer.base import Direction
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.transfer import Bytes
 from tiered_kv.transfer.base import TransferBackend
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 WAYS = ["kernel", "engines", "faster"]
 NEEDS_CUDA = [
@@ -27,7 +27,7 @@ NEEDS_CUDA = [
 def make_backend(
     way: str, layout: PageLayout, storage: torch.Tensor, pool: CpuPool
 ) -> TransferBackend:
-    from tiered_kv.transfer.cuda import CopyBy, CudaTransfer
+    from tiered_kv.transfer.cuda.backend import CopyBy, CudaTransfer
 
     if way == "kernel":
         pytest.importorskip("cupy", reason="the kernel needs cupy")

@@ -11,10 +11,10 @@ import torch
 
 from tests.gpu.memory import NEEDS_CUDA, WAYS, make_backend, pinned_pool, vram
 from tiered_kv.layout import PageLayout, Placement, Region, page_layout
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.testing.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
-from tiered_kv.transfer.cudart import CudaError, CudaRuntime, cuda_major
+from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.cuda.runtime import CudaError, CudaRuntime, cuda_major
 
 pytestmark = NEEDS_CUDA
 
@@ -167,7 +167,7 @@ def test_memory_that_cannot_be_pinned_does_no_harm_to_what_comes_after() -> None
 
 
 def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
-    from tiered_kv.transfer.cuda import CudaTransfer
+    from tiered_kv.transfer.cuda.backend import CudaTransfer
 
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
     storage = torch.zeros(639, dtype=torch.uint8, device="cuda")
@@ -178,7 +178,7 @@ def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
 
 
 def test_what_copies_cost_was_measured_both_ways() -> None:
-    from tiered_kv.transfer.cuda_costs import copy_costs
+    from tiered_kv.transfer.cuda.calibration import copy_costs
 
     pytest.importorskip("cupy", reason="the kernel needs cupy")
     for costs in copy_costs(torch.device("cuda", torch.cuda.current_device())).values():

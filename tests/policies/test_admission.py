@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_kv.policies.admission import (
+from tiered_kv.policies.admission.working_set import (
     JOBS,
     LEAST,
     MOMENTS,

@@ -13,14 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
-from tiered_kv.policies.baselines import continuum
-from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
-from tiered_kv.policies.baselines.contextserve import FAST_WORDS, ContextServe
-from tiered_kv.policies.baselines.continuum import ALL, Continuum, ContinuumFixed, ToolGaps
-from tiered_kv.policies.baselines.infercept import InferCept
-from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
-from tiered_kv.policies.registry import POLICIES
-from tiered_kv.policies.signals import (
+from tiered_kv.policies.base import (
     NO_TOOL,
     Costs,
     Decision,
@@ -30,6 +23,13 @@ from tiered_kv.policies.signals import (
     TurnEnd,
     TurnPolicy,
 )
+from tiered_kv.policies.baselines import continuum
+from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
+from tiered_kv.policies.baselines.contextserve import FAST_WORDS, ContextServe
+from tiered_kv.policies.baselines.continuum import ALL, Continuum, ContinuumFixed, ToolGaps
+from tiered_kv.policies.baselines.infercept import InferCept
+from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
+from tiered_kv.policies.registry import POLICIES
 
 COSTS = Costs(recompute_s=10.0)
 LS = ToolUse(("bash", "ls", "ls"), command="ls")

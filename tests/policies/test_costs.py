@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.costs import (
+from tiered_kv.policies.pricing.estimators import (
     PEAK_HALF_LIFE_S,
     TOP_PRICE,
     Memoryfulness,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.eviction import HALF_S, RANK_EVERY_S, ByWorth
-from tiered_kv.policies.forecast import GRID, Forecast
+from tiered_kv.policies.cache.eviction import HALF_S, RANK_EVERY_S, ByWorth
+from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.eviction import LeastRecentlyUsed
 
 KEYS = [PageKey(bytes([n])) for n in range(8)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.forecast import CELL_LOG_S, CELLS, GRID, Forecast, cell_of
+from tiered_kv.policies.distribution import CELL_LOG_S, CELLS, GRID, Forecast, cell_of
 
 masses = st.lists(st.floats(0, 1), min_size=CELLS, max_size=CELLS).filter(lambda m: sum(m) > 0.01)
 forecasts = masses.map(lambda m: Forecast.of_masses(np.array(m) / sum(m)))

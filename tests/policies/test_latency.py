@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
-from tiered_kv.policies import hierarchy, history
-from tiered_kv.policies.forecast import GRID
-from tiered_kv.policies.latency import LatencyModel
-from tiered_kv.policies.ranks import EVEN, KNOTS, at_knots
-from tiered_kv.policies.signals import NO_TOOL, JobKey, Rule, ToolUse, TurnEnd
+from tiered_kv.policies.base import NO_TOOL, JobKey, Rule, ToolUse, TurnEnd
+from tiered_kv.policies.distribution import GRID
+from tiered_kv.policies.forecast import job_history as history
+from tiered_kv.policies.forecast import tool_hierarchy as hierarchy
+from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.forecast.ranks import EVEN, KNOTS, at_knots
 
 PYTEST = ToolUse(("bash", "pytest", "pytest <path>"))
 LS = ToolUse(("bash", "ls", "ls <path>"))

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import turn_end
-from tiered_kv.policies.command_features import FEATURES, features_of
-from tiered_kv.policies.latency import LatencyModel
-from tiered_kv.policies.learned import LearnedRules
-from tiered_kv.policies.signals import ToolUse, TurnEnd
-from tiered_kv.policies.trees import ENOUGH, TREES, Trees, grown
+from tiered_kv.policies.base import ToolUse, TurnEnd
+from tiered_kv.policies.forecast.command_features import FEATURES, features_of
+from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.forecast.learned_rules import LearnedRules
+from tiered_kv.policies.forecast.trees import ENOUGH, TREES, Trees, grown
 
 KINDS = {"check": 20.0, "show": 0.2, "install": 60.0}
 

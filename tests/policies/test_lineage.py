@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiered_kv.policies import lineage as module
-from tiered_kv.policies.lineage import MAX_TWINS, TOLERANCE, Inferred, Lineage
-from tiered_kv.policies.signals import JobKey
-from tiered_kv.policies.turns import read_hints
+from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.jobs import lineage as module
+from tiered_kv.policies.jobs.hints import read_hints
+from tiered_kv.policies.jobs.lineage import MAX_TWINS, TOLERANCE, Inferred, Lineage
 
 BLOCK = 4
 SYSTEM = list(range(100, 141))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.nig import Nig, student_t_cdf
+from tiered_kv.policies.forecast.normal_inverse_gamma import Nig, student_t_cdf
 
 Z = np.linspace(-40, 40, 4001)
 EXACT = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
+from tiered_kv.policies.base import NO_TOOL, Costs, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.occupancy import Occupancy
-from tiered_kv.policies.signals import NO_TOOL, Costs, Tier, ToolUse, TurnEnd
 
 LS = ToolUse(("bash", "ls", "ls"))
 BUILD = ToolUse(("bash", "make", "make all"))

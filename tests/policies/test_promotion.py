@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.policies.promotion import UNKNOWN_WAIT_S, Promotion, worth_promoting
+from tiered_kv.policies.cache.promotion import UNKNOWN_WAIT_S, Promotion, worth_promoting
 
 
 @pytest.mark.parametrize(

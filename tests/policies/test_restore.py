@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.restore import AlwaysRestore, FasterRestore, RestoreCost
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore, RestoreCost
 
 SECONDS = st.floats(0, 100, allow_nan=False)
 COSTS = st.builds(RestoreCost, copy_s=SECONDS, step_s=SECONDS, others=st.integers(0, 512))

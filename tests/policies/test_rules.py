@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies import rules
-from tiered_kv.policies.known_commands import known_command, split_command
-from tiered_kv.policies.rules import tool_rule
-from tiered_kv.policies.tool_calls import name_parts
+from tiered_kv.policies.tools import duration_rules as rules
+from tiered_kv.policies.tools.calls import name_parts
+from tiered_kv.policies.tools.duration_rules import tool_rule
+from tiered_kv.policies.tools.known_commands import known_command, split_command
 
 WORDS = st.lists(st.text(max_size=12) | st.sampled_from(["git", "-C", "run", "tar", "-c", "::"]))
 

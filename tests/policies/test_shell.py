@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 
 from tests.policies.adversary import MAX_PASSES, SHELL, passes, soups
-from tiered_kv.policies.shell import MAX_SEGMENTS, take_apart
-from tiered_kv.policies.wrappers import LONGEST_S, SOME_TIMES, program, seconds, unwrap
+from tiered_kv.policies.tools.shell import MAX_SEGMENTS, take_apart
+from tiered_kv.policies.tools.wrappers import LONGEST_S, SOME_TIMES, program, seconds, unwrap
 
 
 def programs(command: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.policies.turn_ends import forecast_of, turn_end
-from tiered_kv.policies.signals import Costs, Decision, GapClass, Tier, TurnEnd
+from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
 from tiered_kv.policies.tier_choice import BACK_BEFORE, choose, unpriced
 
 QUICK = forecast_of({0.2: 1.0})

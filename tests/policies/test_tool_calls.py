@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.policies.adversary import BAR, MARKERS, MAX_PASSES, SPACE, passes, soups
-from tiered_kv.policies.tool_calls import (
+from tiered_kv.policies.tools.calls import (
     MAX_CHARS,
     ToolCall,
     after_thinking,
@@ -17,7 +17,7 @@ from tiered_kv.policies.tool_calls import (
     read_tool_calls,
     tool_call,
 )
-from tiered_kv.policies.tool_formats import MAX_CALLS
+from tiered_kv.policies.tools.formats import MAX_CALLS
 
 LS = '{"command": "ls -l"}'
 CALL = f'{{"name": "bash", "arguments": {LS}}}'

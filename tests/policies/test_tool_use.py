@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.policies.adversary import MAX_PASSES, SHELL, passes, soups
-from tiered_kv.policies.known_commands import known_command
-from tiered_kv.policies.rules import OVERHEAD_S
-from tiered_kv.policies.signals import NO_TOOL, ToolUse
-from tiered_kv.policies.tool_calls import ToolCall, tool_call
-from tiered_kv.policies.tool_use import UNKNOWN_S, masked, tool_use
+from tiered_kv.policies.base import NO_TOOL, ToolUse
+from tiered_kv.policies.tools.calls import ToolCall, tool_call
+from tiered_kv.policies.tools.duration_rules import OVERHEAD_S
+from tiered_kv.policies.tools.known_commands import known_command
+from tiered_kv.policies.tools.tool_use import UNKNOWN_S, masked, tool_use
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

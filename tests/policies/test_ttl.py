@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import forecast_of
-from tiered_kv.policies.forecast import CELLS, GRID, Forecast, cell_of
-from tiered_kv.policies.signals import Costs, GapClass
-from tiered_kv.policies.ttl import WORTHWHILE, best_wait, earnings, gap_class, utility
+from tiered_kv.policies.base import Costs, GapClass
+from tiered_kv.policies.distribution import CELLS, GRID, Forecast, cell_of
+from tiered_kv.policies.pricing.pin_value import WORTHWHILE, best_wait, earnings, gap_class, utility
 
 masses = st.lists(st.floats(0, 1), min_size=CELLS, max_size=CELLS).filter(lambda m: sum(m) > 0.01)
 forecasts = masses.map(lambda m: Forecast.of_masses(np.array(m) / sum(m)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.turns import (
+from tiered_kv.policies.jobs.hints import (
     INFERRED_PREFIX,
     MAX_EXPECTED_S,
     MAX_JOB_ID_CHARS,

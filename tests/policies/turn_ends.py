@@ -7,8 +7,8 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from tiered_kv.policies.forecast import CELL_LOG_S, Forecast
-from tiered_kv.policies.signals import NO_TOOL, JobKey, Rule, ToolUse, TurnEnd
+from tiered_kv.policies.base import NO_TOOL, JobKey, Rule, ToolUse, TurnEnd
+from tiered_kv.policies.distribution import CELL_LOG_S, Forecast
 
 
 def turn_end(

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
-
-from .segment_store import Proposal, SegmentStore
+from tiered_kv.storage.store.store import Proposal, SegmentStore
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ Fakes stand in for what a test does not want or cannot have:
 
 - ``faults.FaultyTransfer``: a transfer backend whose copies fail, or lie, on request.
 - ``block_pool.FakeBlockPool``: vLLM's block pool, as far as pins know it.
-- ``vllm_rig.Rig``: vLLM's real scheduler and the real connector around a model that
+- ``vllm.rig.Rig``: vLLM's real scheduler and the real connector around a model that
   checks its KV (needs vLLM).
 
 The suites need pytest. For readable assertion messages call

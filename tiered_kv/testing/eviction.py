@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from tiered_kv.index import EvictionOrder
 from tiered_kv.keys import PageKey
+from tiered_kv.pages.cpu_index import EvictionOrder
 
 
 class LeastRecentlyUsed(EvictionOrder):

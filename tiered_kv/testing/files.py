@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tiered_kv.storage.files import BLOCK, FILE_MODE, Access, Buffers, FileLayer, RealFiles
+from tiered_kv.storage.disk.files import BLOCK, FILE_MODE, Access, Buffers, FileLayer, RealFiles
 
 WRITING = (
     "make_folders",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.index import PageIndex, PageState
 from tiered_kv.keys import PageKey
+from tiered_kv.pages.cpu_index import PageIndex, PageState
 
 A, B, C, D, E = (PageKey(name.encode() * 20) for name in "ABCDE")
 ALL = (A, B, C, D, E)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
-from tiered_kv.policies.signals import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.turns import INFERRED_PREFIX
+from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 
 
 class FixedPin(LearnsNothing):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec
-from tiered_kv.storage.files import Access, RealFiles
-from tiered_kv.storage.reading import load_segment
-from tiered_kv.storage.records import decode_record, read_blocks
-from tiered_kv.storage.segment_format import FooterEntry
+from tiered_kv.storage.disk.files import Access, RealFiles
+from tiered_kv.storage.segment.headers import FooterEntry
+from tiered_kv.storage.segment.loader import load_segment
+from tiered_kv.storage.segment.record import decode_record, read_blocks
 
 
 class SegmentFile:

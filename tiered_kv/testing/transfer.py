@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout, Placement, page_layout
-from tiered_kv.storage.cpu_pool import CpuPool
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+from tiered_kv.transfer.cpu_pool import CpuPool
 
 Bytes = NDArray[np.uint8]
 

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
-from tiered_kv.storage.cpu_pool import CpuPool
 
 from .base import CopyJob, CopyResult, Direction, TransferBackend
 from .copy_plan import Pages, page_runs, plan_copies, sort_out
+from .cpu_pool import CpuPool
 from .streaming import copy_runs
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,262 @@
+"""Which new jobs may begin: those whose working set fits beside that of the jobs already begun.
+
+vLLM admits whatever finds free blocks. With more jobs than fit, each job's KV is evicted before
+its next turn, all of them compute their contexts again, and none ends. So a new job waits until
+the highest demand that the others are heading for leaves room for it.
+
+The forecast lets every job go on at the same pace, by so many blocks a turn, until it ends after
+as many turns as jobs of its age had left. As some are slower than others, each is taken to stay
+for a while after that: as much longer as turns differ in length. The highest total on the way is
+reached just before some job goes, so only such moments are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.policies.base import JobKey
+
+Array = NDArray[np.float64]
+
+MOMENTS = 32
+"""Looked at; of more, so many are taken evenly."""
+CHUNK = 64
+"""Jobs that are added up together."""
+JOBS = 256
+"""Ended jobs whose numbers of turns are remembered."""
+FORGETTING = 0.98
+"""What a turn's growth still counts after the next one."""
+MOST, LEAST = 1.25, 0.5
+"""Bounds of the share of the pool that may be given out. More than all of it where the forecast
+has been seen to ask for more than jobs then take."""
+UP = 1.001
+"""Factor of that share for a second in which a job is held beside free blocks."""
+
+
+class Share(NamedTuple):
+    """What a job is expected to take.
+
+    Attributes:
+        blocks: at the end of its present turn, or of its next if none runs; those that it
+            shares with other jobs left out.
+        grows: blocks more with every turn after that.
+        left: turns after that.
+        weight: how much of the time it needs them in VRAM, 0 to 1: a job that waits in CPU memory
+            needs them only while a turn of it runs.
+        chance: that it needs them at all.
+        shared: blocks that it shares with others, counted with one of these.
+        now: blocks that it does not leave to younger jobs at present.
+    """
+
+    blocks: float
+    grows: float
+    left: float
+    weight: float = 1.0
+    chance: float = 1.0
+    shared: float = 0.0
+    now: float = 0.0
+
+
+class Demand:
+    """What jobs are heading for together, the oldest first.
+
+    A question costs the same however many there are; so does a job that changes, comes or goes.
+
+    Args:
+        shares: of the jobs.
+        spread: standard deviation of the time that a turn with its gap takes, over its mean.
+    """
+
+    def __init__(self, shares: Sequence[Share] = (), spread: float = 0.0) -> None:
+        self._len = len(shares)
+        self._spread = spread
+        given = np.array(shares, dtype=np.float64).reshape(-1, 7)
+        moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
+        if len(moments) > MOMENTS:
+            moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
+        self._moments = moments
+        # A row for each job: in VRAM at every moment, the same anywhere, and ``now``.
+        self._rows = np.zeros((self._len + CHUNK, 2 * len(moments) + 1))
+        self._rows[: self._len] = self._rows_of(given)
+        self._sum_up()
+
+    def __len__(self) -> int:
+        return self._len
+
+    def put(self, place: int, share: Share) -> None:
+        """The job at that place, or a new one behind the last, is expected to take this."""
+        if place == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
+            self._sum_up()
+        row = self._rows_of(np.array([share], dtype=np.float64))[0]
+        self._sums[place // CHUNK + 1 :] += row - self._rows[place]
+        self._rows[place] = row
+        self._len = max(self._len, place + 1)
+
+    def peak(
+        self, more: Share | None = None, *, first: int | None = None, anywhere: bool = False
+    ) -> float:
+        """The most blocks that the jobs take at any time on their way, those that they share
+        counted once.
+
+        Args:
+            more: another job beside them.
+            first: of so many jobs only, the first ones.
+            anywhere: in VRAM or outside it.
+        """
+        totals, count = self._until(first), len(self._moments)
+        if more is not None:
+            totals = totals + self._rows_of(np.array([more], dtype=np.float64))[0]
+        return float(totals[count * anywhere : count * (anywhere + 1)].max())
+
+    def now(self, first: int) -> float:
+        """Blocks that so many of them, the first ones, do not leave to others at present."""
+        return float(self._until(first)[-1])
+
+    def _until(self, first: int | None) -> Array:
+        if first is None:
+            whole: Array = self._sums[-1]
+            return whole
+        chunk = first // CHUNK
+        found: Array = self._sums[chunk] + self._rows[chunk * CHUNK : first].sum(axis=0)
+        return found
+
+    def _sum_up(self) -> None:
+        """Sums of all chunks before each, and of all."""
+        chunks = [
+            self._rows[at : at + CHUNK].sum(axis=0) for at in range(0, len(self._rows), CHUNK)
+        ]
+        self._sums = np.cumsum([np.zeros_like(self._rows[0]), *chunks], axis=0)
+
+    def _stays(self, left: Array) -> Array:
+        stays: Array = left + self._spread * np.sqrt(left)
+        return stays
+
+    def _rows_of(self, given: Array) -> Array:
+        blocks, grows, left, weight, chance, shared, now = given.T[:, :, None]
+        there = self._stays(left) >= self._moments
+        whole = (blocks + grows * np.minimum(left, self._moments)) * there
+        return np.concatenate([weight * whole + shared, chance * whole + shared, now], axis=1)
+
+
+class JobLengths:
+    """How many turns a job still has, after those that ended lately."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._sums: list[int] | None = None  # from each place on
+
+    def ended(self, turns: int) -> None:
+        """A job ended after so many turns."""
+        if turns < 1:
+            return
+        if len(self._latest) >= JOBS:
+            self._sorted.remove(self._latest.popleft())
+        self._latest.append(turns)
+        insort(self._sorted, turns)
+        self._sums = None
+
+    def left(self, turns: int) -> float:
+        """Turns that follow the ``turns`` that have begun: the mean of the jobs that had more;
+        as many again if there was none."""
+        if self._sums is None:
+            total, sums = 0, [0]
+            for one in reversed(self._sorted):
+                total += one
+                sums.append(total)
+            self._sums = sums[::-1]
+        # Jobs that end here count too, with none left.
+        at = bisect_right(self._sorted, turns - 1)
+        count = len(self._sorted) - at
+        if not count:
+            return float(turns)
+        return self._sums[at] / count - turns
+
+
+class Growth:
+    """Blocks that contexts gain with a turn, lately."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def observe(self, blocks: float) -> None:
+        self._sum = FORGETTING * self._sum + max(0.0, blocks)
+        self._weight = FORGETTING * self._weight + 1.0
+
+    @property
+    def mean(self) -> float:
+        """0 before the first."""
+        return self._sum / self._weight if self._weight else 0.0
+
+
+class Course:
+    """How a job goes on: for as many turns as those of its age had left, each of which adds the
+    mean of what its own have added, the mean of all jobs' counted as one of them.
+
+    Attributes:
+        lengths: of jobs that ended. growth: of all contexts, in blocks a turn.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = JobLengths()
+        self.growth = Growth()
+
+    def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
+        """Of a job that has begun so many turns, and has grown by so many blocks since the first.
+
+        Returns:
+            Blocks that it grows with a turn, and turns after those that have begun.
+        """
+        return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
+
+
+class Pace:
+    """How evenly turns follow one another: times from one turn's arrival to the job's next."""
+
+    def __init__(self) -> None:
+        self._mean = self._square = 0.0
+
+    def observe(self, seconds: float) -> None:
+        keeps = FORGETTING if self._mean else 0.0
+        self._mean += (1 - keeps) * (seconds - self._mean)
+        self._square += (1 - keeps) * (seconds * seconds - self._square)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over mean; 0 before the second."""
+        if self._mean <= 0:
+            return 0.0
+        return math.sqrt(max(0.0, self._square - self._mean**2)) / self._mean
+
+
+class Allowance:
+    """The share of the pool that jobs may be let in for.
+
+    It begins at all of it and falls by what was evicted before its job returned. Contexts that are
+    found whole bring it back: a pool of them by 1 - 1/e of what is missing, so that it settles
+    where as much recovers as is lost. Jobs that are held although blocks stay free raise it slowly,
+    beyond all of the pool if need be.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def returned(self, found: float, lost: float) -> None:
+        """A context that was to stay for its job: shares of the pool that were, and were not,
+        still there."""
+        if lost:
+            self.share = max(LEAST, self.share - lost)
+        elif self.share < 1.0:
+            self.share += (1.0 - self.share) * min(1.0, found)
+
+    def spare(self) -> None:
+        """A job is held, and more is free than it needs."""
+        self.share = min(MOST, self.share * UP)

@@ -1,0 +1,1 @@
+"""Pages in CPU memory: which go, which come back, and how."""

@@ -1,0 +1,230 @@
+"""The pages of jobs that wait, as a tree: what several contexts begin with is there once.
+
+A page's key stands for all tokens up to its end. So contexts that share a page share all before
+it, and from where they part on they share none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.distribution import Forecast
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Pages that belong to the same contexts, one behind the other.
+
+    Attributes:
+        above: the run before it; None at the beginning. below: those that go on behind it.
+        ends: contexts that end with its last page.
+        last: the context that was put here last, of those that pass.
+        shared: several contexts had its pages, at some time.
+        end: none of its pages behind this is in CPU memory.
+        rank, owner, at: for the order of eviction: of which ranking it is, with which context it
+            goes in that, and how far it has gone.
+    """
+
+    keys: list[PageKey]
+    above: Run | None
+    last: Context
+    shared: bool = False
+    below: dict[Run, None] = field(default_factory=dict)
+    ends: dict[Context, None] = field(default_factory=dict)
+    end: int = 0
+    rank: int = -1
+    owner: Context | None = None
+    at: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """What a job waits with.
+
+    Attributes:
+        forecast: of its gap, which began at ``since``; None while its next turn is here.
+        page_s: seconds that having one of its pages saves.
+        leaf: the run it ends with; None if it has no pages.
+        worth: as last looked at; see ``ByWorth``.
+    """
+
+    forecast: Forecast | None = None
+    since: float = 0.0
+    page_s: float = 0.0
+    leaf: Run | None = None
+    worth: tuple[float, float] = (0.0, 0.0)
+
+    def chance(self, now: float, within_s: float) -> float:
+        """That the job wants its pages in the next ``within_s`` seconds."""
+        if self.forecast is None:
+            return 1.0
+        waited = now - self.since
+        gone = self.forecast.within(waited)
+        return 0.0 if gone >= 1 else (self.forecast.within(waited + within_s) - gone) / (1 - gone)
+
+
+class ContextTree:
+    """Contexts by their pages. A change costs what is new in the context, and what goes.
+
+    Attributes:
+        runs: the run of each page.
+        changed: runs that are new, or have other pages, since somebody cleared this.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[PageKey, Run] = {}
+        self.changed: dict[Run, None] = {}
+
+    def put(
+        self, context: Context, keys: Sequence[PageKey], known: set[PageKey]
+    ) -> tuple[list[PageKey], list[Run]]:
+        """Let these be the pages of the context, in place of those it had.
+
+        Args:
+            known: pages outside the tree that several contexts had.
+
+        Returns:
+            The pages that are new to the tree; and the runs that are no longer in it, the last
+            pages first.
+        """
+        self.change(context)
+        leaf, fresh = self._add(context, keys, known)
+        old, context.leaf = context.leaf, leaf  # it may have been parted meanwhile
+        if leaf is not None:
+            leaf.ends[context] = None
+        self.change(context)
+        return fresh, self._release(context, old) if old is not None else []
+
+    def remove(self, context: Context) -> list[Run]:
+        """The context has no pages any more; returns the runs that are no longer in the tree, the
+        last pages first."""
+        self.change(context)
+        leaf, context.leaf = context.leaf, None
+        return self._release(context, leaf) if leaf is not None else []
+
+    def change(self, context: Context) -> None:
+        """Count all runs of the context as changed."""
+        for run in _path(context.leaf):
+            self._changed(run)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _add(
+        self, context: Context, keys: Sequence[PageKey], known: set[PageKey]
+    ) -> tuple[Run | None, list[PageKey]]:
+        at, above = 0, None
+        while at < len(keys):
+            run = self.runs.get(keys[at])
+            if run is None or run.above is not above or run.keys[0] != keys[at]:
+                break
+            same = _common(run.keys, keys[at : at + len(run.keys)])
+            if same < len(run.keys):
+                self._split(run, same)
+            if run.last is not context:
+                run.last, run.shared = context, True
+            at, above = at + same, run
+        fresh = list(keys[at:])
+        if not self.runs.keys().isdisjoint(fresh):  # no context: its keys lie elsewhere
+            fresh = list(takewhile(lambda key: key not in self.runs, fresh))
+        shared = _leading(fresh, known) if known else 0
+        for part in (fresh[:shared], fresh[shared:]):
+            if part:
+                above = self._grow(above, part, context)
+                above.shared = part[0] in known
+        return above, fresh
+
+    def _grow(self, above: Run | None, keys: list[PageKey], context: Context) -> Run:
+        run = Run(keys, above, context, end=len(keys))
+        self.runs.update(dict.fromkeys(keys, run))
+        if above is not None:
+            above.below[run] = None
+        self.changed[run] = None
+        return run
+
+    def _split(self, run: Run, at: int) -> None:
+        """Its pages from ``at`` on become a run of their own, behind it."""
+        lower = Run(run.keys[at:], run, run.last, run.shared, run.below, run.ends)
+        lower.end = max(0, run.end - at)
+        for one in lower.below:
+            one.above = lower
+        for context in lower.ends:
+            context.leaf = lower
+        del run.keys[at:]
+        run.end = min(run.end, at)
+        run.below, run.ends = {lower: None}, {}
+        self.runs.update(dict.fromkeys(lower.keys, lower))
+        self._changed(run)
+        self.changed[lower] = None
+
+    def _join(self, run: Run) -> None:
+        """Take in the only run behind it."""
+        lower = next(iter(run.below))
+        if lower.end:
+            run.end = len(run.keys) + lower.end
+        run.keys += lower.keys
+        run.below, run.ends, run.last = lower.below, lower.ends, lower.last
+        for one in run.below:
+            one.above = run
+        for context in run.ends:
+            context.leaf = run
+        self.runs.update(dict.fromkeys(lower.keys, run))
+        self._changed(run)
+        self._forget(lower)
+
+    def _release(self, context: Context, leaf: Run) -> list[Run]:
+        """The context ends elsewhere, or nowhere."""
+        if context.leaf is not leaf:
+            leaf.ends.pop(context, None)
+        run: Run | None = leaf
+        gone: list[Run] = []
+        while run is not None and not (run.ends or run.below):
+            deque(map(self.runs.pop, run.keys), maxlen=0)
+            gone.append(run)
+            if run.above is not None:
+                del run.above.below[run]
+            self._forget(run)
+            run = run.above
+        still = set(_path(context.leaf))
+        for one in _path(run):
+            if one in still:
+                break
+            if one.last is context:
+                one.last = next(reversed(one.ends)) if one.ends else next(reversed(one.below)).last
+        below = run.below if run is not None and not run.ends else ()
+        if run is not None and len(below) == 1 and next(iter(below)).shared == run.shared:
+            self._join(run)
+        return gone
+
+    def _changed(self, run: Run) -> None:
+        run.rank = -1
+        self.changed[run] = None
+
+    def _forget(self, run: Run) -> None:
+        run.rank = -1
+        self.changed.pop(run, None)
+
+
+def _path(run: Run | None) -> list[Run]:
+    """From a run up to the beginning."""
+    path = []
+    while run is not None:
+        path.append(run)
+        run = run.above
+    return path
+
+
+def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
+    """Pages with which both begin."""
+    if one == other:
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _leading(keys: Sequence[PageKey], known: set[PageKey]) -> int:
+    """How many of them, from the first on, are known."""
+    return next((i for i, key in enumerate(keys) if key not in known), len(keys))

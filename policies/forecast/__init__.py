@@ -1,0 +1,1 @@
+"""The gap after a turn, forecast."""

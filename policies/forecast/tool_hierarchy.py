@@ -1,0 +1,190 @@
+"""How long each tool takes: global, tool, subcommand and masked command, each the next one's prior.
+
+A node learns ln X as a Normal-Inverse-Gamma with forgetting and, once it has seen enough, the
+empirical distribution as well. A node that has seen little says what the node above it says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.policies.base import Rule, ToolUse
+from tiered_kv.policies.distribution import CELL_LOG_S, CELLS, GRID, Forecast
+
+from .normal_inverse_gamma import Nig
+from .saved_state import entries, entry, numbers, words
+
+Array = NDArray[np.float64]
+
+ROOT_PRIOR = Nig(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
+"""ContextServe's."""
+PRIOR_WORTH = 4.0
+"""kappa: observations that a prior from above, or from a rule, is worth."""
+FORGETTING = 0.99
+"""What an observation still counts after the next one of the same node."""
+HISTOGRAM_FORGETTING = 0.9995
+"""The same for the empirical distribution, which takes many more observations than a mean."""
+HISTOGRAM_FROM = 30
+"""Observations from which the empirical distribution is mixed in; it then has half a say."""
+MAX_NODES = 1024
+"""The least recently used node beyond that is forgotten; models invent commands without end."""
+EXPECTED_SIGMA = 0.7
+"""Spread of ln X around what a client said of it: right within a factor of two, mostly."""
+
+_LOG_GRID = np.log(GRID)
+
+
+@dataclass(slots=True)
+class Node:
+    """What was seen of one tool, subcommand or command.
+
+    Attributes:
+        seen: observations.
+        weight: of these, after forgetting.
+        mean, squares: of ln X, weighted: mean and sum of squared deviations.
+        histogram: weight of the gaps in each cell. Shape (cells,).
+    """
+
+    seen: int = 0
+    weight: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    histogram: Array = field(default_factory=lambda: np.zeros(CELLS))
+
+    def observe(self, cells: Array, mean: float, variance: float) -> None:
+        """Take in a gap that lies in each cell with that probability, and whose logarithm has
+        that mean and variance."""
+        old = self.weight * FORGETTING
+        off = mean - self.mean
+        self.seen += 1
+        self.weight = old + 1
+        self.mean += off / self.weight
+        self.squares = self.squares * FORGETTING + off * off * old / self.weight + variance
+        self.histogram *= HISTOGRAM_FORGETTING
+        self.histogram += cells
+
+
+_UNSEEN = Node()
+
+
+class ToolHierarchy:
+    """Forecasts of gaps by tool alone, whichever job it is. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._root = Node()
+        self._nodes: OrderedDict[tuple[str, ...], Node] = OrderedDict()
+
+    def is_thin(self, tool: ToolUse) -> bool:
+        """Whether too little was seen of this very command for a distribution of its own."""
+        node = self._nodes.get(tool.path)
+        return node is None or node.seen < HISTOGRAM_FROM
+
+    def forecast(self, tool: ToolUse | None, learned: Rule | None = None) -> Array:
+        """The probability of each cell; of all gaps if the tool is not known. Changes nothing.
+        Shape (cells,).
+
+        Args:
+            learned: what is believed of the narrowest node in place of what stands above it.
+        """
+        belief = _posterior(ROOT_PRIOR, self._root)
+        deepest = self._root
+        path = tool.path if tool else ()
+        for depth in range(1, len(path) + 1):
+            node = self._nodes.get(path[:depth])
+            belief = belief.worth(PRIOR_WORTH)
+            # A rule speaks of a command, which says more than what shells usually do.
+            if tool and tool.rule and depth == min(2, len(path)):
+                belief = _rule_prior(tool.rule)
+            if learned and depth == len(path):
+                belief = _rule_prior(learned)
+            if node:
+                belief = _posterior(belief, node)
+            deepest = node or _UNSEEN
+        cdf = belief.cdf(_LOG_GRID)
+        if deepest.seen >= HISTOGRAM_FROM:
+            total = deepest.histogram.sum()
+            share = total / (total + HISTOGRAM_FROM)
+            cdf += share * (np.cumsum(deepest.histogram[:-1]) / total - cdf)
+        forecast = Forecast(cdf)
+        if tool is None:
+            return forecast.masses
+        forecast = forecast.between(tool.least_s, tool.most_s)
+        return _sharpened(forecast.masses, tool.expected_s)
+
+    def observe(self, tool: ToolUse | None, cells: Array) -> None:
+        """A gap that lies in each cell with that probability. ``cells``: shape (cells,)."""
+        mean = float(cells @ CELL_LOG_S)
+        variance = float(cells @ (CELL_LOG_S - mean) ** 2)
+        self._root.observe(cells, mean, variance)
+        path = tool.path if tool else ()
+        for depth in range(1, len(path) + 1):
+            key = path[:depth]
+            node = self._nodes.setdefault(key, Node())
+            node.observe(cells, mean, variance)
+            self._nodes.move_to_end(key)
+        while len(self._nodes) > MAX_NODES:
+            self._nodes.popitem(last=False)
+
+    def dump(self) -> list[object]:
+        """As JSON: the root, then the others, the least recently used first."""
+        return [_dumped((), self._root), *(_dumped(*item) for item in self._nodes.items())]
+
+    @classmethod
+    def loaded(cls, saved: object) -> ToolHierarchy:
+        """What ``dump`` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        found = dict(_loaded(one) for one in entries(saved))
+        if () not in found or len(found) > MAX_NODES + 1:
+            raise ValueError("not a hierarchy of tools")
+        made = cls()
+        made._root = found.pop(())
+        made._nodes = OrderedDict(found)
+        return made
+
+
+def _posterior(prior: Nig, node: Node) -> Nig:
+    return prior.updated(node.weight, node.mean, node.squares)
+
+
+def _rule_prior(rule: Rule) -> Nig:
+    alpha = PRIOR_WORTH / 2
+    return Nig(math.log(max(rule.median_s, 1e-3)), PRIOR_WORTH, alpha, alpha * rule.sigma**2)
+
+
+def _sharpened(masses: Array, expected_s: float | None) -> Array:
+    """Multiplied by how likely a client is to have said that of each gap."""
+    if expected_s is None or not 0 < expected_s < math.inf:
+        return masses
+    off = (CELL_LOG_S - math.log(expected_s)) / EXPECTED_SIGMA
+    likely = masses * np.exp(-off * off / 2)
+    total = likely.sum()
+    return likely / total if total > 1e-12 else masses
+
+
+def _dumped(path: tuple[str, ...], node: Node) -> dict[str, object]:
+    cells = np.flatnonzero(node.histogram)
+    return {
+        "path": list(path),
+        "observed": [node.seen, node.weight, node.mean, node.squares],
+        "cells": cells.tolist(),
+        "weights": node.histogram[cells].tolist(),
+    }
+
+
+def _loaded(saved: object) -> tuple[tuple[str, ...], Node]:
+    seen, weight, mean, squares = numbers(entry(saved, "observed"), 4).tolist()
+    cells = numbers(entry(saved, "cells"), -1, least=0)
+    weights = numbers(entry(saved, "weights"), len(cells), least=0)
+    if seen < 0 or weight < 0 or squares < 0 or (cells >= CELLS).any():
+        raise ValueError("not observations of a tool")
+    node = Node(int(seen), weight, mean, squares)
+    node.histogram[cells.astype(np.intp)] = weights
+    return words(entry(saved, "path")), node

@@ -1,0 +1,1 @@
+"""Jobs: as clients name them, and as their prompts tell."""

@@ -1,0 +1,1 @@
+"""Costs, and the worth of a pin."""

@@ -1,0 +1,73 @@
+"""How long a pin is worth it: U(τ), and the class of a gap.
+
+    U(τ) = P(X <= τ) B - λ E[min(X, τ)]
+
+A pin is charged for the time that it is really held. With λ = 1, U rises while the hazard of the
+job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.policies.base import Costs, GapClass
+from tiered_kv.policies.distribution import GRID, Forecast
+
+from .estimators import SHORTEST_S
+
+Array = NDArray[np.float64]
+
+WORTHWHILE = 0.02
+"""Share of B that a pin must be expected to gain: no forecast is sure of its last percents."""
+LATER_PRICE, LATER_S = 1.0, 60.0
+"""λ after a wait of a minute (or of B, if that is longer), if it is lower now: that nobody wants
+the room will not last."""
+
+
+def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
+    """U in seconds at every point of the grid. Shape (points,).
+
+    Args:
+        benefit_s: B, what a pin saves if the job returns to it.
+        vram_price: λ, seconds charged for a second in VRAM.
+    """
+    held_s = forecast.held_s
+    cost = vram_price * held_s
+    if vram_price < LATER_PRICE:
+        later = held_s - forecast.held(max(benefit_s, LATER_S))
+        cost += (LATER_PRICE - vram_price) * np.maximum(later, 0.0)
+    return forecast.cdf * benefit_s - cost
+
+
+def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
+    """τ*, the shortest time at which U is highest, in seconds; 0 if no wait pays."""
+    if benefit_s <= 0:
+        return 0.0
+    gains = utility(forecast, benefit_s, vram_price)
+    best = int(gains.argmax())
+    return float(GRID[best]) if gains[best] > WORTHWHILE * benefit_s else 0.0
+
+
+def saved_s(forecast: Forecast | None, benefit_s: float, wait_s: float) -> float:
+    """P(X <= τ) B, seconds that a pin until τ is expected to save; 0 if nothing is forecast."""
+    return benefit_s * forecast.within(wait_s) if forecast is not None else 0.0
+
+
+def earnings(forecast: Forecast | None, costs: Costs, wait_s: float) -> float:
+    """Seconds of requests that a pin until τ saves in each second that it is held, on average:
+    what its own job need not restore, and others need not stand by while that is computed. Infinite
+    if nothing is forecast."""
+    if forecast is None:
+        return math.inf
+    saved = saved_s(forecast, costs.work_s, wait_s)
+    return saved / max(forecast.held(wait_s), SHORTEST_S)
+
+
+def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:
+    """SLOW if no wait pays, FAST if waiting for all of B does, else UNCERTAIN."""
+    if best_wait_s <= 0:
+        return GapClass.SLOW
+    return GapClass.FAST if best_wait_s >= benefit_s else GapClass.UNCERTAIN

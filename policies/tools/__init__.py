@@ -1,0 +1,1 @@
+"""Tool calls, read and timed."""

@@ -1,0 +1,139 @@
+"""Tool calls read from the end of a turn's answer, in whatever format the model writes them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from .formats import BARE, HARMONY, MARKED, Format
+
+MAX_CHARS = 1 << 16
+"""Only so much of the end of a text is read."""
+
+_MAX_COMMAND_CHARS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call.
+
+    Attributes:
+        name: the tool.
+        arguments: as the model wrote them; values are of any JSON type.
+        command: the shell command if the tool is a shell, else an empty string.
+    """
+
+    name: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    command: str = ""
+
+
+def read_tool_calls(text: str) -> tuple[ToolCall, ...]:
+    """The calls that an answer ends with, in their order; nothing if it makes none.
+
+    Args:
+        text: the answer or its end, special tokens kept. Calls inside a thinking block are
+            thoughts, and not returned.
+
+    Takes time linear in the text, and raises nothing.
+    """
+    _, calls = find_calls(after_thinking(text))
+    return calls
+
+
+def find_calls(text: str) -> tuple[Format | None, tuple[ToolCall, ...]]:
+    """As ``read_tool_calls``, of a text without thinking; and the format they are in."""
+    for style in _candidates(text):
+        calls = tuple(tool_call(*call) for call in style.read(text))
+        if calls:
+            return style, calls
+    return None, ()
+
+
+def _candidates(text: str) -> Iterator[Format]:
+    """Formats that the text may be in, the likeliest first.
+
+    Of several markers the first one counts: those behind it stand in its arguments.
+    """
+    if "<|message|>" in text:
+        yield HARMONY
+    found = [(match.start(), n) for n, p in enumerate(_BEGINS) if (match := p.search(text))]
+    for _, index in sorted(found):
+        yield MARKED[index]
+    yield from BARE
+
+
+_BEGINS = [re.compile(style.begin) for style in MARKED]
+
+# Of the chat templates. gpt-oss ends a message with <|end|>, and begins the next one.
+_THINK = r"[\w|:]{0,12}think[\w|:]{0,12}>"
+_OPEN = rf"<{_THINK}|<(?:reasoning|thought)>|\[THINK\]|<\|START_THINKING\|>|◁think▷"
+_OPEN += r"|<\|begin_of_thought\|>|<\|channel>thought|<\|channel\|>analysis<\|message\|>"
+_CLOSE = rf"</{_THINK}|</(?:reasoning|thought)>|\[/THINK\]|<\|END_THINKING\|>|◁/think▷"
+_CLOSE += r"|<\|end_of_thought\|>|<channel\|>|<\|end\|>(?=<\|start\|>)"
+_MARKS = re.compile(
+    f"(?P<open>{_OPEN})|(?P<close>{_CLOSE})"
+    f"|(?P<begin>{'|'.join(s.begin for s in (*MARKED, *BARE))})"
+    f"|(?P<end>{'|'.join(s.end for s in (*MARKED, *BARE))})"
+)
+
+
+def after_thinking(text: str) -> str:
+    """What of the end of an answer is not thought: all after the last block of thinking.
+
+    A block may have begun before the text. One that does not end takes the rest with it. A
+    marker between the beginning and the end of a call is part of its arguments: agents edit
+    chat templates, too.
+    """
+    text = text[-MAX_CHARS:]
+    answer = (0, len(text))
+    if_outside: tuple[int, int] | None = None  # the answer if this is no argument after all
+    in_call = False
+    for mark in _MARKS.finditer(text):
+        kind = mark.lastgroup
+        if kind == "end":
+            if_outside, in_call = None, False
+        elif kind == "begin":
+            answer, if_outside, in_call = if_outside or answer, None, True
+        else:
+            start, stop = if_outside or answer
+            cut = (mark.end(), len(text)) if kind == "close" else (start, min(stop, mark.start()))
+            if in_call:
+                if_outside = cut
+            else:
+                answer = cut
+    start, stop = if_outside or answer
+    return text[start:stop]
+
+
+_SHELLS = frozenset({"bash", "shell", "sh", "zsh", "terminal", "powershell"})
+_RUN = frozenset({"run", "exec", "execute", "command", "commands", "cmd", "tool", "in", "local"})
+_NAME_PART = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
+_COMMAND_KEYS = ("command", "cmd", "commands", "script", "code", "input")
+
+
+def name_parts(name: str) -> list[str]:
+    """The words of a tool's name, in lower case: ``run_command``, ``RunCommand``. What stands
+    before the last ``.``, ``/`` or ``__`` is the name of a server or a namespace."""
+    last = re.split(r"[./:]|__", name)[-1]
+    return [part.lower() for part in _NAME_PART.findall(last)]
+
+
+def tool_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
+    """A call, its shell command found if the tool is a shell by its name."""
+    parts = set(name_parts(name))
+    if not (parts & _SHELLS or (parts and parts <= _RUN)):
+        return ToolCall(name, arguments)
+    given = next((arguments[key] for key in _COMMAND_KEYS if key in arguments), None)
+    return ToolCall(name, arguments, _as_command(given)[:_MAX_COMMAND_CHARS])
+
+
+def _as_command(given: object) -> str:
+    """A command line; Codex gives a list of words, others a list of commands."""
+    if isinstance(given, str):
+        return given.strip()
+    if not isinstance(given, list) or not all(isinstance(word, str) for word in given):
+        return ""
+    return given[0].strip() if len(given) == 1 else shlex.join(given)

@@ -1,0 +1,49 @@
+"""The command line: ``tiered-kv``."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from . import store as store_cli
+
+app = typer.Typer(
+    help="Tools for the KV cache that tiered-kv keeps.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(store_cli.app, name="store")
+
+
+def say_version(asked: bool) -> None:
+    """Print the version and end, if it was asked for.
+
+    Raises:
+        typer.Exit: it was.
+    """
+    if asked:
+        typer.echo(f"tiered-kv {version('tiered-kv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    asked: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
+    ] = False,
+) -> None:
+    """Tools for the KV cache that tiered-kv keeps."""
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

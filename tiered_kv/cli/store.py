@@ -1,0 +1,293 @@
+"""``tiered-kv store``: what lies on the SSD, whether it is whole, and getting rid of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.admin.export import export
+from tiered_kv.storage.admin.gc import (
+    Selection,
+    delete_leftover,
+    delete_store,
+    holder_of,
+    leftovers,
+)
+from tiered_kv.storage.admin.inventory import Survey, find_stores, is_root, survey
+from tiered_kv.storage.admin.verify import Checked, check_store
+from tiered_kv.storage.segment.headers import MAX_KEY_BYTES, MIN_KEY_BYTES
+from tiered_kv.storage.segment.loader import StoreInfo
+from tiered_kv.storage.store.locks import StoreError
+
+from .store_report import (
+    FINGERPRINT_DIGITS,
+    STORE_COLUMNS,
+    add_up,
+    describe_bad,
+    describe_store,
+    store_row,
+    total_rows,
+)
+from .terminal import Command, bar, one_sentence, print_json, print_table, refuse, size
+
+app = typer.Typer(
+    help="Look at, check, export and delete pages on SSD.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+DAY_S = 86400.0
+
+Where = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="What TIERED_KV_SSD_PATH names, or one store's folder."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def survey_all(stores: Sequence[StoreInfo]) -> list[Survey]:
+    """Read what the stores hold, with a bar."""
+    surveys = []
+    with bar("reading footers", len(stores)) as advance:
+        for store in stores:
+            surveys.append(survey(store))
+            advance(1)
+    return surveys
+
+
+def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
+    """What had to be left out, as ``--json`` gives it; said on standard error as well."""
+    for path, reason in odd.items():
+        typer.echo(f"left out: {path}: {reason}", err=True)
+    return {str(path): reason for path, reason in odd.items()}
+
+
+@app.command("ls", cls=Command)
+def list_command(path: Where, as_json: AsJson = False) -> None:
+    """List the stores under PATH, the one used last at the end.
+
+    Exit code 1 if something had to be left out.
+    """
+    with one_sentence():
+        found = find_stores(path)
+        surveys = survey_all(found.stores)
+    left_out = skipped(found.odd)
+    if as_json:
+        stores = [describe_store(one) for one in surveys]
+        print_json({"path": str(path), "stores": stores, "skipped": left_out})
+    else:
+        print_table(STORE_COLUMNS, [store_row(one) for one in surveys])
+    if left_out:
+        raise typer.Exit(1)
+
+
+@app.command("stat", cls=Command)
+def stat_command(path: Where, as_json: AsJson = False) -> None:
+    """Add up everything under PATH.
+
+    Exit code 1 if something had to be left out.
+    """
+    with one_sentence():
+        found = find_stores(path)
+        surveys = survey_all(found.stores)
+    total, left_out = add_up(surveys), skipped(found.odd)
+    if as_json:
+        print_json({"path": str(path), **asdict(total), "skipped": left_out})
+    else:
+        print_table({"": False, str(path): False}, total_rows(total))
+    if left_out:
+        raise typer.Exit(1)
+
+
+@app.command(
+    "verify", cls=Command, short_help="Read every page under PATH; exit code 1 if any is bad."
+)
+def verify_command(path: Where, as_json: AsJson = False) -> None:
+    """Read every page under PATH; exit code 1 if any is bad, or something had to be left out.
+    Changes nothing."""
+    checked = Checked()
+    began = time.monotonic()
+    with one_sentence():
+        found = find_stores(path)
+        stores = found.stores
+        with bar("reading pages", sum(store.nbytes for store in stores)) as advance:
+            for store in stores:
+                checked.add(check_store(store, advance))
+    seconds = time.monotonic() - began
+    bad_segments = [
+        {"store": str(segment.parent), "segment": segment.name, "reason": reason}
+        for segment, reason in checked.bad_segments.items()
+    ]
+    bad_pages = [describe_bad(bad) for bad in checked.bad_pages]
+    left_out = skipped(found.odd)
+    good = checked.good and not left_out
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "good": good,
+                "stores": len(stores),
+                "segments": checked.segments,
+                "pages": checked.pages,
+                "bytes_read": checked.nbytes,
+                "seconds": seconds,
+                "bad_pages": bad_pages,
+                "bad_segments": bad_segments,
+                "skipped": left_out,
+            }
+        )
+    else:
+        for bad in bad_segments:
+            typer.echo("bad segment {store}/{segment}: {reason}".format(**bad))
+        for page in bad_pages:
+            typer.echo("bad page {key} in {store}/{segment} at {offset}: {reason}".format(**page))
+        bad_counts = f"{len(bad_pages)} pages and {len(bad_segments)} segments bad"
+        verdict = "all good" if good else bad_counts
+        columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
+        counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}"]
+        print_table(columns, [[*counts, size(checked.nbytes), verdict]])
+    if not good:
+        raise typer.Exit(1)
+
+
+@app.command("gc", cls=Command, short_help="Delete stores that nobody has open.")
+def gc_command(
+    path: Where,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="Not used for so many days.")
+    ] = None,
+    fingerprint: Annotated[
+        str, typer.Option(metavar="HEX", help="Of this fingerprint, or one that begins so.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every store.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete stores that nobody has open, and what dead processes left under PATH.
+
+    Exit code 1 if something that was to be deleted is in use, or could not be deleted or even
+    looked at.
+    """
+    with one_sentence():
+        found = find_stores(path)
+    if everything == (older_than is not None or bool(fingerprint)):
+        refuse("say which stores to delete: --older-than DAYS, --fingerprint HEX, both, or --all")
+    digits = fingerprint.lower()
+    if digits and not re.fullmatch(rf"[0-9a-f]{{{FINGERPRINT_DIGITS},32}}", digits):
+        refuse(f"{fingerprint!r} is no fingerprint: give 8 to 32 hexadecimal digits of one")
+    selection = Selection((older_than or 0.0) * DAY_S, digits)
+    with one_sentence():
+        now = time.time()
+        stores = [store for store in found.stores if selection.takes(store, now)]
+        removed, refused = [], {}
+        for store in stores:
+            try:
+                if store.locked and dry_run:
+                    raise StoreError(f"{store.path} is in use by {holder_of(store)}")
+                if not dry_run:
+                    delete_store(store)
+                removed.append(store)
+            except (StoreError, OSError) as error:
+                refused[store.path] = str(error)
+        rest = []
+        for leftover in leftovers(path) if is_root(path) else []:
+            try:
+                if not dry_run:
+                    delete_leftover(path, leftover)
+                rest.append(leftover)
+            except (StoreError, OSError) as error:
+                refused[leftover] = f"{leftover}: {error}"
+    freed = sum(store.nbytes for store in removed)
+    left_out = skipped(found.odd)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "dry_run": dry_run,
+                "removed": [str(store.path) for store in removed],
+                "leftovers": [str(leftover) for leftover in rest],
+                "bytes_freed": freed,
+                "refused": {str(folder): reason for folder, reason in refused.items()},
+                "skipped": left_out,
+            }
+        )
+    else:
+        word = "would delete" if dry_run else "deleted"
+        rows = [[word, str(store.path), size(store.nbytes)] for store in removed]
+        rows += [[word, str(leftover), "left over"] for leftover in rest]
+        rows += [["kept", reason, ""] for reason in refused.values()]
+        print_table({"": False, f"{size(freed)} in {len(removed)} stores": False, " ": False}, rows)
+    if refused or left_out:
+        raise typer.Exit(1)
+
+
+@app.command("export", cls=Command, short_help="Write pages, decoded, into a folder.")
+def export_command(
+    path: Where,
+    targets: Annotated[list[str], typer.Argument(metavar="[KEY] OUT", hidden=True)],
+    everything: Annotated[bool, typer.Option("--all", help="Every page; give no KEY.")] = False,
+    stored: Annotated[
+        bool,
+        typer.Option("--stored", help="Also the stored sections: plane, zstd frame, codec table."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write pages, decoded, and a manifest into the folder OUT, which must be empty or new: the
+    page with this KEY, in hexadecimal digits, or with --all every page.
+
+    Exit code 1 if a page could not be read, or something had to be left out.
+    """
+    if len(targets) != (1 if everything else 2):
+        refuse("give a page's key and a folder to write to, or --all and a folder")
+    key = None if everything else parse_key(targets[0])
+    out = Path(targets[-1])
+    with one_sentence():
+        found = find_stores(path)
+        surveys = survey_all(found.stores)
+        total = sum(len(one.pages) for one in surveys) if key is None else 1
+        with bar("writing pages", total) as advance:
+            exported = export(surveys, key, out, stored=stored, advance=advance)
+    unreadable = {path: why for one in surveys for path, why in one.unreadable.items()}
+    left_out = skipped(found.odd | unreadable)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "out": str(out),
+                "pages": len(exported.pages),
+                "raw_bytes": exported.nbytes,
+                "failed": exported.failed,
+                "skipped": left_out,
+            }
+        )
+    else:
+        for where, reason in exported.failed.items():
+            typer.echo(f"not exported: {reason} ({where})", err=True)
+        columns = {"pages": True, "bytes": True, "to": False}
+        print_table(columns, [[f"{len(exported.pages):,}", size(exported.nbytes), str(out)]])
+    if exported.failed or left_out:
+        raise typer.Exit(1)
+
+
+def parse_key(digits: str) -> PageKey:
+    """A page's key from its hexadecimal digits.
+
+    Raises:
+        typer.Exit: they are none.
+    """
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        refuse(f"{digits!r} is no key: give its hexadecimal digits, as export --all lists them")
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        refuse(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
+    return PageKey(key)

@@ -1,0 +1,180 @@
+"""What ``tiered-kv store`` says of stores: as JSON, and in tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiered_kv.storage.admin.gc import holder_of
+from tiered_kv.storage.admin.inventory import Survey
+from tiered_kv.storage.admin.verify import BadPage
+from tiered_kv.storage.segment.loader import StoreInfo
+
+from .terminal import age, size
+
+QUANTILES = {"newest": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "oldest": 1.0}
+FINGERPRINT_DIGITS = 8
+"""As many as ``ls`` shows, and ``gc`` asks for."""
+
+STORE_COLUMNS = {
+    "store": False,
+    "rank": False,
+    "pages": True,
+    "stored": True,
+    "raw": True,
+    "ratio": True,
+    "segments": True,
+    "codec": False,
+    "newest": True,
+    "oldest": True,
+    "last use": True,
+    "open in": False,
+}
+"""Of ``ls``, and whether they hold numbers."""
+
+
+def store_name(store: StoreInfo) -> str:
+    """Short, but enough of it for ``gc --fingerprint``."""
+    return f"{store.fingerprint.hex()[:FINGERPRINT_DIGITS]}/{store.path.name}"
+
+
+def ages(surveys: Sequence[Survey]) -> dict[str, float]:
+    """Seconds since the pages were written, as quantiles; empty if there are none."""
+    now = time.time()
+    written = [place.entry.written for one in surveys for place in one.pages.values()]
+    if not written:
+        return {}
+    found = np.quantile(now - np.array(written), list(QUANTILES.values())).tolist()
+    return {name: max(0.0, seconds) for name, seconds in zip(QUANTILES, found, strict=True)}
+
+
+def ratio(raw_bytes: int, stored_bytes: int) -> float | None:
+    """How many times pages shrink; None if there are none."""
+    return raw_bytes / stored_bytes if stored_bytes else None
+
+
+def _as_ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def describe_store(one: Survey) -> dict[str, object]:
+    """A store, as ``ls --json`` gives it."""
+    info = one.info
+    page_ages = ages([one])
+    return {
+        "path": str(info.path),
+        "fingerprint": info.fingerprint.hex(),
+        "replica": info.replica,
+        "rank": info.rank,
+        "ranks": one.ranks,
+        "pages": len(one.pages),
+        "stored_bytes": one.stored_bytes,
+        "raw_bytes": one.raw_bytes,
+        "ratio": ratio(one.raw_bytes, one.stored_bytes),
+        "bytes_on_disk": info.nbytes,
+        "segments": len(info.segments),
+        "unreadable_segments": len(one.unreadable),
+        "codecs": one.codecs,
+        "oldest_page_s": page_ages.get("oldest"),
+        "newest_page_s": page_ages.get("newest"),
+        "last_use_s": max(0.0, time.time() - info.last_use),
+        "locked": info.locked,
+        "holder": info.holder if info.locked else None,
+    }
+
+
+def store_row(one: Survey) -> list[str]:
+    """A store, as ``ls`` shows it under ``STORE_COLUMNS``."""
+    info, page_ages = one.info, ages([one])
+    return [
+        store_name(info),
+        f"{info.rank} of {one.ranks}" if one.ranks else str(info.rank),
+        f"{len(one.pages):,}",
+        size(one.stored_bytes),
+        size(one.raw_bytes),
+        _as_ratio(ratio(one.raw_bytes, one.stored_bytes)),
+        str(len(info.segments)),
+        ", ".join(one.codecs) or "-",
+        age(page_ages.get("newest")),
+        age(page_ages.get("oldest")),
+        age(time.time() - info.last_use),
+        holder_of(info) or "-",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """All stores together; the fields are those of ``stat --json``.
+
+    Attributes:
+        locked: how many of the stores are open.
+        dead_bytes: of records that no longer count, in segments that still do.
+        page_age_s: seconds since the pages were written, as quantiles.
+    """
+
+    stores: int
+    locked: int
+    fingerprints: list[str]
+    pages: int
+    bytes_on_disk: int
+    stored_bytes: int
+    raw_bytes: int
+    ratio: float | None
+    dead_bytes: int
+    segments: int
+    unreadable_segments: int
+    codecs: list[str]
+    page_age_s: dict[str, float]
+
+
+def add_up(surveys: Sequence[Survey]) -> Totals:
+    """What ``stat`` says."""
+    raw, stored = sum(one.raw_bytes for one in surveys), sum(one.stored_bytes for one in surveys)
+    return Totals(
+        stores=len(surveys),
+        locked=sum(one.info.locked for one in surveys),
+        fingerprints=sorted({one.info.fingerprint.hex() for one in surveys}),
+        pages=sum(len(one.pages) for one in surveys),
+        bytes_on_disk=sum(one.info.nbytes for one in surveys),
+        stored_bytes=stored,
+        raw_bytes=raw,
+        ratio=ratio(raw, stored),
+        dead_bytes=sum(one.dead_bytes for one in surveys),
+        segments=sum(len(one.info.segments) for one in surveys),
+        unreadable_segments=sum(len(one.unreadable) for one in surveys),
+        codecs=sorted({name for one in surveys for name in one.codecs}),
+        page_age_s=ages(surveys),
+    )
+
+
+def total_rows(total: Totals) -> list[list[str]]:
+    """The same to read: names and values."""
+    rows = [
+        ["stores", f"{total.stores}, {total.locked} of them open"],
+        ["pages", f"{total.pages:,}"],
+        ["on disk", f"{size(total.bytes_on_disk)} in {total.segments} segments"],
+        ["stored", size(total.stored_bytes)],
+        ["raw", size(total.raw_bytes)],
+        ["ratio", _as_ratio(total.ratio)],
+        ["dead", size(total.dead_bytes)],
+        ["codecs", ", ".join(total.codecs) or "-"],
+        ["page age", ", ".join(f"{name} {age(s)}" for name, s in total.page_age_s.items()) or "-"],
+        *(["fingerprint", name] for name in total.fingerprints),
+    ]
+    if total.unreadable_segments:
+        rows.append(["unreadable", f"{total.unreadable_segments} segments: see store verify"])
+    return rows
+
+
+def describe_bad(bad: BadPage) -> dict[str, object]:
+    """A page that did not pass, as ``verify --json`` gives it."""
+    return {
+        "store": str(bad.segment.parent),
+        "segment": bad.segment.name,
+        "offset": bad.offset,
+        "key": bad.key.hex() if bad.key is not None else None,
+        "reason": bad.reason,
+    }

@@ -1,0 +1,114 @@
+"""How the commands of ``tiered-kv`` speak: results on standard output, the rest on the other.
+
+A command prints one JSON object with ``--json``, and something to read without. What the
+caller got wrong is one sentence on standard error, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperCommand
+
+from tiered_kv.errors import TieredKVError
+from tiered_kv.storage.store.locks import StoreError
+
+BAD_INPUT = 2
+
+_FILE_WIDTH = 160
+"""Columns of tables that go to a file or a pipe, which wraps nothing."""
+
+
+class Command(TyperCommand):
+    """A command whose arguments are called what their metavars say. Typer puts those that are
+    needed in braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [param for param in self.params if param.param_type_name == "argument"]
+        return ["[OPTIONS]", *(str(param.metavar) for param in arguments)]
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn errors that the caller can mend into a sentence and exit code 2."""
+    try:
+        yield
+    except (StoreError, TieredKVError) as error:
+        refuse(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        refuse(f"{where}{error.strerror or error}")
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Say what is wrong with the command, and end it.
+
+    Raises:
+        typer.Exit: always.
+    """
+    typer.echo(f"tiered-kv: {sentence}", err=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+def print_json(result: Mapping[str, object]) -> None:
+    """One object, on one line."""
+    typer.echo(json.dumps(result))
+
+
+def print_table(columns: Mapping[str, bool], rows: list[list[str]], title: str = "") -> None:
+    """Args: columns: by name, whether it holds numbers."""
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name, is_number in columns.items():
+        table.add_column(name, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
+
+
+@contextmanager
+def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A progress bar on standard error, if that is a terminal; call what it gives with how
+    much more of ``total`` is done."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with progress:
+        task = progress.add_task(what, total=total)
+        yield lambda amount: progress.advance(task, amount)
+
+
+def size(nbytes: float) -> str:
+    """As in "1.5 GiB"."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def age(seconds: float | None) -> str:
+    """As in "3.5 h"; "-" if there is none."""
+    if seconds is None:
+        return "-"
+    value = max(0.0, seconds)
+    for unit, length in (("s", 120), ("min", 120), ("h", 48)):
+        if value < length:
+            return f"{value:.0f} {unit}"
+        value /= 24 if unit == "h" else 60
+    return f"{value:.0f} d"

@@ -1,0 +1,304 @@
+"""The index: which pages exist, in which state, in which slot.
+
+Mutation is in two phases. ``reserve`` gives a page a slot while its bytes travel
+(absent → SAVING), ``commit`` makes it visible (SAVING → CPU) and ``abort`` takes the
+slot back. Only a page in state CPU can be read or evicted, and only while nobody
+reads it: ``acquire``/``release`` bracket a restore.
+
+Lives on the scheduler thread and takes no locks. Nothing blocks; every method is
+O(1) per page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Protocol
+
+from tiered_kv.keys import PageKey
+
+
+class EvictionOrder(Protocol):
+    """Order of the readable pages, from the least valuable on.
+
+    Every method is O(1) per page, runs on the scheduler thread and does not raise for a page
+    that was added before. ``tiered_kv.policies.cache.eviction`` holds the implementations.
+    """
+
+    def added(self, key: PageKey) -> None:
+        """The page is readable from now on; it counts as just used."""
+
+    def added_all(self, keys: Sequence[PageKey]) -> None:
+        """``added`` for each page in turn."""
+        for key in keys:
+            self.added(key)
+
+    def removed(self, key: PageKey) -> None:
+        """The page is gone."""
+
+    def touched(self, key: PageKey) -> None:
+        """The page was used."""
+
+    def touched_all(self, keys: Sequence[PageKey]) -> None:
+        """``touched`` for each page in turn."""
+        for key in keys:
+            self.touched(key)
+
+    def __iter__(self) -> Iterator[PageKey]:
+        """Every page, the least valuable first. Pages in use are passed over by the index."""
+
+
+class PageState(Enum):
+    SAVING = "saving"
+    CPU = "cpu"
+
+
+@dataclass(slots=True)
+class _Orphan:
+    """A forgotten page whose bytes still travel: its slot is free once they stop."""
+
+    slot: int
+    readers: int
+
+
+class PageIndex:
+    """Pages of the CPU tier.
+
+    Args:
+        num_slots: capacity of the CPU pool in pages; 0 means no CPU tier.
+        eviction: chooses which readable page makes room.
+
+    Attributes:
+        evictions: pages evicted so far.
+        taken: slots given out so far, evicted ones included.
+    """
+
+    def __init__(self, num_slots: int, eviction: EvictionOrder) -> None:
+        self.num_slots = num_slots
+        self.evictions = 0
+        self.taken = 0
+        self._eviction = eviction
+        # Slots by page. Kept apart by state, so that whole orders move at once.
+        self._saving: dict[PageKey, int] = {}
+        self._cpu: dict[PageKey, int] = {}
+        self._readers: dict[PageKey, int] = {}
+        self._orphans: dict[PageKey, list[_Orphan]] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._cpu) + len(self._saving)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def state(self, key: PageKey) -> PageState | None:
+        if key in self._cpu:
+            return PageState.CPU
+        return PageState.SAVING if key in self._saving else None
+
+    def readable(self, key: PageKey) -> bool:
+        """True if the page is in CPU memory, whole."""
+        return key in self._cpu
+
+    def known(self, key: PageKey) -> bool:
+        """True if the page exists or is on its way: it need not be saved again."""
+        return key in self._cpu or key in self._saving
+
+    def unknown(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
+        """Those of the pages (with anything) that are not known, in the same order."""
+        cpu, saving = self._cpu, self._saving
+        if cpu.keys().isdisjoint(pages) and saving.keys().isdisjoint(pages):
+            return pages
+        return {key: it for key, it in pages.items() if not (key in cpu or key in saving)}
+
+    def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
+        """End of the run of readable pages that begins at ``start``, at most ``stop``."""
+        cpu = self._cpu
+        for at in range(start, stop, 256):
+            part = keys[at : min(at + 256, stop)]
+            if not all(map(cpu.__contains__, part)):
+                return at + next(i for i, key in enumerate(part) if key not in cpu)
+        return max(start, stop)
+
+    # -- saving -----------------------------------------------------------------
+
+    def reserve(self, key: PageKey) -> int | None:
+        """``reserve_all`` for one page; None when no slot can be had.
+
+        Raises:
+            ValueError: the page is saved, or on its way.
+        """
+        if self.known(key):
+            raise ValueError("a page is reserved once: it is already saved or on its way")
+        slots = self.reserve_all((key,))
+        return slots[0] if slots else None
+
+    def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
+        """absent → SAVING: slots for pages about to be saved, evicting if need be.
+
+        Args:
+            keys: distinct, and none of them known.
+
+        Returns:
+            A slot for each of the first pages; fewer than ``keys`` when no more can be had
+            (all are being read or written).
+        """
+        count = len(keys)
+        slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
+        del self._free[len(self._free) - len(slots) :]
+        if len(slots) < count:
+            slots += self._evict(count - len(slots))
+        self.taken += len(slots)
+        self._saving.update(zip(keys, slots, strict=False))
+        return slots
+
+    def commit(self, key: PageKey, slot: int) -> bool:
+        """``commit_all`` for one page; False if it was forgotten meanwhile."""
+        return self.commit_all((key,), (slot,)) == 1
+
+    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        """SAVING → CPU: the bytes are whole on every rank; returns how many are readable now.
+
+        Pages forgotten meanwhile stay so; their slots are free again.
+        """
+        saving = self._saving
+        reserved = [saving.pop(key, None) for key in keys]
+        if reserved != list(slots):  # some were forgotten, and perhaps reserved again
+            pages = list(zip(keys, slots, reserved, strict=True))
+            for key, slot, now in pages:
+                if now != slot:
+                    self._bury(key, slot)
+                    if now is not None:
+                        saving[key] = now
+            keys = [key for key, slot, now in pages if now == slot]
+            slots = [slot for _, slot, now in pages if now == slot]
+        self._cpu.update(zip(keys, slots, strict=True))
+        self._eviction.added_all(keys)
+        return len(keys)
+
+    def abort(self, key: PageKey, slot: int) -> None:
+        """SAVING → absent: the copy failed somewhere."""
+        if self._saving.get(key) != slot:
+            self._bury(key, slot)
+            return
+        del self._saving[key]
+        self._free.append(slot)
+
+    # -- reading ----------------------------------------------------------------
+
+    def acquire(self, key: PageKey) -> int:
+        """Slot of a readable page, which stays put until ``release``.
+
+        Raises:
+            KeyError: it is absent.
+            ValueError: it is on its way.
+        """
+        if key in self._saving:
+            raise ValueError("page is saving, not readable")
+        slot = self._cpu[key]
+        self._readers[key] = self._readers.get(key, 0) + 1
+        return slot
+
+    def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
+        """One reader less. A page forgotten while read gives its slot back with the last.
+
+        Args:
+            used: False if it was only copied to SSD, which is no sign of its value.
+        """
+        if self._cpu.get(key) != slot or key not in self._readers:
+            self._bury(key, slot)
+            return
+        self._readers[key] -= 1
+        if self._readers[key] == 0:
+            del self._readers[key]
+        if used:
+            self._eviction.touched(key)
+
+    def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
+        """``acquire`` for each page; either for all of them or, if it raises, for none."""
+        slots = [slot for key in keys if (slot := self._cpu.get(key)) is not None]
+        if len(slots) < len(keys):
+            self.acquire(next(key for key in keys if key not in self._cpu))  # says what is wrong
+        readers, once = self._readers, dict.fromkeys(keys, 1)
+        if len(once) == len(keys) and readers.keys().isdisjoint(once):
+            readers.update(once)
+        else:
+            for key in keys:
+                readers[key] = readers.get(key, 0) + 1
+        return slots
+
+    def release_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """``release`` for each page, used."""
+        readers, alone = self._readers, set(map(self._readers.get, keys)) == {1}
+        if not alone or list(map(self._cpu.get, keys)) != list(slots) or len({*keys}) < len(keys):
+            for key, slot in zip(keys, slots, strict=True):  # of others too, or forgotten meanwhile
+                self.release(key, slot)
+            return
+        deque(map(readers.__delitem__, keys), maxlen=0)
+        self._eviction.touched_all(keys)
+
+    def least_valuable(self, among: int) -> Iterator[PageKey]:
+        """The first ``among`` pages to be evicted, in that order, but for those in use."""
+        readers = self._readers
+        return (key for key in islice(iter(self._eviction), among) if key not in readers)
+
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """Mark pages as used, least valuable first: the last one is evicted last."""
+        self._eviction.touched_all(list(filter(self._cpu.__contains__, keys)))
+
+    # -- forgetting -------------------------------------------------------------
+
+    def forget(self, key: PageKey) -> None:
+        """Any state → absent. A slot still being read or written is freed when that ends."""
+        if key in self._saving:
+            self._orphans.setdefault(key, []).append(_Orphan(self._saving.pop(key), 1))
+        elif key in self._readers:
+            self._eviction.removed(key)
+            orphan = _Orphan(self._cpu.pop(key), self._readers.pop(key))
+            self._orphans.setdefault(key, []).append(orphan)
+        elif key in self._cpu:
+            self._eviction.removed(key)
+            self._free.append(self._cpu.pop(key))
+
+    def clear(self) -> None:
+        """Forget every page."""
+        for key in [*self._saving, *self._cpu]:
+            self.forget(key)
+
+    # -- inside -----------------------------------------------------------------
+
+    def _evict(self, count: int) -> list[int]:
+        """Slots of the least valuable pages that nobody reads, at most ``count``."""
+        readers = self._readers
+        victims = list(islice((key for key in self._eviction if key not in readers), count))
+        for key in victims:
+            self._eviction.removed(key)
+        self.evictions += len(victims)
+        return [self._cpu.pop(key) for key in victims]
+
+    def _bury(self, key: PageKey, slot: int) -> None:
+        """A copy of a forgotten page has ended."""
+        orphans = self._orphans.get(key, [])
+        orphan = next((orphan for orphan in orphans if orphan.slot == slot), None)
+        if orphan is None:
+            raise ValueError("a page was completed or released that nobody reserved or acquired")
+        orphan.readers -= 1
+        if orphan.readers == 0:
+            orphans.remove(orphan)
+            self._free.append(slot)
+            if not orphans:
+                del self._orphans[key]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot has exactly one owner."""
+        orphans = [orphan.slot for orphans in self._orphans.values() for orphan in orphans]
+        used = [*self._saving.values(), *self._cpu.values(), *orphans]
+        assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
+        assert not self._saving.keys() & self._cpu.keys(), "a page in two states"
+        assert set(self._eviction) == self._cpu.keys(), "eviction order and pages disagree"
+        assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
+        assert all(count > 0 for count in self._readers.values()), "released too often"

@@ -1,0 +1,95 @@
+"""Partial tail blocks: the last tokens of a turn, which fill no block.
+
+vLLM hashes full blocks only, so a returning turn would compute its previous tail again.
+A tail is found by the page before it and by its tokens: causal attention makes the
+first ``n`` tokens' KV right for any text that shares these ``n`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiered_kv.keys import PageKey, tail_key
+
+MAX_TAILS_PER_PARENT = 8
+"""Forks of one context; more than that and the oldest is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    key: PageKey
+    tokens: tuple[int, ...]
+
+
+class TailIndex:
+    """Tails by the page before them. One thread, no locks; not a store of bytes:
+    whether a tail's bytes are readable is the page index's business."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[tuple[bytes, str], list[Tail]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(
+        self, parent: bytes, extra: object, tokens: Sequence[int], key: PageKey | None = None
+    ) -> Tail:
+        """Name a tail and remember it.
+
+        ``key`` is that of a full page, whose leading tokens may be wanted alone; a partial
+        page gets a key of its own, the same for the same three values.
+        """
+        tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
+        tails = self._by_parent.setdefault((parent, repr(extra)), [])
+        if tail in tails:
+            tails.remove(tail)
+            self._count -= 1
+        elif len(tails) == MAX_TAILS_PER_PARENT:
+            del tails[0]
+            self._count -= 1
+        tails.append(tail)
+        self._count += 1
+        return tail
+
+    def longest(
+        self,
+        parent: bytes,
+        extra: object,
+        tokens: Sequence[int],
+        readable: Callable[[PageKey], bool],
+    ) -> tuple[Tail, int] | None:
+        """The readable tail that shares the most leading tokens, and how many it shares.
+
+        None if no readable tail shares any.
+        """
+        best: tuple[Tail, int] | None = None
+        for tail in self._by_parent.get((parent, repr(extra)), ()):
+            shared = _shared_prefix(tail.tokens, tokens)
+            if shared > (best[1] if best else 0) and readable(tail.key):
+                best = (tail, shared)
+        return best
+
+    def clear(self) -> None:
+        self._by_parent.clear()
+        self._count = 0
+
+    def prune(self, known: Callable[[PageKey], bool]) -> None:
+        """Forget every tail whose page is gone. O(tails): for when they outnumber pages."""
+        kept = {
+            where: alive
+            for where, tails in self._by_parent.items()
+            if (alive := [tail for tail in tails if known(tail.key)])
+        }
+        self._by_parent = kept
+        self._count = sum(map(len, kept.values()))
+
+
+def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

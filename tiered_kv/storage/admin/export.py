@@ -1,0 +1,142 @@
+"""Writing pages out of stores as plain files, to be looked at elsewhere.
+
+The files lie as they do under a root: ``OUT/<fingerprint>/<replica>-<rank>/<key>.page``, and
+``OUT/manifest.json`` says of each what it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned_bytes
+from tiered_kv.storage.disk.files import RealFiles, read_exactly
+from tiered_kv.storage.segment.headers import FormatError
+from tiered_kv.storage.segment.loader import open_record
+from tiered_kv.storage.store.locks import StoreError
+
+from .inventory import Place, Survey, codec_of, opened
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        pages: what the manifest says of each page.
+        failed: pages that could not be read, and why, by where they lie.
+    """
+
+    pages: list[dict[str, object]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the decoded pages."""
+        return sum(int(str(page["raw_bytes"])) for page in self.pages)
+
+
+def export(
+    surveys: Sequence[Survey],
+    key: PageKey | None,
+    out: Path,
+    *,
+    stored: bool,
+    advance: Callable[[int], None],
+) -> Exported:
+    """Write pages and a manifest.
+
+    Args:
+        key: of the page to export, from every store that has it; None for all pages.
+        out: a folder that is empty, or not there yet.
+        stored: write also the stored sections as they are, and the codec's table.
+        advance: told of the number of pages as they are done with.
+
+    Raises:
+        StoreError: nobody has such a page, or there is something in ``out``.
+        OSError: ``out`` cannot be written.
+    """
+    wanted = [
+        (survey, place)
+        for survey in surveys
+        for found, place in survey.pages.items()
+        if key is None or found == key
+    ]
+    if key is not None and not wanted:
+        raise StoreError(f"no store has a page {key.hex()}: see what there is with --all")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StoreError(f"{out} is not an empty folder: give one, or a new name")
+    out.mkdir(parents=True, exist_ok=True)
+    exported = Exported()
+    try:
+        for survey, place in wanted:
+            try:
+                encoded, page = _read(place)
+            except (OSError, FormatError, CodecError) as error:
+                where = f"{place.segment.path} at {place.entry.offset}"
+                exported.failed[where] = f"page {place.entry.key.hex()}: {error}"
+            else:
+                exported.pages.append(_write(survey, place, encoded, page, out, stored))
+            advance(1)
+    finally:  # on a full disk as well: what is there is of no use without it
+        manifest = {"pages": exported.pages, "failed": exported.failed}
+        (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return exported
+
+
+def _read(place: Place) -> tuple[EncodedPage, Bytes]:
+    loaded, entry = place.segment.loaded, place.entry
+    stored = aligned_bytes(entry.nbytes).data[: entry.nbytes]
+    with opened(place.segment.path) as fd:
+        read_exactly(RealFiles(), fd, [stored], entry.offset)
+        RealFiles().uncache(fd, entry.offset, entry.nbytes)
+    _, encoded = open_record(loaded.header, loaded.table_id, entry.key, stored)
+    page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
+    codec_of(loaded.header).decode(encoded, page)
+    return encoded, page
+
+
+def _write(
+    survey: Survey, place: Place, encoded: EncodedPage, page: Bytes, out: Path, stored: bool
+) -> dict[str, object]:
+    """What the manifest says of the page."""
+    header, entry = place.segment.header, place.entry
+    folder = out / survey.info.fingerprint.hex() / survey.info.path.name
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {"file": (f"{entry.key.hex()}.page", page.data)}
+    if stored:
+        if encoded.plane.nbytes:
+            contents["plane_file"] = (f"{entry.key.hex()}.plane", encoded.plane.data)
+        if encoded.frame.nbytes:
+            contents["frame_file"] = (f"{entry.key.hex()}.zst", encoded.frame.data)
+        if header.table:
+            contents["table_file"] = (f"{header.table_id:016x}.table", memoryview(header.table))
+    for name, content in contents.values():
+        (folder / name).write_bytes(content)
+    files = {what: str((folder / name).relative_to(out)) for what, (name, _) in contents.items()}
+    return {
+        "key": entry.key.hex(),
+        **files,
+        "fingerprint": header.fingerprint.hex(),
+        "replica": header.replica,
+        "rank": header.rank,
+        "ranks": header.ranks,
+        "written": entry.written,
+        "element": header.page_format.element.value,
+        "tokens": header.page_format.tokens,
+        "codec": place.segment.codec_name,
+        "codec_id": header.codec_id,
+        "raw_bytes": page.nbytes,
+        "plane_bytes": encoded.plane.nbytes,
+        "frame_bytes": encoded.frame.nbytes,
+        "xxh3_128": xxhash.xxh3_128_hexdigest(page.data),
+    }

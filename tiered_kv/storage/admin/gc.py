@@ -1,0 +1,127 @@
+"""Deleting stores that nobody has open, and what processes that died left beside them.
+
+Only files that a store makes are deleted, by name: a folder in which somebody keeps something
+else stays. A store's lock is held while its pages go, and the root's while its folder does, so
+that a process that starts meanwhile either finds the store busy or makes it anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_kv.storage.disk.files import RealFiles
+from tiered_kv.storage.disk.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
+from tiered_kv.storage.segment.loader import StoreInfo
+from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
+
+LEFTOVER_S = 60.0
+"""Age from which probe files and empty folders are nobody's: a start takes a second or two."""
+
+_CLOCK_SET = 365 * 86400.0
+_PROBE_NAME = re.compile(r"\.probe-[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which stores to delete: those for which all of it holds.
+
+    Attributes:
+        unused_s: not used for so many seconds.
+        fingerprint: first hexadecimal digits of the fingerprint.
+    """
+
+    unused_s: float = 0.0
+    fingerprint: str = ""
+
+    def takes(self, store: StoreInfo, now: float) -> bool:
+        """Args: now: seconds since 1970."""
+        known = store.last_use >= _CLOCK_SET  # else by a machine whose clock was not set
+        unused = not self.unused_s or (known and now - store.last_use >= self.unused_s)
+        return unused and store.fingerprint.hex().startswith(self.fingerprint)
+
+
+def holder_of(store: StoreInfo) -> str:
+    """Who has a store open, as the lock says; empty if nobody has."""
+    if not store.locked:
+        return ""
+    if "pid" not in store.holder:
+        return "another process"
+    return f"process {store.holder['pid']} on {store.holder.get('host', 'another host')}"
+
+
+def delete_store(store: StoreInfo) -> None:
+    """Delete a store's segments, its lock and its folder.
+
+    Raises:
+        StoreBusyError: somebody has it open; nothing was deleted.
+        OSError: the disk failed, or the folder holds something else; what is left is a store still.
+    """
+    files = RealFiles()
+    try:
+        lock = StoreLock(store.path)
+    except FileNotFoundError:
+        return  # somebody else deleted it
+    except StoreBusyError as error:
+        who = holder_of(store) or "a process that has just opened it"
+        raise StoreBusyError(f"{store.path} is in use by {who}") from error
+    try:
+        for name in files.names(store.path):
+            if name == "probe" or SEGMENT_NAME.fullmatch(name):
+                files.unlink(store.path / name)
+        with root_locked(store.path.parent.parent):
+            if foreign := {path.name for path in store.path.iterdir()} - {LOCK_NAME}:
+                raise OSError(errno.ENOTEMPTY, f"not the store's: {min(foreign)}", str(store.path))
+            (store.path / LOCK_NAME).unlink()
+            store.path.rmdir()
+            with suppress(OSError):  # other ranks have stores beside this one
+                store.path.parent.rmdir()
+    finally:
+        lock.release()
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Probe files and folders without a store that nobody made just now, deepest first."""
+    found = []
+    old = time.time() - LEFTOVER_S
+    for path in sorted(root.iterdir()):
+        with suppress(OSError):  # gone, or told of by ``find_stores``
+            here = path.lstat()
+            if stat.S_ISDIR(here.st_mode) and FINGERPRINT_NAME.fullmatch(path.name):
+                found += list(_empty_folders(path, old))
+            elif (
+                stat.S_ISREG(here.st_mode)
+                and _PROBE_NAME.fullmatch(path.name)
+                and here.st_mtime < old
+            ):
+                found.append(path)
+    return found
+
+
+def _empty_folders(fingerprint: Path, old: float) -> Iterator[Path]:
+    inside = list(fingerprint.iterdir())
+    empty = [path for path in inside if PLACE_NAME.fullmatch(path.name) and _is_empty(path, old)]
+    yield from empty
+    if len(empty) == len(inside) and (empty or fingerprint.stat().st_mtime < old):
+        yield fingerprint
+
+
+def _is_empty(path: Path, old: float) -> bool:
+    here = path.lstat()
+    return stat.S_ISDIR(here.st_mode) and here.st_mtime < old and not any(path.iterdir())
+
+
+def delete_leftover(root: Path, path: Path) -> None:
+    """Delete it, if it is still there.
+
+    Raises:
+        OSError: it stays; so does a folder in which there is something by now.
+    """
+    with root_locked(root), suppress(FileNotFoundError):
+        path.rmdir() if path.is_dir() else path.unlink()

@@ -1,0 +1,220 @@
+"""Reading every page of a store to see whether it is whole.
+
+It works beside a process that has the store open: of a segment that is being written, the
+groups that are durable are checked. Of a segment that a killed process left, so is everything
+but what that process was writing, which cannot be told from damage, and which nobody will
+ever be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, Codec
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned_bytes
+from tiered_kv.storage.disk.files import BLOCK, RealFiles, read_exactly
+from tiered_kv.storage.segment.headers import (
+    TRAILER_BYTES,
+    FooterEntry,
+    FormatError,
+    RecordHeader,
+    footer_bytes,
+    pack_footer,
+    pack_record_header,
+    pack_segment_header,
+    parse_record_header,
+    parse_trailer,
+)
+from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment, StoreInfo, decode_record
+
+from .inventory import codec_of, load, opened, size_of
+
+
+@dataclass(frozen=True, slots=True)
+class BadPage:
+    """A page that is not what it should be.
+
+    Attributes:
+        key: None where a record must have been but not even its key can be read.
+    """
+
+    segment: Path
+    offset: int
+    key: PageKey | None
+    reason: str
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was checked, and what is bad about it.
+
+    Attributes:
+        nbytes: read.
+        bad_segments: what is wrong with a segment as a whole: nothing can be read from it, or
+            its own header or footer is damaged.
+    """
+
+    segments: int = 0
+    pages: int = 0
+    nbytes: int = 0
+    bad_pages: list[BadPage] = field(default_factory=list)
+    bad_segments: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        return not (self.bad_pages or self.bad_segments)
+
+    def confirming(self, earlier: Checked) -> Checked:
+        """Of what is bad here, what was bad at an earlier look as well: a store in use writes,
+        seals and deletes while it is looked at, and a look may see half of that. Damage stays."""
+        both = {path for path in self.bad_segments if path in earlier.bad_segments}
+        return replace(
+            self,
+            bad_pages=[bad for bad in self.bad_pages if bad in earlier.bad_pages],
+            bad_segments={path: self.bad_segments[path] for path in both},
+        )
+
+    def add(self, other: Checked) -> None:
+        """What was found elsewhere."""
+        self.segments += other.segments
+        self.pages += other.pages
+        self.nbytes += other.nbytes
+        self.bad_pages += other.bad_pages
+        self.bad_segments |= other.bad_segments
+
+
+def check_store(info: StoreInfo, advance: Callable[[int], None]) -> Checked:
+    """Read every page of a store.
+
+    Args:
+        advance: told of the bytes of each segment as it is done with.
+    """
+    checked = Checked()
+    for path in info.segments:
+        before = size_of(path)
+        found = _check_segment(info, path)
+        if not found.good:
+            found = _check_segment(info, path).confirming(found)
+        checked.add(found)
+        advance(before)
+    return checked
+
+
+def _check_segment(info: StoreInfo, path: Path) -> Checked:
+    found = Checked()
+    try:
+        loaded = load(info, path).loaded
+        found.segments += 1
+        with opened(path) as fd:
+            try:
+                _check_frame(fd, loaded)
+            except FormatError as error:
+                found.bad_segments[path] = str(error)
+            records = _check_records(fd, path, loaded, found)
+        if not loaded.sealed:
+            found.bad_pages += _lost(path, loaded, records)
+    except (FileNotFoundError, BlankSegment):
+        return Checked()  # deleted by whoever uses the store, or not yet begun
+    except (OSError, FormatError) as error:
+        found.bad_segments[path] = str(error)
+    return found
+
+
+def _check_frame(fd: int, loaded: LoadedSegment) -> None:
+    """The header and the footer, padding included.
+
+    Raises:
+        FormatError: not as they were written.
+    """
+    header = loaded.header
+    if _read(fd, 0, header.header_bytes) != pack_segment_header(header):
+        raise FormatError("the header of the segment is followed by something else than zeros")
+    if not loaded.sealed:
+        if _ends_like_sealed(fd, loaded):
+            raise FormatError("the footer is damaged: its pages were found without it")
+        if _is_cut_off(fd, loaded):
+            raise FormatError("the file is cut off: the pages behind its end are lost")
+        return
+    offset = parse_trailer(header, loaded.size, _read(fd, loaded.size - BLOCK, BLOCK))
+    footer = _read(fd, offset, loaded.size - offset)
+    if footer != pack_footer(header, offset, loaded.entries):
+        raise FormatError("there is something else than zeros in the padding of the footer")
+
+
+def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
+    """Whether the end of the file is a trailer in which something is wrong: no more than one
+    of its magic and its nonce."""
+    size = loaded.size // BLOCK * BLOCK
+    trailer = bytes(_read(fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
+    nonce = loaded.header.nonce.to_bytes(8, "little")
+    return trailer[8:16] == nonce or trailer.startswith(b"TKVFOOT")
+
+
+def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
+    """Whether the file once was longer: it ends within a record, or has no room for a footer."""
+    keys = sum(len(entry.key) for entry in loaded.entries)
+    room = loaded.size - loaded.end
+    if loaded.size % BLOCK or room < footer_bytes(len(loaded.entries), keys):
+        return True
+    try:
+        start = _read(fd, loaded.end, BLOCK)
+        return parse_record_header(loaded.header, loaded.table_id, start).nbytes > room
+    except FormatError:
+        return False
+
+
+def _check_records(
+    fd: int, path: Path, loaded: LoadedSegment, checked: Checked
+) -> dict[int, RecordHeader]:
+    """The headers of those that are good, by offset; the others are noted."""
+    codec = codec_of(loaded.header)
+    page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
+    buffer = aligned_bytes(max((entry.nbytes for entry in loaded.entries), default=0))
+    good = {}
+    for entry in loaded.entries:
+        checked.pages += 1
+        checked.nbytes += entry.nbytes
+        stored = buffer.data[: entry.nbytes]
+        try:
+            read_exactly(RealFiles(), fd, [stored], entry.offset)
+            good[entry.offset] = _check_record(loaded, codec, entry, stored, page)
+        except (OSError, FormatError) as error:
+            checked.bad_pages.append(BadPage(path, entry.offset, entry.key, str(error)))
+        RealFiles().uncache(fd, entry.offset, entry.nbytes)
+    return good
+
+
+def _check_record(
+    loaded: LoadedSegment, codec: Codec, entry: FooterEntry, stored: memoryview, page: Bytes
+) -> RecordHeader:
+    record = decode_record(loaded.header, loaded.table_id, codec, entry.key, stored, page)
+    if (record.plane_bytes, record.frame_bytes) != (entry.plane_bytes, entry.frame_bytes):
+        raise FormatError("the record has another length than the footer says")
+    header = pack_record_header(loaded.header, loaded.table_id, record)
+    end = len(header) + entry.stored_bytes
+    if stored[: len(header)] != header or np.any(np.frombuffer(stored[end:], np.uint8)):
+        raise FormatError("the padding is damaged; the page itself is whole")
+    return record
+
+
+def _lost(path: Path, loaded: LoadedSegment, good: Mapping[int, RecordHeader]) -> Iterator[BadPage]:
+    """Gaps between the records of a segment that was scanned. The last group may have gaps:
+    its records are written side by side."""
+    last_group = max((record.group for record in good.values()), default=0)
+    end, ordinal = loaded.header.header_bytes, 0
+    for entry in loaded.entries:
+        if entry.offset > end and ordinal < last_group:
+            yield BadPage(path, end, None, "no record can be read here")
+        end = entry.offset + entry.nbytes
+        ordinal = 1 + (good[entry.offset].ordinal if entry.offset in good else ordinal)
+
+
+def _read(fd: int, offset: int, nbytes: int) -> memoryview:
+    buffer = aligned_bytes(nbytes).data[:nbytes]
+    read_exactly(RealFiles(), fd, [buffer], offset)
+    return buffer

@@ -1,0 +1,1 @@
+"""Files, folders and aligned memory: everything that touches the disk."""

@@ -1,0 +1,84 @@
+"""Memory for direct I/O: buffers that begin at a page of memory, used again and again."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.storage.segment.layout import aligned
+
+from .files import BLOCK, FileLayer, write_exactly
+
+HUGE_PAGE = 2 << 20
+
+
+def aligned_bytes(nbytes: int) -> Bytes:
+    """At least so many bytes, from the beginning of a page of memory on.
+
+    A disk takes one piece of memory at a time, and a large buffer in small pages is hundreds
+    of pieces: so large ones lie in huge pages, where the system has them.
+    """
+    room = max(aligned(nbytes), mmap.PAGESIZE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if room < HUGE_PAGE // 2:
+        return np.frombuffer(mmap.mmap(-1, room, flags=flags), dtype=np.uint8)
+    memory = mmap.mmap(-1, room + HUGE_PAGE, flags=flags)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    found = np.frombuffer(memory, dtype=np.uint8)
+    start = -found.ctypes.data % HUGE_PAGE
+    return found[start : start + room]
+
+
+def is_blocks(content: Bytes) -> bool:
+    """Whether a disk can take or fill it where it is: whole blocks, aligned like one."""
+    address: int = content.__array_interface__["data"][0]
+    return content.nbytes % BLOCK == 0 and address % BLOCK == 0
+
+
+class BufferPool:
+    """Aligned buffers that are used again, since fresh memory costs a fault per page.
+
+    Safe to use from several threads.
+
+    Args:
+        nbytes: of a usual buffer; larger ones are made when asked for.
+        keep: how many to keep at rest.
+    """
+
+    def __init__(self, nbytes: int, keep: int) -> None:
+        self._nbytes = nbytes
+        self._keep = keep
+        self._rest: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """A buffer of at least so many bytes, holding anything."""
+        try:
+            buffer = self._rest.pop()
+        except IndexError:
+            return aligned_bytes(max(nbytes, self._nbytes))
+        return buffer if buffer.nbytes >= nbytes else aligned_bytes(nbytes)
+
+    def give(self, buffer: Bytes) -> None:
+        """The buffer may be handed out again."""
+        if len(self._rest) < self._keep:
+            self._rest.append(buffer)
+
+
+def write_content(
+    files: FileLayer, fd: int, content: bytes, offset: int, buffers: BufferPool
+) -> None:
+    """Write whole blocks by way of an aligned buffer.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    buffer = buffers.take(len(content))
+    try:
+        buffer[: len(content)] = np.frombuffer(content, np.uint8)
+        write_exactly(files, fd, [buffer.data[: len(content)]], offset)
+    finally:
+        buffers.give(buffer)

@@ -1,0 +1,1 @@
+"""Segments: the format, and how one is written, opened and searched."""

@@ -1,0 +1,209 @@
+"""The headers of segments and records as bytes, and every name of the format in one place.
+
+``segment_layout`` has the table, the values and the lengths, ``segment_footer`` the footers.
+Parsing is total: whatever the bytes, it gives a value or raises ``FormatError``.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.files import BLOCK
+
+from .footer import pack_footer, parse_footer, parse_trailer
+from .layout import (
+    MAX_KEY_BYTES,
+    MAX_PAGE_BYTES,
+    MAX_TABLE_BYTES,
+    MIN_KEY_BYTES,
+    RECORD,
+    RECORD_FIXED_BYTES,
+    RECORD_MAGIC,
+    SEGMENT,
+    SEGMENT_MAGIC,
+    TRAILER_BYTES,
+    VERSION,
+    FooterEntry,
+    FormatError,
+    RecordHeader,
+    SegmentHeader,
+    aligned,
+    footer_bytes,
+    payload_digest,
+    record_bytes,
+    record_header_bytes,
+    seconds_now,
+)
+
+__all__ = [
+    "MAX_KEY_BYTES",
+    "MIN_KEY_BYTES",
+    "RECORD_MAGIC",
+    "TRAILER_BYTES",
+    "FooterEntry",
+    "FormatError",
+    "RecordHeader",
+    "SegmentHeader",
+    "aligned",
+    "footer_bytes",
+    "pack_footer",
+    "pack_record_header",
+    "pack_segment_header",
+    "parse_footer",
+    "parse_record_header",
+    "parse_segment_header",
+    "parse_trailer",
+    "payload_digest",
+    "record_bytes",
+    "record_header_bytes",
+    "seconds_now",
+    "segment_header_bytes",
+]
+
+_ELEMENTS = {
+    ElementType.OPAQUE: 0,
+    ElementType.BF16: 1,
+    ElementType.FP16: 2,
+    ElementType.FP8_E4M3: 3,
+    ElementType.FP8_E5M2: 4,
+}
+_ELEMENT_TYPES = {code: element for element, code in _ELEMENTS.items()}
+
+
+def pack_segment_header(header: SegmentHeader) -> bytes:
+    """``header.header_bytes`` bytes."""
+    fixed = SEGMENT.pack(
+        SEGMENT_MAGIC,
+        VERSION,
+        header.header_bytes,
+        header.fingerprint,
+        header.nonce,
+        header.number,
+        header.created,
+        header.page_format.page_bytes,
+        header.page_format.tokens,
+        _ELEMENTS[header.page_format.element],
+        header.codec_id,
+        header.rank,
+        header.ranks,
+        header.replica,
+        len(header.table),
+    )
+    body = fixed + header.table
+    return (body + xxhash.xxh3_128_digest(body)).ljust(header.header_bytes, b"\0")
+
+
+def segment_header_bytes(start: bytes | memoryview) -> int:
+    """Length of the header that begins so, from its first 16 bytes or more.
+
+    Raises:
+        FormatError: no segment begins so, or one of another version.
+    """
+    if len(start) < 16:
+        raise FormatError("shorter than the header of a segment")
+    magic, version, nbytes = struct.unpack_from("<8sII", start)
+    if magic != SEGMENT_MAGIC:
+        raise FormatError("not a segment")
+    if version != VERSION:
+        raise FormatError(f"a segment of version {version}; this is version {VERSION}")
+    if nbytes % BLOCK or not 0 < nbytes <= aligned(SEGMENT.size + MAX_TABLE_BYTES + 16):
+        raise FormatError("a segment whose header has no possible length")
+    return int(nbytes)
+
+
+def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
+    """From the first ``segment_header_bytes`` bytes of a segment, or more of them.
+
+    Raises:
+        FormatError: they are no header, or a damaged one.
+    """
+    nbytes = segment_header_bytes(start)
+    if len(start) < nbytes:
+        raise FormatError("the header of the segment is cut off")
+    _, _, _, fingerprint, nonce, number, created, page_bytes, tokens, *rest = SEGMENT.unpack_from(
+        start
+    )
+    element, codec_id, rank, ranks, replica, table_bytes = rest
+    end = SEGMENT.size + table_bytes
+    if aligned(end + 16) != nbytes:
+        raise FormatError("the header of the segment has the wrong length")
+    if xxhash.xxh3_128_digest(start[:end]) != bytes(start[end : end + 16]):
+        raise FormatError("the header of the segment is damaged")
+    if page_bytes > MAX_PAGE_BYTES:
+        raise FormatError("pages of an impossible size")
+    if element not in _ELEMENT_TYPES:
+        raise FormatError("elements of an unknown type")
+    return SegmentHeader(
+        fingerprint=fingerprint,
+        nonce=nonce,
+        number=number,
+        created=created,
+        page_format=PageFormat(_ELEMENT_TYPES[element], page_bytes, tokens),
+        codec_id=codec_id,
+        rank=rank,
+        ranks=ranks,
+        replica=replica,
+        table=bytes(start[SEGMENT.size : end]),
+    )
+
+
+# -- records ----------------------------------------------------------------------
+
+
+def pack_record_header(segment: SegmentHeader, table_id: int, record: RecordHeader) -> bytes:
+    """``record.header_bytes`` bytes. ``table_id`` is the segment's, computed once."""
+    fixed = RECORD.pack(
+        RECORD_MAGIC,
+        record.header_bytes,
+        len(record.key),
+        segment.nonce,
+        record.ordinal,
+        record.group,
+        record.written,
+        segment.page_format.page_bytes,
+        segment.page_format.tokens,
+        record.plane_bytes,
+        record.frame_bytes,
+        segment.codec_id,
+        0,
+        segment.number & 0xFFFFFFFF,
+        table_id,
+        record.digest,
+    )
+    digest = xxhash.xxh3_128_digest(fixed + record.key)
+    return (fixed + digest + record.key).ljust(record.header_bytes, b"\0")
+
+
+def parse_record_header(
+    segment: SegmentHeader, table_id: int, start: bytes | memoryview
+) -> RecordHeader:
+    """From the first bytes of a record; a block of them is always enough.
+
+    Raises:
+        FormatError: they begin no record of this segment, or a damaged one.
+    """
+    if len(start) < RECORD_FIXED_BYTES:
+        raise FormatError("shorter than a record")
+    (magic, header_bytes, key_bytes, *of_segment, digest) = RECORD.unpack_from(start)
+    nonce, ordinal, group, written, page_bytes, tokens, plane, frame, *codec = of_segment
+    if magic != RECORD_MAGIC:
+        raise FormatError("not a record")
+    if not MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES:
+        raise FormatError("a record whose key has no possible length")
+    if header_bytes != record_header_bytes(key_bytes, plane + frame) or len(start) < header_bytes:
+        raise FormatError("a record whose header has the wrong length")
+    key = bytes(start[RECORD_FIXED_BYTES : RECORD_FIXED_BYTES + key_bytes])
+    found = bytes(start[RECORD.size : RECORD_FIXED_BYTES])
+    if xxhash.xxh3_128_digest(bytes(start[: RECORD.size]) + key) != found:
+        raise FormatError("the header of a record is damaged")
+    if nonce != segment.nonce or codec[2] != segment.number & 0xFFFFFFFF:
+        raise FormatError("a record of another segment")
+    if (page_bytes, tokens) != (segment.page_format.page_bytes, segment.page_format.tokens):
+        raise FormatError("a record of pages of another format")
+    if codec[0] != segment.codec_id or codec[3] != table_id:
+        raise FormatError("a record of another codec")
+    return RecordHeader(PageKey(key), ordinal, group, written, plane, frame, digest)

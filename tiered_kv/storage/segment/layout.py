@@ -1,0 +1,192 @@
+"""What a segment consists of, and how long each part is.
+
+    segment   header | record | record | ... | footer (once sealed; else zeros or a torn tail)
+
+    header    magic          8    "TKVSEG" and two zeros
+              version        u32
+              header bytes   u32  of all of it, zeros up to a block included
+              fingerprint    16   of the store
+              nonce          u64  random: bytes of a file's earlier life fit no record of this one
+              number         u64  of the segment in its store, rising
+              created        u64  seconds since 1970
+              page bytes     u64
+              tokens         u32  of a page
+              element        u16  type of the elements
+              codec          u16
+              rank, ranks    2 u32
+              replica        u32
+              table bytes    u32
+              table               what the codec needs beside a page
+              digest         16   xxh3-128 of all before it
+
+    record    magic          4    "TKVR"
+              header bytes   u16  of the record's header: a block if the plane and the
+                                  frame are whole blocks, else a multiple of 64
+              key bytes      u16
+              nonce          u64  the segment's
+              ordinal        u32  of the record in the segment, from 0
+              group          u32  ordinal of the first record made durable together with this one
+              written        u64  seconds since 1970, of the page (a rewritten page keeps it)
+              page bytes     u32
+              tokens         u32
+              plane bytes    u32
+              frame bytes    u32
+              codec          u16
+              reserved       u16  0
+              number         u32  the segment's, its low half
+              table id       u64  xxh3-64 of the codec's table
+              payload digest 16   xxh3-128 of plane and frame
+              header digest  16   xxh3-128 of all before it and of the key
+              key                 zeros up to the end of the header
+              plane, frame        zeros up to a block
+
+    footer    entry * count       offset u64, plane u32, frame u32, written u64, key bytes u16,
+                                  6 zeros; in the order of the file
+              keys                one after the other
+              trailer             the last 64 bytes of the file: magic "TKVFOOT" and a zero, nonce
+                                  u64, offset of the footer u64, count u32, key bytes u32 of all
+                                  keys, digest 16 of entries and keys, digest 16 of the trailer
+
+Little-endian throughout; every part begins at a block (4 KiB). So does a page that is stored as
+it is, if it has whole blocks: it goes from the caller's memory to the disk and back uncopied, and
+its record takes no more room than if it followed its header at once.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from tiered_kv.codecs.base import PageFormat
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.files import BLOCK
+
+VERSION = 1
+MIN_KEY_BYTES = 16
+MAX_KEY_BYTES = 255
+MAX_TABLE_BYTES = 1 << 24
+MAX_PAGE_BYTES = (1 << 32) - 1
+MAX_SECONDS = (1 << 63) - 1
+
+SEGMENT = struct.Struct("<8sII16sQQQQIHHIIII")
+SEGMENT_MAGIC = b"TKVSEG\0\0"
+RECORD = struct.Struct("<4sHHQIIQIIIIHHIQ16s")
+RECORD_MAGIC = b"TKVR"
+RECORD_FIXED_BYTES = RECORD.size + 16
+TRAILER = struct.Struct("<8sQQII16s")
+TRAILER_MAGIC = b"TKVFOOT\0"
+TRAILER_BYTES = TRAILER.size + 16
+ENTRY = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("plane", "<u4"),
+        ("frame", "<u4"),
+        ("written", "<u8"),
+        ("key", "<u2"),
+        ("zeros", "V6"),
+    ]
+)
+
+
+class FormatError(Exception):
+    """Bytes that are not what they should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment says of itself; see the table above."""
+
+    fingerprint: bytes
+    nonce: int
+    number: int
+    created: int
+    page_format: PageFormat
+    codec_id: int
+    rank: int
+    ranks: int
+    replica: int
+    table: bytes
+
+    @property
+    def header_bytes(self) -> int:
+        return aligned(SEGMENT.size + len(self.table) + 16)
+
+    @property
+    def table_id(self) -> int:
+        return xxhash.xxh3_64_intdigest(self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """What a record says of itself, beside what it repeats of its segment."""
+
+    key: PageKey
+    ordinal: int
+    group: int
+    written: int
+    plane_bytes: int
+    frame_bytes: int
+    digest: bytes
+
+    @property
+    def header_bytes(self) -> int:
+        return record_header_bytes(len(self.key), self.plane_bytes + self.frame_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return record_bytes(len(self.key), self.plane_bytes + self.frame_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FooterEntry:
+    """Where in the segment a page lies."""
+
+    key: PageKey
+    offset: int
+    plane_bytes: int
+    frame_bytes: int
+    written: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the record, header and padding included."""
+        return record_bytes(len(self.key), self.stored_bytes)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.plane_bytes + self.frame_bytes
+
+
+def seconds_now() -> int:
+    """Seconds since 1970, for a header or a record; 0 where the clock stands before that."""
+    return min(max(0, int(time.time())), MAX_SECONDS)
+
+
+def aligned(nbytes: int) -> int:
+    """The least whole number of blocks that holds so many bytes, in bytes."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def record_header_bytes(key_bytes: int, stored_bytes: int) -> int:
+    if stored_bytes % BLOCK == 0:
+        return BLOCK
+    return -(-(RECORD_FIXED_BYTES + key_bytes) // 64) * 64
+
+
+def record_bytes(key_bytes: int, stored_bytes: int) -> int:
+    """Room a record takes in its segment."""
+    return aligned(record_header_bytes(key_bytes, stored_bytes) + stored_bytes)
+
+
+def footer_bytes(count: int, key_bytes: int) -> int:
+    """Room of a footer of so many entries whose keys have so many bytes together."""
+    return aligned(count * ENTRY.itemsize + key_bytes + TRAILER_BYTES)
+
+
+def payload_digest(payload: memoryview) -> bytes:
+    """xxh3-128 of stored bytes; releases the interpreter lock."""
+    return xxhash.xxh3_128_digest(payload)

@@ -1,0 +1,114 @@
+"""What a segment holds, from its footer or, if it has none, from its records.
+
+Nothing here takes a lock or writes, so it works on a segment that is in use: the file may then
+grow, shrink or vanish between two reads, which looks like damage and is reported as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiered_kv.storage.admin.discovery import StoreInfo
+from tiered_kv.storage.disk.files import BLOCK, FileLayer
+from tiered_kv.storage.store.options import most_segment_bytes
+
+from .headers import (
+    FooterEntry,
+    FormatError,
+    SegmentHeader,
+    parse_footer,
+    parse_segment_header,
+    parse_trailer,
+    segment_header_bytes,
+)
+from .record import decode_record, open_record, read_blocks
+from .scanner import scan
+
+__all__ = [
+    "BlankSegment",
+    "LoadedSegment",
+    "StoreInfo",
+    "decode_record",
+    "load_segment",
+    "open_record",
+]
+
+_START_BYTES = 64 << 10
+_END_BYTES = 512 << 10
+
+
+class BlankSegment(FormatError):
+    """Not even the header of a segment was written: it is new, or was when its process died."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSegment:
+    """What a segment holds.
+
+    Attributes:
+        entries: its records in the order of the file; of a sealed one, those that lived then.
+        end: where the last record ends.
+        size: of the file.
+        sealed: whether a footer was found. If not, the records were scanned: all but those
+            of the last group by their headers alone, and what was torn is left out.
+    """
+
+    header: SegmentHeader
+    table_id: int
+    entries: list[FooterEntry]
+    end: int
+    size: int
+    sealed: bool
+
+
+def load_segment(
+    files: FileLayer, fd: int, check: Callable[[SegmentHeader], None] | None = None
+) -> LoadedSegment:
+    """What an open segment holds.
+
+    Args:
+        check: looks at the header before anything else is read.
+
+    Raises:
+        BlankSegment: it has no header yet.
+        FormatError: it has no whole header, or is longer than any segment; or ``check`` raised it.
+        OSError: the disk failed.
+    """
+    size = files.size(fd)
+    whole = size // BLOCK * BLOCK
+    start = read_blocks(files, fd, 0, min(whole, _START_BYTES))
+    if not any(start[:BLOCK]):
+        raise BlankSegment("no header was written")
+    header_bytes = segment_header_bytes(start)
+    if len(start) < header_bytes <= whole:
+        start = read_blocks(files, fd, 0, header_bytes)
+    header = parse_segment_header(start)
+    if check is not None:
+        check(header)
+    if size > most_segment_bytes(header.page_format):
+        raise FormatError("it is longer than any segment")
+    try:
+        entries = _footer(files, fd, header, size)
+    except (FormatError, OSError):
+        entries = scan(files, fd, header, whole)
+        sealed = False
+    else:
+        sealed = True
+    end = entries[-1].offset + entries[-1].nbytes if entries else header_bytes
+    return LoadedSegment(header, header.table_id, entries, end, size, sealed)
+
+
+def _footer(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
+    if size % BLOCK:
+        raise FormatError("the segment is not sealed")
+    known_from = max(header.header_bytes, size - _END_BYTES)
+    if known_from >= size:
+        raise FormatError("the segment ends with its header")
+    end = read_blocks(files, fd, known_from, size - known_from)
+    offset = parse_trailer(header, size, end)
+    if offset < header.header_bytes:
+        raise FormatError("the footer lies in the header")
+    if offset < known_from:
+        return parse_footer(header, read_blocks(files, fd, offset, size - offset))
+    return parse_footer(header, end[offset - known_from :])

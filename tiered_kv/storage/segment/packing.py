@@ -1,0 +1,186 @@
+"""Records laid out in aligned buffers, as they will lie on disk.
+
+Encoding, copying and hashing happen on any thread, before anybody knows where in which
+segment a record will lie; the headers are filled in once that is decided. Pages that are stored
+as they are stay where they are, and only their headers are in a buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tiered_kv.codecs.base import Bytes, Codec
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import BufferPool, is_blocks
+from tiered_kv.storage.disk.files import BLOCK
+
+from .headers import (
+    RecordHeader,
+    SegmentHeader,
+    pack_record_header,
+    payload_digest,
+    record_bytes,
+    record_header_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PageToWrite:
+    """A page of a put.
+
+    Attributes:
+        index: of the page in the put.
+        written: when it was first written, in seconds since 1970.
+    """
+
+    index: int
+    key: PageKey
+    page: Bytes
+    written: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRecord:
+    """A record in a batch: all but its header is in place.
+
+    Attributes:
+        start: offset of the record in the buffer, a multiple of a block.
+        nbytes: length of the record on disk, and there unless it is in two pieces.
+        digest: of plane and frame.
+        page: what follows the header, if that is alone in the buffer, with a block of its own.
+    """
+
+    index: int
+    key: PageKey
+    written: int
+    start: int
+    nbytes: int
+    plane_bytes: int
+    frame_bytes: int
+    digest: bytes
+    page: memoryview | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind it in the buffer."""
+        return self.start + (self.nbytes if self.page is None else BLOCK)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Encoded pages, one record behind the other; pages that the codec refused are left out."""
+
+    buffer: Bytes
+    records: list[PackedRecord] = field(default_factory=list)
+
+
+def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch | None:
+    """The pages as they are, if the codec and their memory allow it. They must not change until
+    they are written. To hash them is little work, and better done here, while others write: a
+    thread that hashes what it is about to write leaves the disk waiting.
+
+    Raises:
+        OSError: no memory.
+    """
+    if not isinstance(codec, RawCodec) or not all(is_blocks(item.page) for item in pages):
+        return None
+    batch = Batch(buffers.take(len(pages) * BLOCK))
+    for i, item in enumerate(pages):
+        nbytes = item.page.nbytes
+        batch.records.append(
+            PackedRecord(
+                index=item.index,
+                key=item.key,
+                written=item.written,
+                start=i * BLOCK,
+                nbytes=record_bytes(len(item.key), nbytes),
+                plane_bytes=nbytes,
+                frame_bytes=0,
+                digest=payload_digest(item.page.data),
+                page=item.page.data,
+            )
+        )
+    return batch
+
+
+def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch:
+    """Encode the pages into a buffer of the pool, to be given back by whoever wrote it."""
+    room = sum(record_bytes(len(item.key), item.page.nbytes) for item in pages)
+    batch = Batch(buffers.take(room))
+    start = 0
+    for item in pages:
+        try:
+            encoded = codec.encode(item.page)
+        except Exception:
+            # Whatever a codec thinks of one page, the others must not suffer from it.
+            logger.exception("a page could not be encoded, and is not stored")
+            continue
+        nbytes = record_bytes(len(item.key), encoded.nbytes)
+        if start + nbytes > batch.buffer.nbytes:
+            larger = buffers.take(max(2 * batch.buffer.nbytes, start + nbytes))
+            larger[:start] = batch.buffer[:start]
+            buffers.give(batch.buffer)
+            batch.buffer = larger
+        payload = start + record_header_bytes(len(item.key), encoded.nbytes)
+        middle = payload + encoded.plane.nbytes
+        end = middle + encoded.frame.nbytes
+        batch.buffer[payload:middle] = encoded.plane
+        batch.buffer[middle:end] = encoded.frame
+        batch.buffer[end : start + nbytes] = 0
+        batch.records.append(
+            PackedRecord(
+                index=item.index,
+                key=item.key,
+                written=item.written,
+                start=start,
+                nbytes=nbytes,
+                plane_bytes=encoded.plane.nbytes,
+                frame_bytes=encoded.frame.nbytes,
+                digest=payload_digest(batch.buffer.data[payload:end]),
+            )
+        )
+        start += nbytes
+    return batch
+
+
+def finish_headers(
+    buffer: Bytes,
+    segment: SegmentHeader,
+    table_id: int,
+    records: Sequence[PackedRecord],
+    ordinal: int,
+    group: int,
+) -> list[memoryview]:
+    """Fill in the headers of neighbouring records; returns the bytes to write, in pieces.
+
+    Args:
+        ordinal: of the first of them in its segment.
+        group: ordinal of the first record of the group they belong to.
+    """
+    data, pieces = buffer.data, []
+    begin = records[0].start
+    for i, record in enumerate(records):
+        header = pack_record_header(
+            segment,
+            table_id,
+            RecordHeader(
+                record.key,
+                ordinal + i,
+                group,
+                record.written,
+                record.plane_bytes,
+                record.frame_bytes,
+                record.digest,
+            ),
+        )
+        data[record.start : record.start + len(header)] = header
+        if record.page is not None:
+            pieces += [data[begin : record.end], record.page]
+            begin = record.end
+    end = records[-1].end
+    return pieces if begin == end else [*pieces, data[begin:end]]

@@ -1,0 +1,84 @@
+"""One record out of a segment: read, checked and decoded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, Codec, EncodedPage
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned_bytes
+from tiered_kv.storage.disk.files import FileLayer, read_exactly
+
+from .headers import FormatError, RecordHeader, SegmentHeader, parse_record_header, payload_digest
+
+
+def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryview:
+    """Whole blocks of a file, in a buffer of their own.
+
+    Raises:
+        OSError: the disk failed, or the file ends before that.
+    """
+    buffer = aligned_bytes(nbytes).data[:nbytes]
+    read_exactly(files, fd, [buffer], offset)
+    return buffer
+
+
+def open_record(
+    header: SegmentHeader, table_id: int, key: PageKey, record: memoryview
+) -> tuple[RecordHeader, EncodedPage]:
+    """The stored page in the bytes of a record, which it aliases.
+
+    Raises:
+        FormatError: they are no record of that page and segment, or damaged.
+    """
+    found = parse_record_header(header, table_id, record)
+    if found.key != key:
+        raise FormatError("a record of another page")
+    middle = found.header_bytes + found.plane_bytes
+    end = middle + found.frame_bytes
+    if end > len(record):
+        raise FormatError("the record is cut off")
+    if payload_digest(record[found.header_bytes : end]) != found.digest:
+        raise FormatError("the page is damaged")
+    payload = np.frombuffer(record, np.uint8)
+    return found, EncodedPage(payload[found.header_bytes : middle], payload[middle:end])
+
+
+def check_page(
+    header: SegmentHeader, table_id: int, key: PageKey, start: memoryview, page: Bytes
+) -> None:
+    """Check a page that was read without its record, given the record's header.
+
+    Raises:
+        FormatError: the header is not of that page and segment, or either is damaged.
+    """
+    found = parse_record_header(header, table_id, start)
+    if found.key != key:
+        raise FormatError("a record of another page")
+    if (found.plane_bytes, found.frame_bytes) != (page.nbytes, 0):
+        raise FormatError("the record has another length")
+    if payload_digest(page.data) != found.digest:
+        raise FormatError("the page is damaged")
+
+
+def decode_record(
+    header: SegmentHeader,
+    table_id: int,
+    codec: Codec,
+    key: PageKey,
+    record: memoryview,
+    out: Bytes,
+) -> RecordHeader:
+    """Check the bytes of a record and decode its page into ``out``.
+
+    Raises:
+        FormatError: they are no whole record of that page; ``out`` may hold anything.
+    """
+    found, encoded = open_record(header, table_id, key, record)
+    try:
+        codec.decode(encoded, out)
+    except Exception as error:
+        # CodecError by contract; but whatever a codec thinks of a page, its neighbours must not
+        # suffer from it.
+        raise FormatError(f"the page cannot be decoded: {error}") from error
+    return found

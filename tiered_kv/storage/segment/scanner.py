@@ -1,0 +1,122 @@
+"""Finding the records of a segment that was never sealed, whatever became of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_kv.storage.disk.files import BLOCK, FileLayer
+
+from .headers import (
+    RECORD_MAGIC,
+    FooterEntry,
+    FormatError,
+    RecordHeader,
+    SegmentHeader,
+    parse_record_header,
+)
+from .record import open_record, read_blocks
+
+_READ_BYTES = 1 << 20
+_SMALL_BYTES = 128 << 10
+"""Of a record beside which its neighbours are read: of larger ones the header alone."""
+
+
+def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
+    """Where the records lie, in the order of the file.
+
+    Those of the last group are read in whole, since the process may have died while it wrote
+    them; the others are found by their headers alone. Behind a damaged one no other is lost.
+
+    Args:
+        size: of the file, in whole blocks.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    segment = _Segment(files, fd, header, header.table_id, size)
+    found = list(segment.records())
+    last_group = found[-1][1].group if found else 0
+    return [
+        FooterEntry(record.key, at, record.plane_bytes, record.frame_bytes, record.written)
+        for at, record in found
+        if record.ordinal < last_group or segment.is_whole(at, record)
+    ]
+
+
+@dataclass(slots=True)
+class _Window:
+    """What was read last of a file of so many bytes."""
+
+    files: FileLayer
+    fd: int
+    size: int
+    begin: int = 0
+    content: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def from_(self, offset: int, nbytes: int) -> memoryview:
+        """Whole blocks from an offset on, one at least; so many bytes of them if they must be
+        read."""
+        if not self.begin <= offset < self.begin + len(self.content):
+            nbytes = min(nbytes, self.size - offset)
+            self.content = read_blocks(self.files, self.fd, offset, nbytes)
+            self.begin = offset
+        return self.content[offset - self.begin :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A file that begins like a segment."""
+
+    files: FileLayer
+    fd: int
+    header: SegmentHeader
+    table_id: int
+    size: int
+
+    def records(self) -> Iterator[tuple[int, RecordHeader]]:
+        """Every record from the first on, and where it begins."""
+        window = _Window(self.files, self.fd, self.size)
+        offset, ordinal, ahead = self.header.header_bytes, 0, BLOCK
+        while offset < self.size:
+            start = window.from_(offset, ahead)[:BLOCK]
+            record = self._parse(start, ordinal, self.size - offset)
+            if record is None:
+                later = self._search(window, offset + BLOCK, ordinal)
+                if later is None:
+                    return
+                offset, record = later
+            yield offset, record
+            offset, ordinal = offset + record.nbytes, record.ordinal + 1
+            ahead = _READ_BYTES if record.nbytes <= _SMALL_BYTES else BLOCK
+
+    def is_whole(self, offset: int, record: RecordHeader) -> bool:
+        stored = read_blocks(self.files, self.fd, offset, record.nbytes)
+        try:
+            open_record(self.header, self.table_id, record.key, stored)
+        except FormatError:
+            return False
+        return True
+
+    def _parse(self, start: memoryview, least: int, room: int) -> RecordHeader | None:
+        """The record that begins so, if its ordinal is at least that, and it has room."""
+        try:
+            record = parse_record_header(self.header, self.table_id, start)
+        except FormatError:
+            return None
+        return record if record.ordinal >= least and record.nbytes <= room else None
+
+    def _search(self, window: _Window, offset: int, least: int) -> tuple[int, RecordHeader] | None:
+        """The next record behind something that is none, and where it begins."""
+        while offset < self.size:
+            chunk = window.from_(offset, _READ_BYTES)
+            firsts = np.frombuffer(chunk, "S4")[:: BLOCK // 4]
+            for at in (np.flatnonzero(firsts == RECORD_MAGIC) * BLOCK).tolist():
+                room = self.size - offset - at
+                record = self._parse(chunk[at : at + BLOCK], least, room)
+                if record is not None:
+                    return offset + at, record
+            offset += len(chunk)
+        return None

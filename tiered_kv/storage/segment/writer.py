@@ -1,0 +1,201 @@
+"""Appending to a segment: groups of records that become durable together, then a footer."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.storage.disk.aligned import BufferPool, write_content
+from tiered_kv.storage.disk.files import FileLayer, write_exactly
+
+from .headers import FooterEntry, SegmentHeader, footer_bytes, pack_footer, pack_segment_header
+from .packing import PackedRecord, finish_headers
+
+WORTH_CUTTING = 64
+"""A segment is cut if more than one part in so many would be: to give room back takes a file
+system as long as writing several MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """How a group of records fared.
+
+    Attributes:
+        durable: places of those that are durable, in the order of the segment.
+        indices: their indices in the put.
+        error: why the others are not. The segment must be sealed then.
+    """
+
+    durable: list[FooterEntry]
+    indices: list[int]
+    error: OSError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Neighbouring records on their way to the disk."""
+
+    records: Sequence[PackedRecord]
+    places: list[FooterEntry]
+    future: Future[None]
+
+
+class SegmentWriter:
+    """The growing end of a segment. One thread owns it; the disk is written by ``threads``.
+
+    Args:
+        fd: of a new segment of ``size`` zeros.
+        named: done when the file's name outlives a power cut.
+
+    Attributes:
+        end: where the next record goes.
+    """
+
+    def __init__(
+        self,
+        files: FileLayer,
+        fd: int,
+        header: SegmentHeader,
+        size: int,
+        buffers: BufferPool,
+        named: Future[None],
+    ) -> None:
+        self.end = header.header_bytes
+        self._files = files
+        self._fd = fd
+        self._header = header
+        self._table_id = header.table_id
+        self._size = size
+        self._buffers = buffers
+        self._named = named
+        self._count = 0
+        self._key_bytes = 0
+        self._group = 0
+        self._flights: list[_Flight] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether no record was ever placed."""
+        return self._count == 0
+
+    @property
+    def room(self) -> int:
+        """Bytes behind the last record."""
+        return self._size - self.end
+
+    def begin(self) -> None:
+        """Write the segment's own header; the first commit makes it durable.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        write_content(self._files, self._fd, pack_segment_header(self._header), 0, self._buffers)
+
+    def fitting(self, records: Sequence[PackedRecord]) -> int:
+        """How many of the records, from the first on, have room beside the footer."""
+        end, keys = self.end, self._key_bytes
+        for i, record in enumerate(records):
+            end += record.nbytes
+            keys += len(record.key)
+            if end + footer_bytes(self._count + i + 1, keys) > self._size:
+                return i
+        return len(records)
+
+    def append(
+        self, buffer: Bytes, records: Sequence[PackedRecord], threads: Executor, in_flight: int
+    ) -> Future[None]:
+        """Begin to write neighbouring records that fit; the buffer is in use until the result
+        is there. Waits while ``in_flight`` writes are under way."""
+        waiting = [flight for flight in self._flights if not flight.future.done()]
+        if len(waiting) >= in_flight:
+            waiting[0].future.exception()
+        future = threads.submit(self._write, buffer, records, self.end, self._count, self._group)
+        # While the disk is busy: once it is done, a page is one step from being found.
+        self._flights.append(_Flight(records, list(_places(records, self.end)), future))
+        self.end += sum(record.nbytes for record in records)
+        self._count += len(records)
+        self._key_bytes += sum(len(record.key) for record in records)
+        return future
+
+    def _write(
+        self,
+        buffer: Bytes,
+        records: Sequence[PackedRecord],
+        offset: int,
+        ordinal: int,
+        group: int,
+    ) -> None:
+        pieces = finish_headers(buffer, self._header, self._table_id, records, ordinal, group)
+        try:
+            write_exactly(self._files, self._fd, pieces, offset)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            # Memory that a disk cannot take from.
+            write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
+
+    def commit(self) -> Commit:
+        """Make everything appended since the last commit durable."""
+        flights, self._flights = self._flights, []
+        errors = [flight.future.exception() for flight in flights]
+        whole = next((i for i, error in enumerate(errors) if error is not None), len(flights))
+        error = errors[whole] if whole < len(flights) else None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if whole:
+            try:
+                self._files.fdatasync(self._fd)
+                self._named.result()
+            except OSError as failure:
+                # What was written may or may not be there, and asking again would not tell.
+                whole, error = 0, failure
+            else:
+                start = flights[0].places[0].offset
+                self._files.uncache(self._fd, start, self.end - start)
+        if whole < len(flights):
+            self.end = flights[whole].places[0].offset
+        self._group = self._count
+        durable = flights[:whole]
+        return Commit(
+            [place for flight in durable for place in flight.places],
+            [record.index for flight in durable for record in flight.records],
+            error,
+        )
+
+
+def _places(records: Sequence[PackedRecord], offset: int) -> Iterator[FooterEntry]:
+    for record in records:
+        yield FooterEntry(
+            record.key, offset, record.plane_bytes, record.frame_bytes, record.written
+        )
+        offset += record.nbytes
+
+
+def write_footer(
+    files: FileLayer,
+    fd: int,
+    header: SegmentHeader,
+    end: int,
+    entries: Sequence[FooterEntry],
+    buffers: BufferPool,
+) -> None:
+    """Seal a segment: a footer is the last thing in it. It need not be durable: a segment
+    without one is scanned.
+
+    Args:
+        end: of the last record. What lies between it and the footer is cut away if it is much.
+
+    Raises:
+        OSError: the disk failed. The segment is as it was, or ends in garbage.
+    """
+    size = files.size(fd)
+    nbytes = footer_bytes(len(entries), sum(len(entry.key) for entry in entries))
+    gap = size - nbytes - end
+    at_the_end = 0 <= gap <= size // WORTH_CUTTING
+    offset = size - nbytes if at_the_end else end
+    write_content(files, fd, pack_footer(header, offset, entries), offset, buffers)
+    if not at_the_end:
+        files.truncate(fd, end + nbytes)

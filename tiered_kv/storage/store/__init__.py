@@ -1,0 +1,1 @@
+"""The store: segments of one kind of page, found, written, read and reclaimed."""

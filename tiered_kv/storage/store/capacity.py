@@ -1,0 +1,228 @@
+"""Who may use how much of the disk: shares of the room under a root.
+
+Stores of all processes under one root share one capacity, and nothing but the files
+themselves says who has how much. What the disk has left is part of it: where that is less than
+was configured, less is shared. Whoever needs another segment takes ``root/capacity.lock``, adds
+up the segments there are, deletes those of stores that nobody has open (the longest unused
+first), and is refused if that is not enough or its own share is used up.
+
+Two segments are kept out of the shares: what survives is written before the segment it was in
+dies, also where a process was killed between the two and left both; and a store that comes to a
+full disk begins with one, while the others, told of it when they next look, shrink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered_kv.storage.disk.files import FileLayer, open_plain
+from tiered_kv.storage.disk.folders import begins_like_segment, segment_files, store_folders
+
+from .locks import LOCK_NAME, is_locked, try_lock
+from .options import StoreOptions
+
+_FRESH_S = 1.0
+_KEPT_FREE = 2
+"""Segments that are nobody's share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of segments under a root.
+
+    Attributes:
+        own: of the store that asks.
+        dead: of stores that nobody has open.
+        total: of all.
+        live: number of stores that are open, the one that asks included.
+        free: what the disk has left.
+    """
+
+    own: int
+    dead: int
+    total: int
+    live: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a store may still allocate, in bytes.
+
+    Attributes:
+        segment: what its next segment will take.
+        share: what is due to it.
+        owed: its share less what it has; below zero if it has more.
+        room: what it gets of that without others giving way.
+        blocked: whether it gets not even one segment.
+    """
+
+    segment: int
+    share: int
+    owed: int
+    room: int
+    blocked: bool
+
+
+class Capacity:
+    """The share of one store in the room under its root. The caller holds the store's lock."""
+
+    def __init__(self, files: FileLayer, options: StoreOptions) -> None:
+        self._files = files
+        self._options = options
+        self._usage = Usage(0, 0, 0, 1, options.capacity_bytes)
+        self._usage_at = -math.inf
+        self._refused = False
+        self._stuck = 0  # bytes of nobody's stores that do not go
+
+    def make_room(self, *, while_reclaiming: bool) -> int | None:
+        """Bytes of the one more segment that may be allocated now; None if none may. The caller
+        has the root locked, and allocates before it unlocks it.
+
+        Args:
+            while_reclaiming: the segment takes what lives in another, which dies at once.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        usage = self._measure()
+        size = self._segment(self._limit(usage))
+        wanted = size if while_reclaiming else _wanted(usage, size)
+        excess = usage.total + wanted - self._limit(usage)
+        if excess > 0 and usage.dead:
+            self.delete_dead(excess)
+            usage = self._measure()
+        if usage.total + wanted > self._limit(usage):
+            self._stuck = usage.dead
+            return None
+        below_share = usage.own + size <= self._share(usage.live, self._limit(usage), size)
+        return size if while_reclaiming or below_share else None
+
+    def delete_dead(self, nbytes: int) -> bool:
+        """Delete segments of stores that nobody has open until so many bytes are free. The caller
+        has the root locked.
+
+        Returns:
+            Whether there were any.
+        """
+        freed = 0
+        dead = [f for f in store_folders(self._options.root).paths if f != self._options.folder]
+        for folder in sorted(dead, key=_last_use):
+            if freed >= nbytes:
+                break
+            with contextlib.suppress(OSError):
+                fd = open_plain(folder / LOCK_NAME, os.O_RDWR)
+                try:
+                    if try_lock(fd):
+                        freed += self._delete_segments(folder, nbytes - freed)
+                finally:
+                    os.close(fd)
+        return freed > 0
+
+    def _delete_segments(self, folder: Path, nbytes: int) -> int:
+        """The oldest first; returns how many bytes that freed."""
+        freed = 0
+        for path, size in segment_files(folder).sizes.items():
+            if freed >= nbytes:
+                break
+            if begins_like_segment(path):
+                self._files.unlink(path)
+                freed += size
+        self._files.sync_folder(folder)
+        return freed
+
+    def changed(self) -> None:
+        """A segment came or went: what was measured is no longer true."""
+        self._usage_at = -math.inf
+
+    def refused(self) -> None:
+        """The disk is full, or a quota of it used up: whatever was measured, there is no more
+        room than is taken."""
+        self._refused = True
+        self.changed()
+
+    def granted(self) -> None:
+        """The disk gave room, or was given some back."""
+        self._refused = False
+        self.changed()
+
+    @property
+    def segment_bytes(self) -> int:
+        """What the next segment will take: less than usual where the disk has little room."""
+        return self.outlook().segment
+
+    @property
+    def limit(self) -> int:
+        """Bytes of segments that have room under the root, at most a second ago."""
+        return self._limit(self._fresh())
+
+    def outlook(self) -> Outlook:
+        """What this store may still allocate, as measured at most a second ago."""
+        usage = self._fresh()
+        limit = usage.total if self._refused else self._limit(usage)
+        segment = self._segment(self._limit(usage))
+        share = self._share(usage.live, limit, segment)
+        dead = 0 if self._refused else max(0, usage.dead - self._stuck)
+        free = limit - usage.total + dead - _wanted(usage, segment)  # beside the next segment
+        return Outlook(
+            segment=segment,
+            share=share,
+            owed=share - usage.own,
+            room=min(share - usage.own, max(0, free + segment)),
+            blocked=free < 0,
+        )
+
+    def _fresh(self) -> Usage:
+        if time.monotonic() - self._usage_at > _FRESH_S:
+            with contextlib.suppress(OSError):
+                self._measure()
+        return self._usage
+
+    def _limit(self, usage: Usage) -> int:
+        return min(self._options.capacity_bytes, usage.total + usage.free)
+
+    def _segment(self, limit: int) -> int:
+        return self._options.segment_bytes_of(limit)
+
+    def _share(self, live: int, limit: int, segment: int) -> int:
+        return max(segment, (limit - _KEPT_FREE * segment) // max(1, live))
+
+    def _measure(self) -> Usage:
+        own = segment_files(self._options.folder).nbytes
+        dead, total, live = 0, own, 1
+        for folder in store_folders(self._options.root).paths:
+            if folder == self._options.folder:
+                continue
+            nbytes = segment_files(folder).nbytes
+            total += nbytes
+            if _open_elsewhere(folder):
+                live += 1
+            else:
+                dead += nbytes
+        free = self._files.free(self._options.root)
+        self._usage = Usage(own, dead, total, live, free)
+        self._stuck = min(self._stuck, dead)
+        self._usage_at = time.monotonic()
+        return self._usage
+
+
+def _wanted(usage: Usage, segment: int) -> int:
+    """Room that must be there for another segment: what survives must still find some."""
+    return 2 * segment if usage.own else segment
+
+
+def _last_use(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return (folder / LOCK_NAME).lstat().st_mtime
+    return 0.0
+
+
+def _open_elsewhere(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return is_locked(folder / LOCK_NAME)
+    return False

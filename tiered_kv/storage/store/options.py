@@ -1,0 +1,117 @@
+"""What a store is told when it is opened, and what it counts from then on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, Codec, PageFormat
+from tiered_kv.storage.disk.files import BLOCK
+from tiered_kv.storage.segment.headers import MAX_KEY_BYTES, footer_bytes, record_bytes
+
+from .locks import StoreError
+
+SEGMENT_BYTES = 512 << 20
+MIN_PAGES = 8
+"""Pages for which every segment has room."""
+
+
+def _least_segment_bytes(page_format: PageFormat) -> int:
+    # A codec may store a little more than it was given.
+    page = page_format.page_bytes
+    record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
+    header = 16 * BLOCK
+    return header + MIN_PAGES * record + footer_bytes(MIN_PAGES, MIN_PAGES * MAX_KEY_BYTES)
+
+
+def most_segment_bytes(page_format: PageFormat) -> int:
+    """Of a segment of such pages, whatever the capacity is or was."""
+    return max(SEGMENT_BYTES, _least_segment_bytes(page_format))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Where a store lies, whose pages it holds and how much room it may take.
+
+    Attributes:
+        root: folder shared by all ranks, replicas and fingerprints.
+        fingerprint: 16 bytes; pages of other fingerprints are in other folders.
+        capacity_bytes: for the segments of all stores under the root; less where the disk has
+            less room.
+        io_threads: threads that encode, decode, read and write.
+    """
+
+    root: Path
+    fingerprint: bytes
+    replica: int
+    rank: int
+    ranks: int
+    page_format: PageFormat
+    capacity_bytes: int
+    io_threads: int = 4
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.fingerprint.hex() / f"{self.replica}-{self.rank}"
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a segment, where the disk has room for all of the capacity."""
+        return self.segment_bytes_of(self.capacity_bytes)
+
+    def segment_bytes_of(self, capacity_bytes: int) -> int:
+        """Of a segment under that capacity: a sixteenth of a rank's, within reason."""
+        least = _least_segment_bytes(self.page_format)
+        fair = capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
+        return max(least, min(SEGMENT_BYTES, fair))
+
+    def is_page(self, page: Bytes) -> bool:
+        """Whether an array is one page of these."""
+        return (
+            page.dtype == np.uint8
+            and page.shape == (self.page_format.page_bytes,)
+            and page.flags.c_contiguous
+        )
+
+    def check(self, codec: Codec) -> None:
+        """Whether a store can be opened with that codec for new pages.
+
+        Raises:
+            StoreError: it cannot.
+        """
+        if len(self.fingerprint) != 16:
+            raise StoreError("the fingerprint of a store has 16 bytes")
+        if codec.page_format != self.page_format:
+            raise StoreError("the codec must be made for the page format of the store")
+        if self.capacity_bytes < 2 * self.segment_bytes:
+            needed = 2 * self.segment_bytes / (1 << 30)
+            raise StoreError(
+                f"{self.capacity_bytes} bytes have no room for two segments of "
+                f"{MIN_PAGES} pages: raise TIERED_KV_SSD_GIB to {needed:.2f} or more"
+            )
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """What a store did since it was opened. Bytes written and read are stored bytes."""
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    pages_bad: int = 0
+    """Pages found damaged, or whose reading failed; each was dropped."""
+    pages_refused: int = 0
+    """Pages of puts that were not stored, whatever the reason."""
+    no_room: int = 0
+    """Times a segment was wanted and could not be had."""
+    write_errors: int = 0
+    read_errors: int = 0
+    segments_bad: int = 0
+    """Segments found on opening that could not be used."""
+
+
+def io_threads(cores: int) -> int:
+    """Threads of a store that may use so many cores: two for each, since half of them wait for
+    the disk, and four at least, which is the depth a disk wants."""
+    return max(4, min(8, 2 * cores))

@@ -1,0 +1,171 @@
+"""Putting pages: encoded on several threads, written in large writes, durable together."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.segment.headers import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
+from tiered_kv.storage.segment.packing import Batch, PageToWrite, batch_in_place, pack_batch
+
+from .catalogue import Catalogue, Segment
+from .codec_training import Training
+from .context import WRITE_BYTES, StoreMeans
+from .segment_lifecycle import SegmentMaker
+
+logger = logging.getLogger(__name__)
+
+
+class Putter:
+    """Appends pages to the active segment, and begins and seals segments on the way."""
+
+    def __init__(
+        self, means: StoreMeans, catalogue: Catalogue, maker: SegmentMaker, training: Training
+    ) -> None:
+        self._means = means
+        self._catalogue = catalogue
+        self._maker = maker
+        self._training = training
+        self._full: Segment | None = None  # during a put: still being written, and to be sealed
+
+    def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        """See ``SegmentStore.put``."""
+        last = {key: i for i, (key, _) in enumerate(pages)}
+        now = seconds_now()
+        is_page = self._means.options.is_page
+        fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
+            PageToWrite(i, key, page, now)
+            for i, (key, page) in enumerate(pages)
+            if last[key] == i and _is_key(key) and is_page(page)
+        )
+        if self._training.wanted:
+            active, seen = self._catalogue.active, list(fit)
+            if self._training.see([item.page for item in seen]) and active is not None:
+                self._maker.seal(active)
+            fit = iter(seen)
+        stored = self.append(fit)
+        failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
+        self._means.stats.pages_refused += len(failed)
+        return failed
+
+    def append(self, items: Iterable[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
+        """Encode pages and write them while others are encoded; returns the indices of those
+        that are durable.
+
+        Args:
+            while_reclaiming: they come from a segment that dies at once.
+        """
+        means = self._means
+        stored: set[int] = set()
+        page_bytes = means.options.page_format.page_bytes
+        source = _slices(items, max(1, WRITE_BYTES // page_bytes))
+        packing: deque[Future[Batch] | Batch] = deque()
+        going_on = True
+        while True:
+            while going_on and len(packing) <= means.options.io_threads:
+                if (pages := next(source, None)) is None:
+                    break
+                packing.append(self._pack(pages))
+                if isinstance(packing[0], Batch):
+                    break
+            if not packing:
+                break
+            try:
+                first = packing.popleft()
+                batch = first if isinstance(first, Batch) else first.result()
+            except OSError as error:  # no memory
+                means.write_failed("pages cannot be encoded", error)
+                going_on = False
+            else:
+                going_on = going_on and self._place(batch, stored, while_reclaiming)
+        self._commit_full(stored)
+        if (active := self._catalogue.active) is not None:
+            self._commit(active, stored)
+        return stored
+
+    def _pack(self, pages: Sequence[PageToWrite]) -> Future[Batch] | Batch:
+        means, codec = self._means, self._training.codec
+        with suppress(OSError):  # no memory; the other way finds out, too
+            if (batch := batch_in_place(codec, pages, means.buffers)) is not None:
+                return batch
+        return means.threads.submit(pack_batch, codec, pages, means.buffers)
+
+    def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
+        """Begin to write a batch, in as many segments as it takes; False if that ends here."""
+        means, records = self._means, batch.records
+        earlier = list[Future[None]]()
+        while records:
+            active = self._catalogue.active
+            if active is None or active is self._full:
+                active = self._maker.begin(self._training.codec, while_reclaiming=while_reclaiming)
+            if active is None or active.writer is None:
+                return False
+            count = active.writer.fitting(records)
+            if count == 0 and active.writer.empty:
+                logger.error("a page of %d bytes fits no segment", records[0].nbytes)
+                records = records[1:]
+            elif count == 0:
+                # It is sealed once what is under way is written; the disk does not wait for that.
+                if not self._commit_full(stored):
+                    return False
+                self._full = active
+            else:
+                write = active.writer.append(
+                    batch.buffer, records[:count], means.threads, 2 * means.options.io_threads
+                )
+                records = records[count:]
+                if records:
+                    earlier.append(write)
+                else:
+                    # A future keeps what is called when it is done: if that led back to it, both
+                    # would hold the buffer until Python looks for cycles, minutes later.
+                    write.add_done_callback(partial(self._give, batch.buffer, tuple(earlier)))
+        return True
+
+    def _give(self, buffer: Bytes, earlier: Sequence[Future[None]], _: Future[None]) -> None:
+        """The buffer of writes of which the last is done. The others began before it, but each
+        goes to a segment of its own, and may take longer."""
+        wait(earlier)
+        self._means.buffers.give(buffer)
+
+    def _commit_full(self, stored: set[int]) -> bool:
+        """Seal the segment that was full before the active one, if there is one."""
+        full, self._full = self._full, None
+        if full is None or not self._commit(full, stored):
+            return full is None
+        self._maker.seal(full)
+        return True
+
+    def _commit(self, segment: Segment, stored: set[int]) -> bool:
+        """What was placed becomes durable, and then visible; False if some of it failed."""
+        assert segment.writer is not None
+        commit = segment.writer.commit()
+        segment.end = segment.writer.end
+        emptied = self._catalogue.insert(segment, commit.durable)
+        stored.update(commit.indices)
+        written = sum(place.stored_bytes for place in commit.durable)
+        self._means.stats.bytes_written += written
+        for one in emptied:
+            self._catalogue.delete_if_empty(one)
+        if commit.error is None:
+            return True
+        self._maker.fail(segment, commit.error)
+        return False
+
+
+def _is_key(key: PageKey) -> bool:
+    return MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES
+
+
+def _slices(items: Iterable[PageToWrite], step: int) -> Iterator[Sequence[PageToWrite]]:
+    """Pages for one write each."""
+    source = iter(items)
+    while pages := list(islice(source, step)):
+        yield pages

@@ -1,0 +1,132 @@
+"""Finding what earlier processes stored.
+
+The segments are the only truth. Opening reads their footers; what a killed process
+leaves unsealed is scanned for whole records, and sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from tiered_kv.codecs.base import Codec, CodecError, PageFormat
+from tiered_kv.storage.disk.files import Access
+from tiered_kv.storage.segment.headers import FormatError, SegmentHeader
+from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
+
+from .catalogue import Catalogue, Segment
+from .context import StoreMeans
+from .segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
+from .segment_lifecycle import SegmentMaker
+
+logger = logging.getLogger(__name__)
+
+CodecFrom: TypeAlias = Callable[[int, bytes, PageFormat], Codec]
+"""The codec of stored pages, from its id, table and page format."""
+
+
+class Recovery:
+    """Fills the empty catalogue of a store that is being opened."""
+
+    def __init__(
+        self,
+        means: StoreMeans,
+        folder: SegmentFolder,
+        catalogue: Catalogue,
+        maker: SegmentMaker,
+        codec_from: CodecFrom,
+    ) -> None:
+        self._means = means
+        self._folder = folder
+        self._catalogue = catalogue
+        self._maker = maker
+        self._codec_from = codec_from
+
+    def run(self) -> None:
+        """Find every page, and leave all segments sealed.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        unsealed = []
+        for number in self._folder.numbers():
+            path = self._folder.path(number)
+            try:
+                segment, loaded = self._load(path, number)
+            except FormatError as error:
+                logger.warning("%s is deleted: %s", path, error)
+                self._means.stats.segments_bad += 1
+                self._folder.delete(path)
+            except Exception as error:  # nothing says that its pages are bad
+                logger.warning("%s cannot be read: %s", path, error)
+                self._means.stats.segments_bad += 1
+                self._folder.set_aside(path)
+            else:
+                self._catalogue.add(segment)
+                self._catalogue.insert(segment, loaded.entries)
+                if not loaded.sealed:
+                    unsealed.append(segment)
+        if any(number > NEARLY_LAST_NUMBER for number in self._catalogue.segments):
+            logger.warning(
+                "%s begins anew: its segments have run out of numbers", self._means.options.folder
+            )
+            for segment in list(self._catalogue.segments.values()):
+                self._catalogue.delete(segment)
+            self._maker.begin_anew()
+        for segment in list(self._catalogue.segments.values()):
+            if segment in unsealed or not segment.live:
+                self._maker.seal(segment)
+        self._catalogue.close_some()
+
+    def trained(self, codec_id: int) -> Codec | None:
+        """The codec of that id with the newest table, if any was trained."""
+        for segment in reversed(self._catalogue.segments.values()):
+            if segment.header.codec_id == codec_id and segment.header.table:
+                return segment.codec
+        return None
+
+    def _load(self, path: Path, number: int) -> tuple[Segment, LoadedSegment]:
+        """A segment of an earlier process.
+
+        Raises:
+            FormatError: it is of no use.
+            OSError: the disk failed.
+        """
+        files = self._means.files
+        fd = files.open(path, Access.READ, direct=self._means.direct)
+        try:
+            loaded = load_segment(files, fd, partial(self._check, number))
+            header = loaded.header
+            codec = self._codec_of(header)
+        except BaseException:
+            files.close(fd)
+            raise
+        return Segment(path, header, loaded.table_id, codec, loaded.end, fd=fd), loaded
+
+    def _check(self, number: int, header: SegmentHeader) -> None:
+        """Refuse a segment of another store.
+
+        Raises:
+            FormatError: it is one.
+        """
+        options = self._means.options
+        found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
+        here = (options.fingerprint, options.replica, options.rank, options.ranks, number)
+        if found != here:
+            raise FormatError("it belongs to another store")
+        if header.page_format != options.page_format:
+            raise FormatError("it holds pages of another format")
+
+    def _codec_of(self, header: SegmentHeader) -> Codec:
+        """One codec for all segments with the same table."""
+        for segment in self._catalogue.segments.values():
+            known = segment.header
+            if (known.codec_id, known.table) == (header.codec_id, header.table):
+                return segment.codec
+        try:
+            return self._codec_from(header.codec_id, header.table, header.page_format)
+        except CodecError as error:
+            raise FormatError(f"codec {header.codec_id} cannot be made of it: {error}") from error

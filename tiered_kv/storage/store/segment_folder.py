@@ -1,0 +1,99 @@
+"""The files of a store's segments: named, listed and deleted, if need be later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiered_kv.storage.disk.folders import SEGMENT_NAME, SEGMENT_SUFFIX
+
+from .capacity import Capacity
+from .context import StoreMeans
+
+LAST_NUMBER = 99_999_999
+"""Of a segment: its name has eight digits."""
+NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
+"""More than any disk lives to see, and fewer than one process writes lie between the two."""
+
+
+class SegmentFolder:
+    """The folder of one store."""
+
+    def __init__(self, means: StoreMeans, capacity: Capacity) -> None:
+        self._means = means
+        self._capacity = capacity
+        self._path = means.options.folder
+        self._doomed: list[Path] = []  # to be deleted, which did not work yet
+        self._unreadable: list[Path] = []  # perhaps only today
+
+    def path(self, number: int) -> Path:
+        return self._path / f"{number:08}{SEGMENT_SUFFIX}"
+
+    def numbers(self) -> list[int]:
+        """Numbers of the segments that are there, oldest first.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        names = self._means.files.names(self._path)
+        return sorted(int(Path(name).stem) for name in names if SEGMENT_NAME.fullmatch(name))
+
+    def next_number(self) -> int:
+        """Greater than those of the segments that are there; what has a number that no segment
+        lives to have does not count.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        numbers = [number for number in self.numbers() if number <= NEARLY_LAST_NUMBER]
+        return max(numbers, default=0) + 1
+
+    def sync(self) -> None:
+        """What was created and deleted stays so.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._means.files.sync_folder(self._path)
+
+    def delete(self, path: Path) -> None:
+        """A file that cannot be deleted now is tried again later. One that is gone is fine."""
+        try:
+            self._means.files.unlink(path)
+            self.sync()
+        except FileNotFoundError:
+            self._capacity.changed()
+        except OSError as error:
+            self._means.write_failed(f"{path} cannot be deleted", error)
+            self._doomed.append(path)
+            self._capacity.changed()
+        else:
+            self._capacity.granted()
+
+    def retry(self) -> None:
+        """Delete what could not be deleted before."""
+        doomed, self._doomed = self._doomed, []
+        for path in doomed:
+            self.delete(path)
+
+    def set_aside(self, path: Path) -> None:
+        """A segment that cannot be read now stays, for as long as there is room."""
+        self._unreadable.append(path)
+
+    def delete_set_aside(self) -> bool:
+        """Whether there was anything."""
+        unreadable, self._unreadable = self._unreadable, []
+        for path in unreadable:
+            self.delete(path)
+        return bool(unreadable)
+
+    def delete_all(self) -> None:
+        """Nothing is left, durably.
+
+        Raises:
+            OSError: perhaps something is.
+        """
+        self._doomed = [self.path(number) for number in self.numbers()]
+        self.retry()
+        self.sync()
+        if self._doomed:
+            raise FileExistsError(f"{self._doomed[0]} cannot be deleted")

@@ -1,0 +1,166 @@
+"""The life of a segment while it can change: begun where there is room, sealed when full."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from tiered_kv.codecs.base import Codec
+from tiered_kv.storage.disk.files import Access
+from tiered_kv.storage.segment.headers import SegmentHeader, seconds_now
+from tiered_kv.storage.segment.writer import SegmentWriter, write_footer
+
+from .capacity import Capacity
+from .catalogue import Catalogue, Segment
+from .context import StoreMeans, is_full
+from .locks import StoreLock, root_locked
+from .segment_folder import LAST_NUMBER, SegmentFolder
+
+
+class SegmentMaker:
+    """Makes the segments of one store, and numbers them.
+
+    Args:
+        lock: of the store; once its file is removed by hand, nothing is begun any more.
+
+    Raises:
+        OSError: the disk failed.
+    """
+
+    def __init__(
+        self,
+        means: StoreMeans,
+        folder: SegmentFolder,
+        catalogue: Catalogue,
+        capacity: Capacity,
+        lock: StoreLock,
+    ) -> None:
+        self._means = means
+        self._folder = folder
+        self._catalogue = catalogue
+        self._capacity = capacity
+        self._lock = lock
+        self._next_number = folder.next_number()
+
+    def begin(self, codec: Codec, *, while_reclaiming: bool) -> Segment | None:
+        """Another active segment; None if there is no room, or the disk failed. There is no
+        active one yet."""
+        means = self._means
+        segment: Segment | None = None
+        try:
+            self._folder.retry()
+            if not self._lock.held:
+                raise FileNotFoundError(f"{self._lock.path} was removed")
+            with root_locked(means.options.root):
+                size = self._make_room(while_reclaiming)
+                if size is None:
+                    means.no_room(self._capacity.limit)
+                    return None
+                segment = self._create(codec, size)
+                assert segment.fd is not None
+                self._preallocate(segment.fd, size)
+            named = means.threads.submit(self._folder.sync)
+            segment.writer = SegmentWriter(
+                means.files, segment.fd, segment.header, size, means.buffers, named
+            )
+            segment.writer.begin()
+        except OSError as error:
+            self._failed("a segment cannot be created", error)
+            if segment is not None:
+                self._catalogue.close(segment)
+                self._folder.delete(segment.path)
+            if is_full(error):
+                self._capacity.refused()
+            return None
+        self._capacity.granted()
+        self._lock.touch()
+        self._catalogue.add(segment)
+        return segment
+
+    def _create(self, codec: Codec, size: int) -> Segment:
+        """A new file, under the next number that is free."""
+        while True:
+            header = self._header(codec)
+            path = self._folder.path(header.number)
+            self._next_number += 1
+            try:
+                fd = self._means.files.open(path, Access.CREATE, direct=self._means.direct)
+            except FileExistsError:
+                continue  # something that is none of our segments
+            except OSError as error:
+                if not is_full(error) or not self._others_give_way(size):
+                    raise
+            else:
+                return Segment(path, header, header.table_id, codec, header.header_bytes, fd=fd)
+
+    def _preallocate(self, fd: int, size: int) -> None:
+        while True:
+            try:
+                self._means.files.preallocate(fd, size)
+            except OSError as error:
+                if not is_full(error) or not self._others_give_way(size):
+                    raise
+            else:
+                return
+
+    def begin_anew(self) -> None:
+        """The store was emptied because it ran out of numbers."""
+        self._next_number = 1
+
+    def _header(self, codec: Codec) -> SegmentHeader:
+        if self._next_number > LAST_NUMBER:
+            raise OSError(errno.ERANGE, "the segments of a store have run out of numbers")
+        options = self._means.options
+        return SegmentHeader(
+            fingerprint=options.fingerprint,
+            nonce=int.from_bytes(os.urandom(8), "little"),
+            number=self._next_number,
+            created=seconds_now(),
+            page_format=options.page_format,
+            codec_id=codec.codec_id,
+            rank=options.rank,
+            ranks=options.ranks,
+            replica=options.replica,
+            table=codec.table,
+        )
+
+    def _make_room(self, while_reclaiming: bool) -> int | None:
+        size = self._capacity.make_room(while_reclaiming=while_reclaiming)
+        if size is None and self._folder.delete_set_aside():
+            return self._capacity.make_room(while_reclaiming=while_reclaiming)
+        return size
+
+    def _others_give_way(self, nbytes: int) -> bool:
+        """Room for so many bytes, although the disk had been thought to have it; False if there
+        is nothing that could go."""
+        return self._capacity.delete_dead(nbytes) or self._folder.delete_set_aside()
+
+    def fail(self, segment: Segment, error: OSError) -> None:
+        """A write to the segment failed: nothing may follow what may be torn."""
+        self._failed(f"pages cannot be written to {segment.path}", error)
+        self.seal(segment)
+        if is_full(error):
+            self._capacity.refused()
+
+    def _failed(self, what: str, error: OSError) -> None:
+        self._means.write_failed(what, error)
+        self._capacity.changed()
+
+    def seal(self, segment: Segment) -> None:
+        """Nothing more is appended to the segment: give it a footer, or delete it if it is of
+        no use. A footer that cannot be written is done without."""
+        means, writable = self._means, segment.writer is not None
+        segment.writer = None
+        if not segment.live:
+            self._catalogue.delete(segment)
+            return
+        try:
+            if not writable:
+                self._catalogue.close(segment)
+                segment.fd = means.files.open(segment.path, Access.WRITE, direct=means.direct)
+            fd = self._catalogue.open(segment)
+            places = segment.places()
+            write_footer(means.files, fd, segment.header, segment.end, places, means.buffers)
+        except OSError as error:
+            means.write_failed(f"{segment.path} cannot be sealed", error)
+        self._capacity.changed()

@@ -1,0 +1,1 @@
+"""vLLM's scheduler and engine, run by tests."""

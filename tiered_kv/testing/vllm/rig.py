@@ -1,0 +1,382 @@
+"""vLLM's real scheduler and our real connector around a model that checks its KV.
+
+The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for
+each token, 8 bytes that depend on every token before it, and reads them back whenever
+the token is attended to (``runner``). So a page with the wrong bytes is noticed in the
+step that uses it, and what the model samples is a function of the context alone: outputs with
+and without the connector can be compared.
+
+vLLM and torch are imported when a rig is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.testing.policies import FixedPin
+
+from .engine import EngineSize, engine_config, kv_config, make_scheduler
+from .runner import CELL, VOCABULARY, CheckingRunner, kv, sample
+
+
+@dataclass(frozen=True, slots=True)
+class RigOptions:
+    """Size of the engine.
+
+    Attributes:
+        blocks: blocks of the VRAM pool, vLLM's null block included.
+        extra: the connector's settings, or None for stock vLLM.
+        in_job_order: with ``ContinuumScheduler``.
+        check_kv: write and check KV; without it the model says the same to everything,
+            and large engines are fast.
+        around: makes the engine's transfer configuration from the connector's, where that is one
+            of several.
+        ahead: asynchronous scheduling: a step is scheduled and run before the scheduler hears of
+            the one before it. As vLLM does on GPUs, and not on CPUs.
+    """
+
+    blocks: int = 64
+    block_size: int = 16
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 256
+    policy: str = "fcfs"
+    extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
+    check_kv: bool = True
+    in_job_order: bool = False
+    ahead: bool = False
+    around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+
+class Rig:
+    """An engine to drive step by step.
+
+    Args:
+        folder: where the model's config.json is written.
+        options: its size.
+    """
+
+    def __init__(self, folder: Path, options: RigOptions | None = None) -> None:
+        import torch
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+        opts = self.options = options or RigOptions()
+        size = EngineSize(
+            blocks=opts.blocks,
+            block_size=opts.block_size,
+            kv_bytes=CELL,
+            max_model_len=opts.max_model_len,
+            max_num_seqs=opts.max_num_seqs,
+            max_batched_tokens=opts.max_batched_tokens,
+            policy=opts.policy,
+            vocabulary=VOCABULARY,
+            ahead=opts.ahead,
+        )
+        self.config = engine_config(folder, size, opts.extra, opts.around)
+        layout = kv_config(size)
+        page = opts.block_size * CELL
+        hash_fn = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(opts.block_size, hash_fn)
+        self.memory = torch.zeros(page * opts.blocks, dtype=torch.uint8)
+        self._runner = CheckingRunner(
+            self.memory.numpy().reshape(opts.blocks, opts.block_size, CELL)
+        )
+        self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
+        self._late_aborts: list[str] = []
+        self.worker: Any = None
+        if opts.extra is not None:
+            from vllm.config import set_current_vllm_config
+            from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+            with set_current_vllm_config(self.config):
+                self.worker = KVConnectorFactory.create_connector(
+                    self.config, KVConnectorRole.WORKER, layout
+                )
+            self.worker.register_kv_caches({"layer.0": self.memory})
+        self.scheduler = make_scheduler(
+            self.config, layout, log_stats=True, in_job_order=opts.in_job_order
+        )
+        self.now = 1000.0
+        if opts.extra is not None:
+            self.half._clock = lambda: self.now  # TTLs pass when a test says so
+            if "policy" not in (opts.extra or {}):
+                self.policy = FixedPin()
+            handshake = self.worker.get_handshake_metadata()
+            if self.worker_half.ssd is not None:
+                self.worker_half.ssd.io._clock = lambda: self.now
+            # Its model computes nothing, so that no estimate of a prefill fits it.
+            speeds = replace(handshake.speeds, flops=0.0)
+            self.connector.set_xfer_handshake_metadata({0: replace(handshake, speeds=speeds)})
+        self.outputs: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.finished: dict[str, Any] = {}
+        self.steps = 0
+        self.scheduler_s = 0.0
+        """CPU seconds that the scheduler itself took in the last step."""
+        self.last_stats: Any = None
+        """vLLM's SchedulerStats of the last step."""
+        self._free_at_start = self.pool.get_num_free_blocks()
+
+    # -- what a test looks at -----------------------------------------------------
+
+    @property
+    def connector(self) -> Any:
+        """The connector of the scheduler side."""
+        return self.scheduler.connector
+
+    @property
+    def half(self) -> Any:
+        """The scheduler half."""
+        return _ours(self.connector).scheduler_half
+
+    @property
+    def worker_half(self) -> Any:
+        """The worker half."""
+        return _ours(self.worker).worker_half
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def policy(self) -> TurnPolicy:
+        """Where finished turns' KV waits; two seconds in VRAM if the options name none."""
+        policy: TurnPolicy = self.half.gaps.waits.policy
+        return policy
+
+    @policy.setter
+    def policy(self, policy: TurnPolicy) -> None:
+        self.half.gaps.waits.policy = policy
+
+    def count(self, name: str) -> int:
+        """A counter of the connector."""
+        return int(self.half.counters.totals[name])
+
+    # -- driving --------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        params: object = None,
+        salt: str | None = None,
+        priority: int = 0,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        resumable: bool = False,
+    ) -> Any:
+        """Send a request; returns vLLM's. ``params`` are its kv_transfer_params."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        extra = None if params is None else {"kv_transfer_params": params}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0.0,
+                extra_args=extra,
+                stop=list(stop),
+                stop_token_ids=list(stop_ids),
+            ),
+            pooling_params=None,
+            block_hasher=self._hasher,
+            cache_salt=salt,
+            priority=priority,
+            resumable=resumable,
+            arrival_time=float(len(self.prompts)),
+        )
+        self.prompts[request_id] = list(prompt)
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str, *, late: bool = False) -> None:
+        """Take a request back; ``late``: while the next step is under way, as vLLM does just
+        before it hears of it."""
+        from vllm.v1.request import RequestStatus
+
+        if late:
+            self._late_aborts.append(request_id)
+            return
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.finished.setdefault(request_id, "abort")
+
+    def step(self) -> Any:
+        """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler hears of
+        the step before, if there was one."""
+        self.steps += 1
+        began = time.thread_time()
+        output = self.scheduler.schedule()
+        scheduled = time.thread_time()
+        result = self._execute(output)
+        backend = self.worker_half.backend if self.worker is not None else None
+        if backend is not None and not self.options.check_kv:
+            backend.drain()  # a worker's copies do not hold the scheduler's interpreter
+        executed = time.thread_time()
+        self._unheard.append((output, result))
+        if not self.options.ahead or len(self._unheard) > 1 or not self.scheduler.has_requests():
+            self._hear()
+        self.scheduler_s = time.thread_time() - executed + scheduled - began
+        return output
+
+    def _hear(self) -> None:
+        """Tell the scheduler what came of the oldest step of which it has not heard."""
+        late, self._late_aborts = self._late_aborts, []
+        for request_id in late:
+            if request_id not in self.finished:
+                self.abort(request_id)
+        answers = self.scheduler.update_from_output(*self._unheard.popleft())
+        for outputs in answers.values():
+            self.last_stats = outputs.scheduler_stats
+            for one in outputs.outputs:
+                self.outputs[one.request_id].extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.finished[one.request_id] = one
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until nothing is left to do.
+
+        Raises:
+            AssertionError: no end after ``limit`` steps.
+        """
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                if not self._unheard:
+                    return
+                self._hear()
+                continue
+            output = self.step()
+            if self.worker is not None and not output.total_num_scheduled_tokens:
+                self.wait_for_worker()  # nothing to do but wait for copies
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def wait_for_worker(self) -> None:
+        """Until what was ordered of it is done; a step is needed to hear of it."""
+        half = self.worker_half
+        if half.backend is not None:
+            half.backend.drain()
+        if half.ssd is not None:
+            with half.ssd.io._changed:  # the rig's clock went on: some may be due
+                half.ssd.io._changed.notify_all()
+            assert half.ssd.io.wait_idle(300.0), "the I/O thread is stuck"
+
+    def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
+        """Send one request, run until idle, return its output."""
+        self.add(request_id, prompt, **kwargs)
+        self.run()
+        return self.outputs[request_id]
+
+    def inject(self, wrap: Callable[[Any], Any]) -> Any:
+        """Put a transfer backend around the worker's own; returns it."""
+        half = self.worker_half
+        half.backend = wrap(half.backend)
+        return half.backend
+
+    def fill(self, rounds: int = 2, *, tag: str = "rival") -> None:
+        """Run rival prompts until the whole VRAM pool has been reused."""
+        tokens = self.options.max_model_len - 8
+        needed = rounds * self.options.blocks * self.options.block_size // tokens + 1
+        for i in range(needed):
+            self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
+
+    def check_clean(self) -> None:
+        """All blocks free again, all slots accounted for, nothing in flight."""
+        free = self.pool.get_num_free_blocks()
+        assert free == self._free_at_start, f"{self._free_at_start - free} blocks leaked"
+        if self.connector is not None:
+            self.half.index.check_integrity()
+            assert self.half.planner.in_flight == 0, "orders never settled"
+            assert not self.half._turns, "turns never finished"
+            assert self.count("hook_errors") == 0, "a hook raised"
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the worker and its model -----------------------------------------------------
+
+    def _execute(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        connector_output = None
+        if self.worker is None:
+            sampled = self._forward(output)
+        else:
+            worker = self.worker
+            worker.handle_preemptions(output.kv_connector_metadata)
+            worker.bind_connector_metadata(output.kv_connector_metadata)
+            # Like vLLM's model runners: loads that this forward needs come before it.
+            if output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+            sampled = self._forward(output, self.worker_half._bad_blocks)
+            if not output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+            worker.wait_for_save()
+            results = worker.get_transfer_results(output.finished_req_ids)
+            connector_output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            worker.clear_connector_metadata()
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in ids],
+            kv_connector_output=connector_output,
+        )
+
+    def _forward(self, output: Any, bad: Collection[int] = ()) -> dict[str, list[int]]:
+        if self.options.check_kv:
+            self._runner.update(output)
+            return self._runner.forward(output.num_scheduled_tokens, bad)
+        sampled: dict[str, list[int]] = {}
+        for request_id in output.num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled[request_id] = [1] if done else []
+        return sampled
+
+
+def _ours(connector: Any) -> Any:
+    """Our connector, which may be one of several."""
+    parts = getattr(connector, "sub_connectors", (connector,))
+    return next(one for one in parts if hasattr(one, "scheduler_half"))
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    """Token ids that share no block with those of another seed."""
+    return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, tokens)]
+
+
+def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What the rig's model says to a prompt, computed without any engine."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(sample(kv(tokens)))
+    return tokens[len(prompt) :]

@@ -1,0 +1,143 @@
+"""The few calls of the CUDA runtime that torch does not offer, of the library that it loaded.
+
+Called through ctypes: a batch of copies is then three arrays of numbers, which bindings
+would want as Python lists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+
+from tiered_kv.transfer.base import Direction
+from tiered_kv.transfer.copy_plan import Numbers
+
+BATCHES_SINCE = 13
+"""cudaMemcpyBatchAsync is in CUDA 12.8 too, with another signature."""
+REGISTER_FLAGS = 1 | 2
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and reachable
+from kernels."""
+KINDS = {Direction.LOAD: 1, Direction.SAVE: 2}  # cudaMemcpyHostToDevice, -DeviceToHost
+STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+PREFER_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA runtime failed."""
+
+
+class MemLocation(Structure):
+    """cudaMemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class MemcpyAttributes(Structure):
+    """cudaMemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", c_int),
+        ("source_hint", MemLocation),
+        ("target_hint", MemLocation),
+        ("flags", c_uint),
+    )
+
+
+def cuda_major() -> int:
+    """The version of CUDA that torch was built with."""
+    import torch
+
+    return int(torch.version.cuda.partition(".")[0])
+
+
+class CudaRuntime:
+    """The runtime library of CUDA ``major``; calls act on the calling thread's device.
+
+    Raises:
+        OSError: there is no such library.
+    """
+
+    def __init__(self, major: int) -> None:
+        # By its name alone: the loader then gives the one that torch has loaded.
+        self._library = ctypes.CDLL(f"libcudart.so.{major}")
+        self.has_batches = major >= BATCHES_SINCE
+        self._library.cudaGetErrorString.restype = c_char_p
+        self._library.cudaHostRegister.argtypes = (c_void_p, c_size_t, c_uint)
+        self._library.cudaHostUnregister.argtypes = (c_void_p,)
+        self._library.cudaHostGetDevicePointer.argtypes = (POINTER(c_void_p), c_void_p, c_uint)
+        self._library.cudaMemcpyAsync.argtypes = (c_void_p, c_void_p, c_size_t, c_int, c_void_p)
+        if self.has_batches:
+            self._library.cudaMemcpyBatchAsync.argtypes = (
+                *(c_void_p, c_void_p, c_void_p, c_size_t),
+                *(POINTER(MemcpyAttributes), POINTER(c_size_t), c_size_t, c_void_p),
+            )
+
+    def register(self, host: int, nbytes: int) -> None:
+        """Pin memory of this process.
+
+        Raises:
+            CudaError: it cannot be pinned.
+        """
+        self._check(self._library.cudaHostRegister(host, nbytes, REGISTER_FLAGS))
+
+    def unregister(self, host: int) -> None:
+        """Undo :meth:`register`.
+
+        Raises:
+            CudaError: it was not registered.
+        """
+        self._check(self._library.cudaHostUnregister(host))
+
+    def device_pointer(self, host: int) -> int:
+        """The address by which kernels reach registered host memory.
+
+        Raises:
+            CudaError: the memory is not registered.
+        """
+        pointer = c_void_p()
+        self._check(self._library.cudaHostGetDevicePointer(byref(pointer), host, 0))
+        return int(pointer.value or 0)
+
+    def copy(self, direction: Direction, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue one copy.
+
+        Raises:
+            CudaError: it was not enqueued.
+        """
+        self._check(
+            self._library.cudaMemcpyAsync(to, source, nbytes, KINDS[direction], stream or None)
+        )
+
+    def copy_batch(self, to: Numbers, source: Numbers, nbytes: Numbers, stream: int) -> None:
+        """Enqueue copies that may be made in any order among themselves, in one call.
+
+        Args:
+            to, source: addresses, int64 ``[copies]``, contiguous.
+            nbytes: int64 ``[copies]``, contiguous.
+            stream: not the default stream.
+
+        Raises:
+            CudaError: some were not enqueued; others may have been.
+        """
+        # Sources are read in the order of the stream: what was enqueued before has written them.
+        attributes = MemcpyAttributes(source_order=STREAM_ORDER, flags=PREFER_OVERLAP)
+        first = c_size_t(0)
+        self._check(
+            self._library.cudaMemcpyBatchAsync(
+                to.ctypes.data,
+                source.ctypes.data,
+                nbytes.ctypes.data,
+                len(nbytes),
+                byref(attributes),
+                byref(first),
+                1,
+                stream,
+            )
+        )
+
+    def _check(self, error: int) -> None:
+        if error == 0:
+            return
+        # The runtime remembers the last error, and torch would take it for its next kernel's.
+        self._library.cudaGetLastError()
+        raise CudaError(f"CUDA error {error}: {self._library.cudaGetErrorString(error).decode()}")
