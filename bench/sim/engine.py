@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.connectors.vllm.metadata import StoredPages, TieredHandshake
-from tiered_kv.connectors.vllm.profile import Speeds
+from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
+from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
@@ -171,7 +171,8 @@ class Engine:
         half.gaps._keeper = InlineKeeper(half.gaps.waits.policy)
         stored = StoredPages((), machine.ssd_read) if server.ssd else None
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
-        self.scheduler.connector.set_xfer_handshake_metadata({0: TieredHandshake(speeds, stored)})
+        said = TieredHandshake(Handshake(speeds, stored))
+        self.scheduler.connector.set_xfer_handshake_metadata({0: said})
         half.prefills.fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)
         # A leap is many steps of a real engine, and is to be taken for so many.
         time_steps, seen = half.restores.time_steps, [0]
@@ -254,7 +255,7 @@ class Engine:
                 live.admitted_s, live.cached = began, fresh.num_computed_tokens
         meta = output.kv_connector_metadata
         if self.worker is not None:
-            ready = self.worker.restore(meta, began)
+            ready = self.worker.restore(meta.orders, began)
             self.now = ready if output.has_sync_kv_loads else began
         said = {}
         if counts:
@@ -278,10 +279,13 @@ class Engine:
                     live.first_s = self.now
         connector_output = None
         if self.worker is not None:
-            self.worker.save(meta, self.now)
+            self.worker.save(meta.orders, self.now)
             heard = self.worker.hear(self.now)
             connector_output = KVConnectorOutput(
-                finished_recving=heard.arrived, kv_connector_worker_meta=heard.meta
+                finished_recving=heard.arrived,
+                kv_connector_worker_meta=TieredWorkerMetadata(heard.reports)
+                if heard.reports is not None
+                else None,
             )
         ids = list(counts)
         result = ModelRunnerOutput(

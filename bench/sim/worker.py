@@ -11,13 +11,8 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.connectors.vllm.metadata import (
-    SsdOrders,
-    SsdReport,
-    TieredMetadata,
-    TieredWorkerMetadata,
-)
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Orders, Proposal, Reclaim, Reports, SsdOrders, SsdReport
 from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
@@ -27,7 +22,6 @@ from tiered_kv.orders import (
     PromoteOrder,
     RestoreMode,
 )
-from tiered_kv.storage.store.store import Proposal
 
 from .links import Link
 from .machines import Machine
@@ -70,7 +64,7 @@ class SsdStore:
         oldest = next(iter(self._segments))
         return Proposal(oldest, tuple(self._segments[oldest]))
 
-    def reclaim(self, dying: Proposal) -> tuple[list[PageKey], int]:
+    def reclaim(self, dying: Reclaim) -> tuple[list[PageKey], int]:
         """Let a segment die but for those named; returns who is gone, and how many were
         written again."""
         pages = self._segments.pop(dying.segment, None)
@@ -78,7 +72,7 @@ class SsdStore:
             return [], 0
         for key in pages:
             del self._where[key]
-        kept = [key for key in dying.keys if key in pages]
+        kept = [key for key in dying.survivors if key in pages]
         for key in kept:
             self.put(key)
         return [key for key in pages if key not in self._where], len(kept)
@@ -90,11 +84,11 @@ class Heard:
 
     Attributes:
         arrived: requests whose async restore is over.
-        meta: for the scheduler half; None if nothing happened.
+        reports: for the scheduler half; None if nothing happened.
     """
 
     arrived: set[str]
-    meta: TieredWorkerMetadata | None
+    reports: Reports | None
 
 
 class SimWorker:
@@ -127,21 +121,21 @@ class SimWorker:
 
     # -- a step ---------------------------------------------------------------------
 
-    def restore(self, meta: TieredMetadata, now: float) -> float:
+    def restore(self, orders: Orders, now: float) -> float:
         """Begin restores; returns when the step may compute: after its sync ones."""
-        if meta.ssd is not None:
-            self._carry_out(meta.ssd, now)
+        if orders.ssd is not None:
+            self._carry_out(orders.ssd, now)
         ready = now
-        for load in meta.loads:
+        for load in orders.loads:
             end = self.up.send(len(load.blocks) * self._page_bytes, now)
             self._fly(load, end, end - now)
             if load.mode is RestoreMode.SYNC:
                 ready = max(ready, end)
         return ready
 
-    def save(self, meta: TieredMetadata, now: float) -> None:
+    def save(self, orders: Orders, now: float) -> None:
         """Begin saves, behind the step's computing."""
-        for order in meta.saves:
+        for order in orders.saves:
             begin = now
             end = self.down.send(len(order.blocks) * self._page_bytes, now)
             self._fly(order, end, end - begin)
@@ -161,7 +155,7 @@ class SimWorker:
         said = self._say()
         if not reports and said is None:
             return Heard(arrived, None)
-        return Heard(arrived, TieredWorkerMetadata(reports, {}, {0: said} if said else {}))
+        return Heard(arrived, Reports(reports, {}, {0: said} if said else {}))
 
     # -- orders -----------------------------------------------------------------------
 

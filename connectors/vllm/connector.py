@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import load_config
+from tiered_kv.messages import Orders
 from tiered_kv.policies import registry
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
@@ -36,8 +37,8 @@ from .engine import (
     refuse_unsupported,
     why_not_offloadable,
 )
+from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprint
-from .metadata import TieredMetadata, TieredWorkerMetadata
 from .plugin import share_logging
 from .policy_keeper import PolicyKeeper
 from .profile import prefill_work
@@ -188,14 +189,18 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         try:
-            return self.scheduler_half.build(scheduler_output)  # type: ignore[union-attr]
+            orders = self.scheduler_half.build(scheduler_output)  # type: ignore[union-attr]
         except Exception:
             self._hook_failed("build_connector_meta")
-            return self._scheduler.take_orders()
+            orders = self._scheduler.take_orders()
+        return TieredMetadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if meta is None:
+            return
         try:
-            self.scheduler_half.completed(connector_output)  # type: ignore[union-attr]
+            self.scheduler_half.completed(meta.reports)  # type: ignore[union-attr]
         except Exception:
             self._hook_failed("update_connector_output")
 
@@ -226,7 +231,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler.introduced(metadata)
+        said = {r: one for r, one in metadata.items() if isinstance(one, TieredHandshake)}
+        self._scheduler.introduced({rank: one.handshake for rank, one in said.items()})
 
     # -- worker side --------------------------------------------------------------
 
@@ -234,12 +240,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches, self._kv_cache_config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.handshake()
+        return TieredHandshake(self._worker.handshake())
 
-    def _orders(self) -> TieredMetadata:
+    def _orders(self) -> Orders:
         meta = self._get_connector_metadata()
         assert isinstance(meta, TieredMetadata)
-        return meta
+        return meta.orders
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start(self._orders())
@@ -262,7 +268,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> TieredWorkerMetadata | None:
-        return self._worker.take_reports()
+        reports = self._worker.take_reports()
+        return TieredWorkerMetadata(reports) if reports is not None else None
 
     # -- both ---------------------------------------------------------------------
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from tiered_kv.messages import Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
 from tiered_kv.pages.order_book import Planner, Settled
 
 from .failed_restores import FailedRestores
-from .metadata import TieredMetadata, TieredWorkerMetadata
 from .restores import Restores
 from .saves import Saves
 from .ssd import SsdTier
@@ -49,16 +49,16 @@ class Exchange:
         self._failed_restores = failed_restores
         self._turns = turns
         self._clock = clock
-        self._no_orders = TieredMetadata()
+        self._no_orders = Orders()
         self._last_word = clock()  # either way
 
-    def take(self) -> TieredMetadata:
+    def take(self) -> Orders:
         """The orders not yet sent."""
         ssd = self._ssd.take() if self._ssd is not None else None
         if not (self._saves.unsent or self._restores.unsent or ssd):
             return self._no_orders
         self._last_word = self._clock()
-        return TieredMetadata(self._saves.take(), self._restores.take(), self.seen_failures, ssd)
+        return Orders(self._saves.take(), self._restores.take(), self.seen_failures, ssd)
 
     @property
     def under_way(self) -> bool:
@@ -69,21 +69,21 @@ class Exchange:
         now = self._clock()
         return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
 
-    def heard(self, meta: TieredWorkerMetadata, step: int) -> None:
+    def heard(self, reports: Reports, step: int) -> None:
         """What the workers reported after ``step``."""
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()
-        if any(n > self.seen_failures.get(rank, 0) for rank, n in meta.failures.items()):
+        if any(n > self.seen_failures.get(rank, 0) for rank, n in reports.failures.items()):
             # Ordered since then, perhaps of what was computed on nothing.
             dropped = self._saves.drop_unsent()
-            self.seen_failures = {**self.seen_failures, **meta.failures}
-            self._no_orders = TieredMetadata(seen_failures=self.seen_failures)
-        settled = self._planner.settle(meta.reports)
+            self.seen_failures = {**self.seen_failures, **reports.failures}
+            self._no_orders = Orders(seen_failures=self.seen_failures)
+        settled = self._planner.settle(reports.orders)
         try:
             self._settled(settled, step)
         finally:  # what one of the two does wrong must not cost the other's blocks
             if self._ssd is not None:
-                self._ssd.heard(meta.ssd)
+                self._ssd.heard(reports.ssd)
                 for done in settled:
                     self._ssd.settled(done)
                 self._ssd.unsent_saves_dropped(dropped)

@@ -24,19 +24,6 @@ UTILISATION = 0.5
 """Share of a matrix product's speed that a prefill reaches, about."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Of one rank.
-
-    Attributes:
-        copy: bytes of pages a second from CPU memory to VRAM; 0 if there are no slots.
-        flops: floating-point operations a second of a matrix product.
-    """
-
-    copy: float
-    flops: float
-
-
 def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> float:
     """Bytes a second of restores; the best of several. The engine must be empty: blocks are
     overwritten."""

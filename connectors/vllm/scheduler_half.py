@@ -14,16 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.jobs.hints import TurnHints, read_hints
 
 from .fingerprints import Fingerprints
-from .metadata import (
-    TieredHandshake,
-    TieredMetadata,
-    TieredWorkerMetadata,
-)
 from .profile import PrefillWork
 from .resets import Resets
 from .turn import Turn, ended_by_itself
@@ -90,9 +86,8 @@ class SchedulerHalf:
             self.counters.add("hook_errors")
             logger.exception("dropping pins and saves before a cache reset failed")
 
-    def introduced(self, ranks: Mapping[int, Any]) -> None:
+    def introduced(self, said: Mapping[int, Handshake]) -> None:
         """``set_xfer_handshake_metadata``: how fast the ranks are, what they have on SSD."""
-        said = {r: one for r, one in ranks.items() if isinstance(one, TieredHandshake)}
         if copies := [one.speeds.copy for one in said.values() if one.speeds.copy]:
             self.planner.bandwidth = min(copies)
         flops = sum(one.speeds.flops for one in said.values())
@@ -231,7 +226,7 @@ class SchedulerHalf:
 
     # -- every step ---------------------------------------------------------------
 
-    def build(self, scheduler_output: Any) -> TieredMetadata:
+    def build(self, scheduler_output: Any) -> Orders:
         """``build_connector_meta``: this step's orders."""
         self._step += 1
         self.room.defer_new = False
@@ -290,17 +285,13 @@ class SchedulerHalf:
         )
         self.prices.look(sum(waiting))
 
-    def take_orders(self) -> TieredMetadata:
+    def take_orders(self) -> Orders:
         """The orders not yet sent. Also what is sent when ``build`` itself fails."""
         return self.exchange.take()
 
-    def completed(self, output: Any) -> None:
+    def completed(self, reports: Reports) -> None:
         """``update_connector_output``: workers reported."""
-        meta = output.kv_connector_worker_meta
-        if meta is None:
-            return
-        assert isinstance(meta, TieredWorkerMetadata)
-        self.exchange.heard(meta, self._step)
+        self.exchange.heard(reports, self._step)
 
     # -- a turn ends ----------------------------------------------------------------
 

@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Proposal, Reclaim, SsdOrders, SsdReport, StoredPages
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
 from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
 from tiered_kv.policies.pricing.estimators import PrefillFit
-from tiered_kv.storage.store.store import Proposal
 
 from .engine import EngineFacts
-from .metadata import SsdOrders, SsdReport, StoredPages
 from .turn import Turn
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class SsdTier:
         self._hurried: list[OrderId] = []
         self._fingerprint: bytes | None = None
         self._lost: list[PageKey] = []
-        self._reclaims: dict[int, Proposal] = {}
+        self._reclaims: dict[int, Reclaim] = {}
         self._answered: dict[int, tuple[int, float]] = {}
         self._verdicts: dict[PageKey, tuple[bool, set[int]]] = {}
         self._distrusted: list[OrderId] = []
@@ -339,7 +338,7 @@ class SsdTier:
         if segment == dying.segment and now - when < REPEAT_S:
             return
         self._answered[rank] = (dying.segment, now)
-        self._reclaims[rank] = Proposal(dying.segment, self._survivors(rank, dying.keys))
+        self._reclaims[rank] = Reclaim(dying.segment, self._survivors(rank, dying.keys))
 
     def _survivors(self, rank: int, dying: Sequence[PageKey]) -> tuple[PageKey, ...]:
         """Who survives; the same for every rank, whichever asks first."""

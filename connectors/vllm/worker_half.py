@@ -16,18 +16,13 @@ from typing import Any
 from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
+from tiered_kv.messages import Handshake, Orders, Reports, Speeds, SsdReport
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
 from .engine import EngineFacts
-from .metadata import (
-    SsdReport,
-    TieredHandshake,
-    TieredMetadata,
-    TieredWorkerMetadata,
-)
-from .profile import Speeds, measure_copies, measure_flops
+from .profile import measure_copies, measure_flops
 from .worker_ssd import WorkerSsd
 
 logger = logging.getLogger(__name__)
@@ -117,20 +112,20 @@ class WorkerHalf:
                 self.close()
                 raise
 
-    def handshake(self) -> TieredHandshake:
+    def handshake(self) -> Handshake:
         """How fast this rank is, and what it has on SSD from before."""
-        return TieredHandshake(self._speeds, self.ssd.stored if self.ssd is not None else None)
+        return Handshake(self._speeds, self.ssd.stored if self.ssd is not None else None)
 
     # -- a step -----------------------------------------------------------------
 
-    def start(self, meta: TieredMetadata) -> None:
+    def start(self, orders: Orders) -> None:
         """Restores: sync ones are done when this returns, async ones have begun."""
         backend = self.backend
         if backend is None:
             return
-        if self.ssd is not None and meta.ssd is not None:
-            self.ssd.carry_out(meta.ssd)
-        for order in meta.loads:
+        if self.ssd is not None and orders.ssd is not None:
+            self.ssd.carry_out(orders.ssd)
+        for order in orders.loads:
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots)
             self._orders[order.order_id] = order
             if order.mode is RestoreMode.SYNC:
@@ -138,7 +133,7 @@ class WorkerHalf:
             else:
                 backend.submit(job)
 
-    def save(self, meta: TieredMetadata) -> None:
+    def save(self, orders: Orders) -> None:
         """Saves, behind the forward pass.
 
         After a failed sync restore the forward pass computed on bytes that never came,
@@ -146,10 +141,10 @@ class WorkerHalf:
         save is refused.
         """
         backend = self.backend
-        if backend is None or not meta.saves:
+        if backend is None or not orders.saves:
             return
-        tainted = meta.seen_failures.get(self._rank, 0) < self._failed_syncs
-        for order in meta.saves:
+        tainted = orders.seen_failures.get(self._rank, 0) < self._failed_syncs
+        for order in orders.saves:
             if tainted:
                 whole = frozenset(range(len(order.blocks)))
                 self._reports[order.order_id] = OrderReport(1, whole, 0, 0.0)
@@ -172,7 +167,7 @@ class WorkerHalf:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_reports(self) -> TieredWorkerMetadata | None:
+    def take_reports(self) -> Reports | None:
         """What became of orders since the last call; None if nothing."""
         said: SsdReport | None = None
         if self.ssd is not None:
@@ -183,7 +178,7 @@ class WorkerHalf:
         reports, self._reports = self._reports, {}
         self._newly_failed = False
         failures = {self._rank: self._failed_syncs} if self._failed_syncs else {}
-        return TieredWorkerMetadata(reports, failures, {self._rank: said} if said else {})
+        return Reports(reports, failures, {self._rank: said} if said else {})
 
     def _done(self, result: CopyResult) -> None:
         order_id = OrderId(result.job_id)

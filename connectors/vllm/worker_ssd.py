@@ -22,6 +22,7 @@ from tiered_kv.codecs.choice import (
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.messages import SsdOrders, SsdReport, StoredPages
 from tiered_kv.orders import OrderId, OrderReport, SaveOrder
 from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
@@ -31,7 +32,6 @@ from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.transfer.cpu_pool import CpuPool
 
 from .engine import EngineFacts
-from .metadata import SsdOrders, SsdReport, StoredPages
 from .plugin import CORES
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class WorkerSsd:
         if orders.lost:
             self.io.drop(orders.lost)
         if (dying := orders.reclaims.get(self._rank)) is not None:
-            self.io.reclaim(dying.segment, dying.keys)
+            self.io.reclaim(dying.segment, dying.survivors)
         # Each machine's clock began at a time of its own.
         ahead_s = 0.0 if orders.sent_at is None else self.io.now() - orders.sent_at
         for promote in orders.promotes:

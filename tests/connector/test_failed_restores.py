@@ -61,10 +61,10 @@ def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
     """Blocks that the workers refused are offered again."""
     rig.add("restores", PROMPT)
     rig.add("beside", text(200, seed=2), max_tokens=40)
-    refused = rig.step().kv_connector_metadata.saves
+    refused = rig.step().kv_connector_metadata.orders.saves
     assert [len(order.blocks) for order in refused] == [12]
     assert rig.count("save_failures") == 12
-    offered = rig.step().kv_connector_metadata.saves
+    offered = rig.step().kv_connector_metadata.orders.saves
     assert [order.keys for order in offered] == [order.keys for order in refused]
     rig.run()
     rig.check_clean()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
+from tiered_kv.messages import Reports
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
@@ -365,8 +364,8 @@ def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> Non
     for failures in ({}, {0: 1}, {0: 1}):
         unsent = list(rig.half.saves.unsent)
         new = failures.get(0, 0) > rig.half.exchange.seen_failures.get(0, 0)
-        meta = TieredWorkerMetadata({}, failures, {})
-        rig.half.completed(SimpleNamespace(kv_connector_worker_meta=meta))
+        reports = Reports({}, failures, {})
+        rig.half.completed(reports)
         assert rig.half.saves.unsent == ([] if new else unsent)
         if new:
             rig.add("t2", text(200, seed=47))

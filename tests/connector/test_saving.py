@@ -25,7 +25,7 @@ def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, str
         computed += output.num_scheduled_tokens["long"]
         if computed <= prompt:
             continue
-        if pages := sum(len(order.blocks) for order in output.kv_connector_metadata.saves):
+        if pages := sum(len(order.blocks) for order in output.kv_connector_metadata.orders.saves):
             orders[computed] = pages
             assert rig.half._step % TOGETHER == 0
     full = block_size + stride  # the prompt had filled one block

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.metadata import TieredWorkerMetadata
 from tiered_kv.errors import ConfigError
+from tiered_kv.messages import Reports
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.storage.store.store import SegmentStore
@@ -356,8 +355,8 @@ def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> Non
         rig.wait_for_worker()
     assert rig.half.saves.unsent, "its end"
     saved = rig.count("pages_saved")
-    meta = TieredWorkerMetadata({}, {0: 1}, {})
-    rig.half.completed(SimpleNamespace(kv_connector_worker_meta=meta))
+    reports = Reports({}, {0: 1}, {})
+    rig.half.completed(reports)
     rig.run()
     assert rig.count("pages_demoted") == rig.count("pages_saved") == saved > 0
     rig.check_clean()
@@ -388,8 +387,8 @@ def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_pat
 def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
     from dataclasses import replace
 
-    from tiered_kv.connectors.vllm.metadata import StoredPages
     from tiered_kv.keys import PageKey
+    from tiered_kv.messages import StoredPages
 
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
     tier = rig.half.ssd

@@ -12,10 +12,9 @@ import pytest
 from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import CONTEXT, ask_again, push_out, store, tiers
 from tiered_kv.connectors.vllm import worker_ssd
-from tiered_kv.connectors.vllm.metadata import SsdReport
 from tiered_kv.connectors.vllm.ssd import MOST_DEMOTING
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.store.store import Proposal
+from tiered_kv.messages import Proposal, SsdReport
 from tiered_kv.testing.vllm.rig import Rig, expected, text
 from tiered_kv.transfer.base import Direction
 
@@ -90,7 +89,7 @@ def test_ranks_agree_on_who_survives(rig: Rig) -> None:
     for rank in (0, 1):
         tier.heard({rank: SsdReport(proposal=Proposal(7, keys))})
     reclaims = tier.take().reclaims
-    assert set(reclaims[0].keys) == set(reclaims[1].keys) == set(keys[:6])
+    assert set(reclaims[0].survivors) == set(reclaims[1].survivors) == set(keys[:6])
     assert tier._verdicts == {}
 
 

@@ -20,8 +20,9 @@ import pytest
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.files import FileLayer
-from tiered_kv.storage.store.store import Proposal, SegmentStore, StoreOptions
+from tiered_kv.storage.store.store import SegmentStore, StoreOptions
 from tiered_kv.testing.files import Crash, FaultyFiles, RecordedFiles, UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 

@@ -92,18 +92,20 @@ def _copied_at_once(scheduler_output: Any, result: Any) -> Any:
     """The step's result, with the word of a worker that has made every copy already."""
     from vllm.v1.outputs import KVConnectorOutput
 
-    from tiered_kv.connectors.vllm.metadata import TieredMetadata, TieredWorkerMetadata
+    from tiered_kv.connectors.vllm.envelopes import TieredMetadata, TieredWorkerMetadata
+    from tiered_kv.messages import Reports
     from tiered_kv.orders import OrderReport, RestoreMode
 
-    orders = scheduler_output.kv_connector_metadata
-    if not isinstance(orders, TieredMetadata) or result.kv_connector_output is not None:
+    meta = scheduler_output.kv_connector_metadata
+    if not isinstance(meta, TieredMetadata) or result.kv_connector_output is not None:
         return result
+    orders = meta.orders
     done = {order.order_id: OrderReport(1, frozenset(), 0, 0.0) for order in orders.saves}
     done |= {order.order_id: OrderReport(1, frozenset(), 0, 0.0) for order in orders.loads}
     if not done:
         return result
     arrived = {order.request_id for order in orders.loads if order.mode is RestoreMode.ASYNC}
     said = KVConnectorOutput(
-        finished_recving=arrived, kv_connector_worker_meta=TieredWorkerMetadata(done)
+        finished_recving=arrived, kv_connector_worker_meta=TieredWorkerMetadata(Reports(done))
     )
     return replace(result, kv_connector_output=said)

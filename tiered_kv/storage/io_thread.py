@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Proposal
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
-from tiered_kv.storage.store.store import Proposal, SegmentStore
+from tiered_kv.storage.store.store import SegmentStore
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ worth writing once more.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.segment.packing import PageToWrite
 
@@ -21,18 +21,6 @@ from .page_reader import Getter
 from .page_writer import Putter
 
 _MOVE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The segment that should die next.
-
-    Attributes:
-        keys: its live pages, oldest first.
-    """
-
-    segment: int
-    keys: tuple[PageKey, ...]
 
 
 class Reclaimer:

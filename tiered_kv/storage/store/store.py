@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.aligned import BufferPool
 from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_direct
 
@@ -35,13 +36,12 @@ from .locks import StoreBusyError, StoreError, StoreLock, root_locked
 from .options import StoreOptions, StoreStats
 from .page_reader import Getter
 from .page_writer import Putter
-from .reclaimer import Proposal, Reclaimer
+from .reclaimer import Reclaimer
 from .recovery import CodecFrom, Recovery
 from .segment_folder import SegmentFolder
 from .segment_lifecycle import SegmentMaker
 
 __all__ = [
-    "Proposal",
     "SegmentStore",
     "StoreBusyError",
     "StoreError",

@@ -1,0 +1,1 @@
+"""The product, whatever the engine: turns, gaps, pins, admission, saves and restores."""

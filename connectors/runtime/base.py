@@ -1,0 +1,175 @@
+"""The port: what the runtime needs of an inference engine.
+
+An adapter gives each request as a ``Request`` and its block pool as a ``BlockPool``, reads its
+configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and ``WorkerHalf``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.layout import PageLayout
+
+
+class Request(Protocol):
+    """A request of the engine. Its numbers change as it runs.
+
+    Attributes:
+        prompt_token_ids: None if the prompt is given as embeddings.
+        text_only: True if tokens alone tell its prompt from others.
+        block_hashes: hashes of its full blocks so far, each over all before it.
+        num_tokens: length of prompt and answer. num_computed_tokens: tokens that the steps
+            scheduled so far compute; num_in_flight_tokens: those of steps not over yet.
+        arrival_time: the engine's clock, in seconds.
+        reads_cache: False if its prompt must be computed whole.
+        streams_input: True if its prompt still grows.
+        waits_for_kv: True while KV is loaded into its blocks.
+        answered: True if it ended with an answer, rather than cancelled or failed.
+        outcome: the engine's name for how it ended.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def text_only(self) -> bool: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_in_flight_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def arrival_time(self) -> float: ...
+    @property
+    def reads_cache(self) -> bool: ...
+    @property
+    def streams_input(self) -> bool: ...
+    @property
+    def waits_for_kv(self) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def answered(self) -> bool: ...
+    @property
+    def outcome(self) -> str: ...
+
+    def extra_key(self, token: int) -> object:
+        """What tells the block of that token from others with the same tokens: adapter, salt."""
+        ...
+
+
+class Block(Protocol):
+    """A block of VRAM.
+
+    Attributes:
+        ref_cnt: references on it; it may be reused when there is none.
+        block_hash: None unless it is full and can be found.
+        is_null: True for the engine's placeholder.
+    """
+
+    block_id: int
+    ref_cnt: int
+
+    @property
+    def block_hash(self) -> object | None: ...
+    @property
+    def is_null(self) -> bool: ...
+
+
+class BlockPool(Protocol):
+    """The engine's blocks. One thread, the scheduler's.
+
+    Attributes:
+        blocks: all of them, by id.
+        tables: blocks of each request, first to last.
+        watermark: blocks that the engine keeps free when it admits a request.
+    """
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+    @property
+    def tables(self) -> Mapping[str, Sequence[Block]]: ...
+    @property
+    def watermark(self) -> int: ...
+
+    def num_free(self) -> int:
+        """Blocks without a reference."""
+        ...
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """Take a reference on each."""
+        ...
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Give a reference on each back. The first is reused first."""
+        ...
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable."""
+        ...
+
+    def cached(self, block_hash: bytes) -> Block | None:
+        """The block with that hash; None if there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Facts that both halves must agree on.
+
+    Attributes:
+        ranks: tensor-parallel workers, each of which must report an order.
+        block_size: tokens of a block.
+        num_blocks: blocks of the VRAM pool, the engine's placeholder included.
+        layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
+        element: type of the elements of K and V.
+        arrangement: what decides how K, V, heads and tokens lie within a block; a backend may
+            arrange them as it likes, and sizes do not tell.
+        replica: index of this engine among data-parallel ones.
+        ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
+        sync_restores: whether restores may be sync.
+    """
+
+    ranks: int
+    block_size: int
+    num_blocks: int
+    layout: PageLayout | None
+    element: ElementType = ElementType.OPAQUE
+    arrangement: str = ""
+    replica: int = 0
+    group: int = 0
+    ahead: bool = False
+    sync_restores: bool = True
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page on a rank; 0 if pages cannot be offloaded."""
+        return self.layout.page_bytes if self.layout else 0
+
+    @property
+    def page_format(self) -> PageFormat:
+        """Format of a page on a rank."""
+        return PageFormat(self.element, self.page_bytes, self.block_size)
+
+    def slots(self, cpu_bytes_per_rank: int) -> int:
+        """Page slots of a rank's CPU tier."""
+        return cpu_bytes_per_rank // self.page_bytes if self.layout else 0

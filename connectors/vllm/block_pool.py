@@ -1,0 +1,33 @@
+"""vLLM's block pool, as the runtime asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+class VllmBlockPool:
+    """A ``BlockPool`` of the port (``runtime.base``).
+
+    Args:
+        manager: vLLM's KV cache manager.
+        group: the KV cache group whose blocks are meant.
+    """
+
+    def __init__(self, manager: Any, group: int) -> None:
+        self._pool = manager.block_pool
+        self._groups = [group]
+        self.blocks: Sequence[Any] = self._pool.blocks
+        managers = manager.coordinator.single_type_managers
+        self.tables: Mapping[str, Sequence[Any]] = managers[group].req_to_blocks
+        self.watermark = int(manager.watermark_blocks)
+        self.num_free = self._pool.get_num_free_blocks
+        self.hold = self._pool.touch
+        self.release = self._pool.free_blocks
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        self._pool.evict_blocks(set(block_ids))
+
+    def cached(self, block_hash: bytes) -> Any | None:
+        found = self._pool.get_cached_block(block_hash, self._groups)
+        return found[0] if found else None

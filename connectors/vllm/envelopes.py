@@ -1,0 +1,38 @@
+"""vLLM's envelopes for the messages between scheduler and workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from tiered_kv.messages import Handshake, Orders, Reports
+
+
+@dataclass(frozen=True)
+class TieredHandshake(KVConnectorHandshakeMetadata):
+    """A worker's first message."""
+
+    handshake: Handshake
+
+
+@dataclass(frozen=True)
+class TieredMetadata(KVConnectorMetadata):
+    """A step's orders."""
+
+    orders: Orders
+
+
+@dataclass(frozen=True)
+class TieredWorkerMetadata(KVConnectorWorkerMetadata):
+    """Results of orders; vLLM merges those of all ranks."""
+
+    reports: Reports
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredWorkerMetadata:
+        assert isinstance(other, TieredWorkerMetadata)
+        return TieredWorkerMetadata(self.reports.merge(other.reports))

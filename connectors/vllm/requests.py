@@ -1,0 +1,132 @@
+"""vLLM's requests, as the runtime asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.request import RequestStatus
+
+from tiered_kv.policies.jobs.hints import TurnHints, read_hints
+
+_ANSWERED = frozenset(
+    {
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_REPETITION,
+    }
+)
+
+
+def hints_of(request: Any) -> TurnHints:
+    """Hints that the client sent beside the prompt."""
+    sampling = request.sampling_params
+    xargs = sampling.extra_args if sampling is not None else None
+    return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))
+
+
+class VllmRequest:
+    """A ``Request`` of the port (``runtime.base``).
+
+    Args:
+        request: vLLM's own.
+    """
+
+    __slots__ = ("_request", "request_id")
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.request_id: str = request.request_id
+
+    @property
+    def cache_salt(self) -> str | None:
+        salt: str | None = self._request.cache_salt
+        return salt
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        ids: Sequence[int] | None = self._request.prompt_token_ids
+        return ids
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        ids: Sequence[int] = self._request.output_token_ids
+        return ids
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        ids: Sequence[int] = self._request.all_token_ids
+        return ids
+
+    @property
+    def text_only(self) -> bool:
+        embeds = getattr(self._request, "prompt_embeds", None)
+        return not self._request.mm_features and embeds is None
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        hashes: Sequence[bytes] = self._request.block_hashes
+        return hashes
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return int(self._request.num_output_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._request.num_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        return int(self._request.num_in_flight_tokens)
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self._request.num_preemptions)
+
+    @property
+    def arrival_time(self) -> float:
+        return float(self._request.arrival_time)
+
+    @property
+    def reads_cache(self) -> bool:
+        return not self._request.skip_reading_prefix_cache
+
+    @property
+    def streams_input(self) -> bool:
+        return bool(self._request.resumable)
+
+    @property
+    def waits_for_kv(self) -> bool:
+        return self._request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._request.is_finished())
+
+    @property
+    def answered(self) -> bool:
+        """The engine does not look for stop strings: the API server does, and then has the engine
+        abort the request. So one that has some, and has said anything, is taken to have met one."""
+        request = self._request
+        if request.status is RequestStatus.FINISHED_ABORTED:
+            sampling = request.sampling_params
+            return bool(sampling is not None and sampling.stop and request.num_output_tokens)
+        return request.status in _ANSWERED
+
+    @property
+    def outcome(self) -> str:
+        return str(self._request.status.name)
+
+    def extra_key(self, token: int) -> object:
+        extra, _ = generate_block_hash_extra_keys(self._request, token, token + 1, 0)
+        return extra

@@ -1,0 +1,155 @@
+"""The messages between the scheduler half and the workers: orders out, reports in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .keys import PageKey
+from .orders import DemoteOrder, LoadOrder, OrderId, OrderReport, PromoteOrder, SaveOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How fast one rank's machine is.
+
+    Attributes:
+        copy: bytes of pages a second from CPU memory to VRAM; 0 if there are no slots.
+        flops: floating-point operations a second of a matrix product.
+    """
+
+    copy: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A segment that a rank's store would delete next, to make room.
+
+    Attributes:
+        keys: its live pages, oldest first.
+    """
+
+    segment: int
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """An order to delete a segment.
+
+    Attributes:
+        survivors: pages of it to write once more first.
+    """
+
+    segment: int
+    survivors: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SsdOrders:
+    """Orders for the workers' I/O threads.
+
+    Attributes:
+        fingerprint: digest of the new generation of pages, after a cache reset: what is on disk
+            is invalid, and so is every order sent before.
+        lost: pages that some rank has lost: the others can forget them.
+        reclaims: segments to delete, by rank.
+        distrusted: saves whose slots may hold anything: not to be flushed.
+        hurried: promotions that are due at once, whatever they said.
+        sent_at: time on the clock of the orders' ``due``, which a worker on another machine does
+            not share; None if no order has one.
+    """
+
+    demotes: tuple[DemoteOrder, ...] = ()
+    promotes: tuple[PromoteOrder, ...] = ()
+    fingerprint: bytes | None = None
+    lost: tuple[PageKey, ...] = ()
+    reclaims: Mapping[int, Reclaim] = field(default_factory=dict)
+    distrusted: tuple[OrderId, ...] = ()
+    hurried: tuple[OrderId, ...] = ()
+    sent_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SsdReport:
+    """News of a rank's segment store.
+
+    Attributes:
+        gone: pages that are no longer there.
+        proposal: segment to delete next, said until it is deleted.
+        counters: increments of counters since the last report, by name.
+        stored_bytes: size of its live pages on disk.
+    """
+
+    gone: tuple[PageKey, ...] = ()
+    proposal: Proposal | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """Pages that a rank has on SSD from before.
+
+    Attributes:
+        keys: the pages, oldest first.
+        bandwidth: expected rate of promotions, bytes of pages a second.
+        stored_bytes: size of the pages on disk.
+    """
+
+    keys: tuple[PageKey, ...]
+    bandwidth: float
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """A worker's first message.
+
+    Attributes:
+        speeds: speeds of its machine.
+        stored: content of its segment store; None without one.
+    """
+
+    speeds: Speeds
+    stored: StoredPages | None
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """A step's orders, from the scheduler half to all workers.
+
+    Attributes:
+        seen_failures: failed sync restores of each rank that the scheduler knows of. Saves
+            that a worker makes before its failures are seen may hold KV computed from bytes
+            that never arrived, so the worker fails them.
+    """
+
+    saves: tuple[SaveOrder, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
+    seen_failures: Mapping[int, int] = field(default_factory=dict)
+    ssd: SsdOrders | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Results of orders, from the workers to the scheduler half.
+
+    Attributes:
+        orders: reports by order, merged over ranks.
+        failures: failed sync restores so far, by rank.
+        ssd: news of segment stores, by rank.
+    """
+
+    orders: Mapping[OrderId, OrderReport] = field(default_factory=dict)
+    failures: Mapping[int, int] = field(default_factory=dict)
+    ssd: Mapping[int, SsdReport] = field(default_factory=dict)
+
+    def merge(self, other: Reports) -> Reports:
+        """Reports of this rank and another."""
+        orders = dict(self.orders)
+        for order_id, report in other.orders.items():
+            mine = orders.get(order_id)
+            orders[order_id] = mine.merge(report) if mine else report
+        return Reports(orders, {**self.failures, **other.failures}, {**self.ssd, **other.ssd})
