@@ -6,12 +6,16 @@ configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.keys import Fingerprint
 from tiered_kv.layout import PageLayout
+
+ParseToolCalls = Callable[[str], Sequence[tuple[str, str]]]
+"""Tool calls in an answer: names, and arguments as JSON."""
 
 
 class Request(Protocol):
@@ -24,6 +28,7 @@ class Request(Protocol):
         num_tokens: length of prompt and answer. num_computed_tokens: tokens that the steps
             scheduled so far compute; num_in_flight_tokens: those of steps not over yet.
         arrival_time: the engine's clock, in seconds.
+        adapter: the engine's handle of its LoRA adapter; None for the base model.
         reads_cache: False if its prompt must be computed whole.
         streams_input: True if its prompt still grows.
         waits_for_kv: True while KV is loaded into its blocks.
@@ -59,6 +64,8 @@ class Request(Protocol):
     def num_preemptions(self) -> int: ...
     @property
     def arrival_time(self) -> float: ...
+    @property
+    def adapter(self) -> object | None: ...
     @property
     def reads_cache(self) -> bool: ...
     @property
@@ -100,7 +107,7 @@ class BlockPool(Protocol):
 
     Attributes:
         blocks: all of them, by id.
-        tables: blocks of each request, first to last.
+        tables: blocks of each request, first to last, in the group that is offloaded.
         watermark: blocks that the engine keeps free when it admits a request.
     """
 
@@ -127,8 +134,33 @@ class BlockPool(Protocol):
         """Make blocks unfindable."""
         ...
 
+    def blocks_of(self, request_id: str) -> Sequence[Block]:
+        """Blocks of a request, of every group."""
+        ...
+
     def cached(self, block_hash: bytes) -> Block | None:
         """The block with that hash; None if there is none."""
+        ...
+
+
+class Fingerprints(Protocol):
+    """Fingerprints of the engine's pages, for the current generation."""
+
+    @property
+    def base(self) -> Fingerprint:
+        """The base model's; it names the workers' segment stores."""
+        ...
+
+    def of(self, adapter: object | None) -> bytes | None:
+        """Digest for requests with that adapter; None while it is not known."""
+        ...
+
+    def next_generation(self) -> None:
+        """Make every key so far unreachable."""
+        ...
+
+    def close(self) -> None:
+        """Stop its threads. Idempotent."""
         ...
 
 

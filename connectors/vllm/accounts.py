@@ -60,7 +60,7 @@ class Accounts:
                     "request_id": request.request_id,
                     **explained,
                     "output_tokens": request.num_output_tokens,
-                    "finish": request.status.name,
+                    "finish": request.outcome,
                     "tier": decision.tier.value,
                     "ttl_s": decision.ttl_s,
                     "pinned_blocks": pinned,

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.policies.admission.working_set import Allowance, Share
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
 from .begun import BegunJobs
-from .engine import EngineFacts
 from .pins import PinTable
 from .turn import Turn
 
@@ -52,7 +51,7 @@ class Admission:
         facts: EngineFacts,
         max_wait_s: float,
         pins: PinTable,
-        pool: Any,
+        pool: BlockPool,
         slots: int,
         running: Callable[[], int],
         forecast: Callable[[JobKey], Forecast | None],
@@ -150,7 +149,7 @@ class Admission:
             return False
         self._refused_at = now
         self.refuse(turn)
-        if self._pool.get_num_free_blocks() > 2 * need.blocks + self.jobs.loose():
+        if self._pool.num_free() > 2 * need.blocks + self.jobs.loose():
             self._spare()
         return True
 

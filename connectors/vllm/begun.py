@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.policies.admission.working_set import Course, Demand, Growth, Pace, Share
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
-from .engine import EngineFacts
 from .families import Families
 from .members import MOST_SILENT, Member, Scopes
 from .pins import PinTable

@@ -11,15 +11,15 @@ class VllmBlockPool:
 
     Args:
         manager: vLLM's KV cache manager.
-        group: the KV cache group whose blocks are meant.
+        group: the KV cache group that is offloaded.
     """
 
     def __init__(self, manager: Any, group: int) -> None:
         self._pool = manager.block_pool
         self._groups = [group]
         self.blocks: Sequence[Any] = self._pool.blocks
-        managers = manager.coordinator.single_type_managers
-        self.tables: Mapping[str, Sequence[Any]] = managers[group].req_to_blocks
+        self._managers = manager.coordinator.single_type_managers
+        self.tables: Mapping[str, Sequence[Any]] = self._managers[group].req_to_blocks
         self.watermark = int(manager.watermark_blocks)
         self.num_free = self._pool.get_num_free_blocks
         self.hold = self._pool.touch
@@ -27,6 +27,9 @@ class VllmBlockPool:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         self._pool.evict_blocks(set(block_ids))
+
+    def blocks_of(self, request_id: str) -> Sequence[Any]:
+        return [block for one in self._managers for block in one.req_to_blocks.get(request_id, ())]
 
     def cached(self, block_hash: bytes) -> Any | None:
         found = self._pool.get_cached_block(block_hash, self._groups)

@@ -31,6 +31,7 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
 from .beside import refuse_company
+from .block_pool import VllmBlockPool
 from .engine import (
     check_version,
     read_engine,
@@ -42,8 +43,11 @@ from .fingerprints import Fingerprints, base_fingerprint
 from .plugin import share_logging
 from .policy_keeper import PolicyKeeper
 from .profile import prefill_work
+from .requests import VllmRequest, hints_of
+from .resets import Resets
 from .scheduler_half import SchedulerHalf
 from .stats import TieredPromMetrics, TieredStats
+from .tool_parsers import make_parser
 from .tool_reader import ToolReader
 from .wiring import Outside
 from .worker_half import WorkerHalf
@@ -154,25 +158,31 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind(kv_cache_manager)
+        half = self._scheduler
+        pool = VllmBlockPool(kv_cache_manager, half.facts.group)
+        half.bind(pool)
+        Resets(kv_cache_manager, pool.tables, half.before_reset)
 
     @_never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.arrived(request)
+        self._scheduler.arrived(VllmRequest(request), hints_of(request))
 
     @_never_raises(lambda self: (0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
+        return self._scheduler.match(request.request_id, num_computed_tokens)
 
     @_never_raises(lambda self: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        half, block_ids = self._scheduler, ()
+        if num_external_tokens > 0:
+            block_ids = blocks.get_block_ids()[half.facts.group]
         try:
-            self._scheduler.allocated(request, blocks, num_external_tokens)
+            half.allocated(request.request_id, block_ids, num_external_tokens)
         except Exception:
             if num_external_tokens > 0:
-                self._scheduler.refuse_restore(request, blocks)
+                half.refuse_restore(request.request_id, block_ids)
             raise
 
     @_never_raises(lambda self: {})
@@ -181,7 +191,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, as this hook
 
-        disk = min(num_external_tokens, self._scheduler.tokens_from_ssd(request))
+        disk = min(num_external_tokens, self._scheduler.tokens_from_ssd(request.request_id))
         found = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in found.items() if tokens}
 
@@ -189,7 +199,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         try:
-            orders = self.scheduler_half.build(scheduler_output)  # type: ignore[union-attr]
+            orders = self.scheduler_half.build(scheduler_output.num_scheduled_tokens)  # type: ignore[union-attr]
         except Exception:
             self._hook_failed("build_connector_meta")
             orders = self._scheduler.take_orders()
@@ -213,7 +223,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.finished(request, block_ids)
+        half = self._scheduler
+        return False, half.finished(request.request_id, block_ids[half.facts.group])
 
     @_never_raises(lambda self: False)
     def has_pending_block_frees(self) -> bool:
@@ -314,4 +325,4 @@ def _tool_reader(vllm_config: Any) -> ToolReader | None:
 
         return cached_tokenizer_from_config(model_config)
 
-    return ToolReader(load)
+    return ToolReader(load, make_parser)

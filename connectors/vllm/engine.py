@@ -4,61 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.codecs.base import ElementType
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import UnsupportedError
-from tiered_kv.layout import PageLayout, Placement, page_layout
+from tiered_kv.layout import Placement, page_layout
 
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 30)
 NEWEST_TESTED = (0, 32)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What both halves must agree on.
-
-    Attributes:
-        ranks: tensor-parallel workers, each of which must report an order.
-        block_size: tokens of a block.
-        num_blocks: blocks of the VRAM pool, vLLM's null block included.
-        layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
-        element: type of the elements of K and V.
-        arrangement: what decides how K, V, heads and tokens lie within a block; a backend may
-            arrange them as it likes, and sizes do not tell.
-        replica: index of this engine among data-parallel ones.
-        group: the KV cache group whose pages are offloaded; 0 when there is one group.
-        ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
-        sync_restores: whether restores may be sync. vLLM rewinds a request whose sync restore
-            failed only where no later step was scheduled yet, and only for its older model
-            runner (vllm-project/vllm#49250); elsewhere it would go on with wrong KV.
-    """
-
-    ranks: int
-    block_size: int
-    num_blocks: int
-    layout: PageLayout | None
-    element: ElementType = ElementType.OPAQUE
-    arrangement: str = ""
-    replica: int = 0
-    group: int = 0
-    ahead: bool = False
-    sync_restores: bool = True
-
-    @property
-    def page_bytes(self) -> int:
-        return self.layout.page_bytes if self.layout else 0
-
-    @property
-    def page_format(self) -> PageFormat:
-        return PageFormat(self.element, self.page_bytes, self.block_size)
-
-    def slots(self, cpu_bytes_per_rank: int) -> int:
-        """Page slots of a rank's CPU tier."""
-        return cpu_bytes_per_rank // self.page_bytes if self.layout else 0
 
 
 def check_version(version: str) -> None:
@@ -149,6 +105,9 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         ]
         layout = page_layout(placements, kv_cache_config.num_blocks)
     ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    # vLLM rewinds a request whose sync restore failed only where no later step was scheduled yet,
+    # and only for its older model runner (vllm-project/vllm#49250); elsewhere it would go on with
+    # wrong KV.
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
         block_size=vllm_config.cache_config.block_size,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+
+from tiered_kv.connectors.runtime.base import BlockPool
 
 from .saves import Saves
 from .turn import Turn
@@ -19,12 +20,11 @@ class FailedRestores:
     requests that hold a bad block: nothing of these is saved or restored any more.
 
     Args:
-        pool: vLLM's block pool. blocks_of: blocks of requests.
+        pool: vLLM's block pool.
     """
 
-    def __init__(self, pool: Any, blocks_of: Mapping[str, Sequence[Any]], saves: Saves) -> None:
+    def __init__(self, pool: BlockPool, saves: Saves) -> None:
         self._pool = pool
-        self._blocks_of = blocks_of
         self._saves = saves
 
     def clear(
@@ -40,7 +40,7 @@ class FailedRestores:
         for turn in turns:
             if not turn.admitted or turn.loading:
                 continue
-            ids = [block.block_id for block in self._blocks_of.get(turn.request_id, ())]
+            ids = [block.block_id for block in self._pool.tables.get(turn.request_id, ())]
             if self._evict_from(bad, ids):
                 turn.forget_pages()
             else:
@@ -50,5 +50,5 @@ class FailedRestores:
     def _evict_from(self, bad: set[int], ids: Sequence[int]) -> bool:
         """Blocks from the first bad one on are not found any more; False if there is none."""
         first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
-        self._pool.evict_blocks(set(ids[first:]))
+        self._pool.forget(ids[first:])
         return first < len(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiered_kv.policies.signals import JobKey
+from tiered_kv.policies.base import JobKey
 
 from .members import Member
 

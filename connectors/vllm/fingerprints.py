@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.digests import WEIGHT_SUFFIXES, default_cache, digest_files, model_files
 from tiered_kv.keys import UNIDENTIFIED, Fingerprint
-
-from .engine import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +41,19 @@ class Fingerprints:
         self._base = replace(self._base, generation=secrets.token_hex(8))
         self._digests.clear()
 
-    def of(self, lora_request: Any | None) -> bytes | None:
-        """Fingerprint of a request; None while (or if) its adapter's files are unknown."""
-        if lora_request is None:
+    def of(self, adapter: Any | None) -> bytes | None:
+        """Digest for requests with that adapter (vLLM's ``LoRARequest``); None while (or if) its
+        files are unknown."""
+        if adapter is None:
             return self._digest("")
-        where = (lora_request.lora_int_id, lora_request.lora_path)
-        if getattr(lora_request, "load_inplace", False) or where not in self._adapters:
-            path = Path(lora_request.lora_path).expanduser()
+        where = (adapter.lora_int_id, adapter.lora_path)
+        if getattr(adapter, "load_inplace", False) or where not in self._adapters:
+            path = Path(adapter.lora_path).expanduser()
             self._adapters[where] = self._threads.submit(_digest_adapter, path)
-        adapter = self._adapters[where]
-        if not adapter.done() or adapter.exception() is not None:
+        digest = self._adapters[where]
+        if not digest.done() or digest.exception() is not None:
             return None
-        return self._digest(adapter.result())
+        return self._digest(digest.result())
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
@@ -30,7 +31,7 @@ from .prices import Prices
 from .returns import Returns
 from .ssd import SsdTier
 from .tool_reader import ToolReader
-from .turn import Turn, ended_by_itself
+from .turn import Turn
 from .waits import Marks, Wait, Waits
 
 PROVISIONAL_S = 2.0
@@ -62,7 +63,7 @@ class Gaps:
     """Jobs, and what happens to the KV of each between its turns.
 
     Args:
-        managers: vLLM's managers of the blocks of requests.
+        pool: the engine's block pool.
         tools: reads tool calls; None if answers cannot be decoded.
         keeper: of the policy; closed with this.
         over: told of jobs that are not waited for any longer.
@@ -77,7 +78,7 @@ class Gaps:
         pins: PinTable,
         planner: Planner,
         ssd: SsdTier | None,
-        managers: Sequence[Any],
+        pool: BlockPool,
         tools: ToolReader | None,
         keeper: PolicyKeeper,
         accounts: Accounts,
@@ -93,7 +94,7 @@ class Gaps:
         self._pins = pins
         self._planner = planner
         self._ssd = ssd
-        self._managers = managers
+        self._pool = pool
         self._tools = tools
         self._keeper = keeper
         self._accounts = accounts
@@ -134,7 +135,7 @@ class Gaps:
         if hints.job_id is not None:
             return JobKey(salt, hints.job_id)
         prompt = request.prompt_token_ids
-        if prompt is None or request.mm_features:  # tokens alone do not tell such prompts apart
+        if prompt is None or not request.text_only:  # tokens alone do not tell such prompts apart
             return None
         inferred = self._lineage.arrived(salt, request.block_hashes, prompt)
         if inferred is None:
@@ -191,8 +192,7 @@ class Gaps:
     def _pin(self, job: Job, turn: Turn, wait: Wait, ttl_s: float) -> int:
         blocks = [
             block
-            for manager in self._managers
-            for block in manager.req_to_blocks.get(turn.request_id, ())
+            for block in self._pool.blocks_of(turn.request_id)
             if block.block_hash is not None and not block.is_null
         ]
         pinned = self._pins.pin(
@@ -310,7 +310,7 @@ def _turn_end(turn: Turn, now: float) -> TurnEnd:
         job=turn.job.key if turn.job else None,
         turn=turn.number,
         is_last_step=turn.hints.is_last_step or (turn.job is not None and turn.job.over),
-        aborted=not ended_by_itself(request),
+        aborted=not request.answered,
         context_tokens=request.num_tokens,
         new_tokens=max(0, request.num_prompt_tokens - turn.context_before),
         output_tokens=request.num_output_tokens,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool
+
 from .admission import Admission
 from .pins import PinTable
 from .turn import Turn, born
@@ -40,7 +42,7 @@ class JobQueue:
         turns: Mapping[str, Turn],
         admission: Admission | None,
         pins: PinTable,
-        pool: Any,
+        pool: BlockPool,
         tight_blocks: int,
         clock: Callable[[], float],
     ) -> None:
@@ -113,8 +115,7 @@ class JobQueue:
 
     def is_tight(self, running: int) -> bool:
         """Whether one of so many running requests may be preempted in this step."""
-        free: int = self._pool.get_num_free_blocks()
-        return free < self._tight_blocks + running
+        return self._pool.num_free() < self._tight_blocks + running
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
         """Who loses most by being preempted: a last turn, then the oldest job."""

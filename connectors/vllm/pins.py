@@ -8,10 +8,10 @@ somebody needs the blocks more. Only the scheduler thread may touch the block po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from tiered_kv.connectors.runtime.base import Block, BlockPool
 from tiered_kv.policies.base import JobKey
 
 WORTH_A_WAIT = 0.5
@@ -22,17 +22,9 @@ WORTH_MAKING_OLDER_WAIT = 1.0
 of their waiting counts whole."""
 
 
-class BlockPool(Protocol):
-    """The part of vLLM's block pool that pins need."""
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
-    def get_num_free_blocks(self) -> int: ...
-
-
 @dataclass(slots=True)
 class _Pin:
-    blocks: list[Any]
+    blocks: list[Block]
     deadline: float
     born: float
     worth: float  # seconds that a block of it is expected to save
@@ -72,7 +64,7 @@ class PinTable:
     def pin(
         self,
         job: JobKey,
-        blocks: Sequence[Any],
+        blocks: Sequence[Block],
         deadline: float,
         born: float,
         saves_s: float,
@@ -98,7 +90,7 @@ class PinTable:
         kept = self._within_budget(blocks)
         if not kept:
             return 0
-        self._pool.touch(kept)
+        self._pool.hold(kept)
         held = self._held
         ids = dict.fromkeys([block.block_id for block in kept], 1)
         others = [(one, held[one] + 1) for one in ids.keys() & held.keys()]
@@ -108,11 +100,11 @@ class PinTable:
         self._next_deadline = min(self._next_deadline, deadline)
         return len(kept)
 
-    def _within_budget(self, blocks: Sequence[Any]) -> list[Any]:
+    def _within_budget(self, blocks: Sequence[Block]) -> list[Block]:
         room, held = self.budget - len(self._held), self._held
         if len(blocks) <= room:
             return list(blocks)
-        kept: list[Any] = []
+        kept: list[Block] = []
         for block in blocks:
             if block.block_id not in held:
                 if room <= 0:
@@ -147,7 +139,7 @@ class PinTable:
             count = self._held.pop(block.block_id) - 1
             if count:
                 self._held[block.block_id] = count
-        self._pool.free_blocks(reversed(pin.blocks))  # tails are evicted before heads
+        self._pool.release(reversed(pin.blocks))  # tails are evicted before heads
         return True
 
     def expire(self, now: float) -> int:

@@ -5,14 +5,12 @@ in one process.
 """
 
 import logging
-import os
+
+# Imported here, since vLLM imports this before its CPU worker binds its main thread.
+from tiered_kv.connectors.runtime import affinity  # noqa: F401
 
 NAME = "TieredContinuumConnector"
 MODULE = "tiered_kv.connectors.vllm.connector"
-
-CORES = frozenset(os.sched_getaffinity(0))
-"""What this process may run on. Asked here, since vLLM imports this before its CPU worker
-binds the main thread to a single core, and every thread started later with it."""
 
 
 def share_logging() -> None:

@@ -62,6 +62,6 @@ class PrefillClock:
                 continue
             if request.num_output_tokens > 0:
                 self.fit.observe(prefill.behind, prefill.tokens, now - prefill.began)
-            elif not request.is_finished():
+            elif not request.finished:
                 still.append(prefill)
         self.running = still

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.pages.order_book import Planner
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
@@ -17,7 +17,6 @@ from tiered_kv.policies.pricing.estimators import (
     Survival,
 )
 
-from .engine import EngineFacts
 from .pins import PinTable
 from .turn import Turn
 
@@ -44,7 +43,7 @@ class Prices:
         planner: Planner,
         fit: PrefillFit,
         pins: PinTable,
-        pool: Any,
+        pool: BlockPool,
         with_ssd: bool,
         demand: Callable[[int, JobKey | None], float] | None,
         running: Callable[[], int],
@@ -82,7 +81,7 @@ class Prices:
     def look(self, waiting_tokens: int) -> None:
         """See how much VRAM is wanted: by what runs, and by ``waiting_tokens`` of requests that
         are not admitted yet."""
-        in_use = self._facts.num_blocks - 1 - self._pool.get_num_free_blocks()
+        in_use = self._facts.num_blocks - 1 - self._pool.num_free()
         waiting = -(-waiting_tokens // self._facts.block_size)
         self.price.observe(in_use - self._pins.held_blocks + waiting, self._clock())
 

@@ -98,6 +98,11 @@ class VllmRequest:
         return float(self._request.arrival_time)
 
     @property
+    def adapter(self) -> object | None:
+        found: object | None = self._request.lora_request
+        return found
+
+    @property
     def reads_cache(self) -> bool:
         return not self._request.skip_reading_prefix_cache
 

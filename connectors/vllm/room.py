@@ -12,13 +12,13 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 
-from .engine import EngineFacts
 from .pins import PinTable
 from .saves import Saves
 from .turn import Turn, born
@@ -33,7 +33,6 @@ class Room:
 
     Args:
         saves: those under way hold blocks, which are free when they are over.
-        watermark: blocks that vLLM keeps free when it admits a request.
         clock: monotonic seconds.
 
     Attributes:
@@ -47,9 +46,7 @@ class Room:
         pins: PinTable,
         saves: Saves,
         counters: Counters,
-        pool: Any,
-        blocks_of: Mapping[str, Sequence[Any]],
-        watermark: int,
+        pool: BlockPool,
         clock: Callable[[], float],
     ) -> None:
         self.in_job_order = False
@@ -58,8 +55,6 @@ class Room:
         self._saves = saves
         self._counters = counters
         self._pool = pool
-        self._blocks_of = blocks_of
-        self._watermark = watermark
         self._clock = clock
         self.defer_new = False
         """Set when pins were released for running requests, or are spared for blocks on their way:
@@ -80,7 +75,7 @@ class Room:
 
     def _free(self, step: int) -> int:
         """Blocks that are free in the next step at the latest."""
-        free: int = self._pool.get_num_free_blocks()
+        free = self._pool.num_free()
         return free + self._late(step)
 
     def for_running(self, step: int) -> bool:
@@ -109,9 +104,9 @@ class Room:
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
         only those are left that are worth its wait."""
-        wanted = self._blocks(turn) + self._watermark
+        wanted = self._blocks(turn) + self._pool.watermark
         # If not, vLLM refuses it once for want of blocks.
-        sure = not self._late(step) or self._pool.get_num_free_blocks() >= wanted
+        sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.asked_at == step - 1
         turn.asked_at = step if sure else -1
         if not len(self._pins):
@@ -134,15 +129,15 @@ class Room:
     def _waiter_born(self, turn: Turn) -> float | None:
         """When its job was born, of a turn that waits for pins; None if it does not: nobody is
         there who would give blocks back."""
-        if turn.request.num_preemptions or not any(self._blocks_of.values()):
+        if turn.request.num_preemptions or not any(self._pool.tables.values()):
             return None
         return born(turn) if self.in_job_order or turn.new else None
 
     def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""
         for turn in turns:
-            lack = self._blocks(turn) - len(self._blocks_of.get(turn.request_id, ()))
-            self._release_until_free(lack + self._watermark, step)
+            lack = self._blocks(turn) - len(self._pool.tables.get(turn.request_id, ()))
+            self._release_until_free(lack + self._pool.watermark, step)
 
     def _release_until_free(self, wanted: int, step: int) -> None:
         released = self._pins.make_room(lambda: self._free(step) >= wanted)
@@ -152,20 +147,20 @@ class Room:
         return int(-(-turn.request.num_tokens // self._facts.block_size))
 
     def _release_one(self, spare: Any, waiter_born: float | None = None) -> bool:
-        before = self._pool.get_num_free_blocks()
+        before = self._pool.num_free()
         released = self._pins.make_room(
-            lambda: self._pool.get_num_free_blocks() > before or self._saves.free_some(),
+            lambda: self._pool.num_free() > before or self._saves.free_some(),
             spare,
             waiter_born,
         )
         self._counters.add("pins_released", released)
-        return bool(self._pool.get_num_free_blocks() > before)
+        return self._pool.num_free() > before
 
     def _held_hits(self, turn: Turn, num_computed: int) -> int:
         """Blocks of its VRAM prefix that somebody references: they cost no free block."""
         held = 0
         for block_hash in turn.request.block_hashes[: num_computed // self._facts.block_size]:
-            cached = self._pool.get_cached_block(block_hash, [self._facts.group])
-            if cached and cached[0].ref_cnt > 0:
+            cached = self._pool.cached(block_hash)
+            if cached is not None and cached.ref_cnt > 0:
                 held += 1
         return held

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 
-from .engine import EngineFacts
 from .turn import Turn
 
 STRIDE_TOKENS = 256
@@ -32,8 +31,7 @@ class Saves:
     """Orders saves, and holds a reference on every block until its copy is done.
 
     Args:
-        pool: vLLM's block pool.
-        blocks_of: vLLM's blocks by request id, for the group that is offloaded.
+        pool: the engine's block pool.
 
     Attributes:
         over: how many saves have ended so far.
@@ -45,15 +43,13 @@ class Saves:
         planner: Planner,
         tails: TailIndex,
         counters: Counters,
-        pool: Any,
-        blocks_of: Mapping[str, Sequence[Any]],
+        pool: BlockPool,
     ) -> None:
         self._facts = facts
         self._planner = planner
         self._tails = tails
         self._counters = counters
         self._pool = pool
-        self._blocks_of = blocks_of
         self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
         self.unsent: list[SaveOrder] = []
         self.over = 0
@@ -78,9 +74,6 @@ class Saves:
         """
         if step not in self._calendar:
             return
-        from vllm.v1.request import RequestStatus
-
-        waits_for_kv = RequestStatus.WAITING_FOR_REMOTE_KVS
         due = self._calendar.pop(step)
         filled: dict[PageKey, int] = {}
         size = self._facts.block_size
@@ -89,7 +82,7 @@ class Saves:
             if turn.due != step or turn.fingerprint is None:
                 continue
             request = turn.request
-            if request.status is waits_for_kv:
+            if request.waits_for_kv:
                 turn.loading = True  # by another connector; vLLM admits it again when it has come
                 continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
@@ -198,7 +191,7 @@ class Saves:
                 blocks whose tokens are not final yet have no hash, and wait.
         """
         keys = turn.page_keys()
-        blocks = self._blocks_of.get(turn.request.request_id, ())
+        blocks = self._pool.tables.get(turn.request_id, ())
         full = min(tokens // self._facts.block_size, len(keys), len(blocks))
         start = turn.cursor
         if full <= start:
@@ -209,10 +202,10 @@ class Saves:
     def _order(self, pages: Mapping[PageKey, int]) -> SaveOrder | None:
         order = self._planner.plan_save(pages) if pages else None
         if order is not None:
-            self._pool.touch([self._pool.blocks[block] for block in order.blocks])
+            self._pool.hold([self._pool.blocks[block] for block in order.blocks])
             self.unsent.append(order)
         return order
 
     def _give_up(self, block_ids: Sequence[int]) -> None:
         blocks = self._pool.blocks
-        self._pool.free_blocks([blocks[block] for block in reversed(block_ids)])
+        self._pool.release([blocks[block] for block in reversed(block_ids)])

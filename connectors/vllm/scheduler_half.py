@@ -13,16 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiered_kv.connectors.runtime.base import BlockPool, Fingerprints, Request
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.jobs.hints import TurnHints, read_hints
+from tiered_kv.policies.jobs.hints import TurnHints
 
-from .fingerprints import Fingerprints
 from .profile import PrefillWork
-from .resets import Resets
-from .turn import Turn, ended_by_itself
+from .turn import Turn
 from .watchdog import STUCK_S, Watchdog
 from .wiring import Outside, wire
 
@@ -67,19 +66,19 @@ class SchedulerHalf:
         self._watchdog = Watchdog()
         self._ordering_failed = False
 
-    def bind(self, manager: Any) -> None:
-        """Take vLLM's KV cache manager: its pool, the blocks of requests, and its reset."""
+    def bind(self, pool: BlockPool) -> None:
+        """Take the engine's block pool."""
         given = replace(self._given, clock=lambda: self._clock())  # a test may put in its own
-        parts = wire(given, manager, self.counters, self._turns, lambda: self._running)
-        self._pool, self._blocks_of = parts.pool, parts.blocks_of
+        parts = wire(given, pool, self.counters, self._turns, lambda: self._running)
+        self._pool = pool
         self.index, self.planner, self.tails = parts.index, parts.planner, parts.tails
         self.restores, self.saves, self.ssd = parts.restores, parts.saves, parts.ssd
         self.pins, self.room, self.admission = parts.pins, parts.room, parts.admission
         self.queue, self.prices, self.prefills = parts.queue, parts.prices, parts.prefills
         self.gaps, self.exchange, self.accounts = parts.gaps, parts.exchange, parts.accounts
-        Resets(manager, self._blocks_of, self._before_reset)
 
-    def _before_reset(self) -> None:
+    def before_reset(self) -> None:
+        """The engine is about to reset its prefix cache. Never raises."""
         try:
             self.reset()
         except Exception:
@@ -99,11 +98,10 @@ class SchedulerHalf:
 
     # -- a turn arrives -----------------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
+    def arrived(self, request: Request, hints: TurnHints) -> None:
         """``on_new_request``."""
-        if request.resumable:  # input that is streamed: vLLM changes what it has said
+        if request.streams_input:  # what was said may change
             return
-        hints = _hints(request)
         self.counters.add("hints_ignored", hints.ignored)
         found, size = self.gaps.arrived(request, hints), self.facts.block_size
         if found.job is not None and found.job.turns == 1:
@@ -116,7 +114,7 @@ class SchedulerHalf:
             fingerprint=self._fingerprint(request),
             arrived_at=self._clock(),
             context_before=found.context,
-            shared=0 if request.skip_reading_prefix_cache else found.shared * size,
+            shared=found.shared * size if request.reads_cache else 0,
             kept=found.kept,
             saved=found.saved,
         )
@@ -125,17 +123,17 @@ class SchedulerHalf:
         if self.ssd is not None and self._may_restore(turn):
             self.ssd.promote(turn, self.prefills.fit)
 
-    def _fingerprint(self, request: Any) -> bytes | None:
+    def _fingerprint(self, request: Request) -> bytes | None:
         if self.index.num_slots == 0:
             return None
-        return self._fingerprints.of(request.lora_request)
+        return self._fingerprints.of(request.adapter)
 
     def _may_restore(self, turn: Turn) -> bool:
-        return turn.fingerprint is not None and not turn.request.skip_reading_prefix_cache
+        return turn.fingerprint is not None and turn.request.reads_cache
 
-    def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+    def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """``get_num_new_matched_tokens``: what can be restored beyond ``num_computed``."""
-        turn = self._turns.get(request.request_id)
+        turn = self._turns.get(request_id)
         if turn is None:
             return 0, False
         if self.room.defer_new:
@@ -160,12 +158,12 @@ class SchedulerHalf:
             return 0, False
         return turn.hit.tokens, turn.hit.mode is RestoreMode.ASYNC
 
-    def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
+    def allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
         """``update_state_after_alloc``: the request has its blocks; order its restore."""
-        turn = self._turns.get(request.request_id)
+        turn = self._turns.get(request_id)
         if turn is None:
             return
-        restored = self.exchange.restored.pop(request.request_id, None) is not None
+        restored = self.exchange.restored.pop(request_id, None) is not None
         turn.loading = False  # whoever loaded into its blocks is done; ``order`` may begin anew
         fresh = not turn.admitted
         if fresh:
@@ -181,11 +179,11 @@ class SchedulerHalf:
         if turn.job is not None and self.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
-            self.restores.order(turn, blocks.get_block_ids()[self.facts.group], num_external)
+            self.restores.order(turn, block_ids, num_external)
         if turn.loading:
             return
         self.saves.watch(turn, self._step + 1)
-        came = restored and request.num_computed_tokens == turn.vram_tokens + turn.cpu_tokens
+        came = restored and turn.request.num_computed_tokens == turn.vram_tokens + turn.cpu_tokens
         if fresh or came:
             self.prefills.started(turn, self._clock())
 
@@ -201,9 +199,9 @@ class SchedulerHalf:
                 self.admission.joined(beside)
                 self.queue.ranks_changed = True
 
-    def tokens_from_ssd(self, request: Any) -> int:
+    def tokens_from_ssd(self, request_id: str) -> int:
         """``get_external_cache_hit_sources``: those of its restore that came up from SSD."""
-        turn = self._turns.get(request.request_id)
+        turn = self._turns.get(request_id)
         return turn.ssd_tokens if turn is not None else 0
 
     def _came_up(self, turn: Turn) -> int:
@@ -211,12 +209,11 @@ class SchedulerHalf:
         keys = turn.hit.keys if turn.hit else ()
         return self.facts.block_size * sum(key in turn.ssd_keys for key in keys)
 
-    def refuse_restore(self, request: Any, blocks: Any) -> None:
-        """``allocated`` failed although vLLM counts on a restore."""
-        turn = self._turns.get(request.request_id)
-        block_ids = blocks.get_block_ids()[self.facts.group]
-        bad = self.restores.refuse(request.request_id, turn.hit if turn else None, block_ids)
-        self._pool.evict_blocks(set(bad))  # vLLM has hashed them
+    def refuse_restore(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """``allocated`` failed although the engine counts on a restore."""
+        turn = self._turns.get(request_id)
+        bad = self.restores.refuse(request_id, turn.hit if turn else None, block_ids)
+        self._pool.forget(bad)  # vLLM has hashed them
         if turn is not None:
             turn.forget_pages()
 
@@ -226,16 +223,20 @@ class SchedulerHalf:
 
     # -- every step ---------------------------------------------------------------
 
-    def build(self, scheduler_output: Any) -> Orders:
-        """``build_connector_meta``: this step's orders."""
+    def build(self, scheduled: Mapping[str, int]) -> Orders:
+        """``build_connector_meta``: this step's orders.
+
+        Args:
+            scheduled: tokens that each request computes in this step.
+        """
         self._step += 1
         self.room.defer_new = False
         self.stats_due = not (self._running and self._step % STATS_EVERY)
-        if scheduler_output.total_num_scheduled_tokens or not self._turns:
+        if scheduled or not self._turns:
             self._watchdog.worked()
         elif self._watchdog.barks(self._clock()):
             self._give_everything_up()
-        if not scheduler_output.total_num_scheduled_tokens:
+        if not scheduled:
             self._was_idle = True
         if not self._step % TIME_EVERY:
             now = self._clock()
@@ -254,7 +255,7 @@ class SchedulerHalf:
             self.room.for_restored(list(restored.values()), self._step - 1)
         if self.prefills.running:
             self.prefills.look(self._clock())
-        self.saves.step(self._step, scheduler_output.num_scheduled_tokens)
+        self.saves.step(self._step, scheduled)
         return self.take_orders()
 
     def _give_everything_up(self) -> None:
@@ -265,7 +266,7 @@ class SchedulerHalf:
             "loading": sum(turn.loading for turn in self._turns.values()),
             "awaiting pages": sum(bool(turn.awaits) for turn in self._turns.values()),
             "pinned blocks": self.pins.held_blocks,
-            "free blocks": self._pool.get_num_free_blocks(),
+            "free blocks": self._pool.num_free(),
             "orders in flight": self.planner.in_flight,
             "jobs begun": len(self.admission.jobs) if self.admission is not None else None,
         }
@@ -295,9 +296,9 @@ class SchedulerHalf:
 
     # -- a turn ends ----------------------------------------------------------------
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    def finished(self, request_id: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
         """``request_finished_all_groups``; returns what the client is told."""
-        turn = self._turns.pop(request.request_id, None)
+        turn = self._turns.pop(request_id, None)
         if turn is None:
             return None
         try:
@@ -309,7 +310,7 @@ class SchedulerHalf:
                     self.admission.over(turn.job.key)
             raise
 
-    def _turn_ended(self, turn: Turn, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    def _turn_ended(self, turn: Turn, block_ids: Sequence[int]) -> dict[str, Any] | None:
         request = turn.request
         self.exchange.restored.pop(request.request_id, None)
         self.queue.left(request.request_id)
@@ -319,16 +320,16 @@ class SchedulerHalf:
         has_kv = turn.admitted and not turn.loading
         pages, save = list[PageKey](), None
         if has_kv and turn.fingerprint is not None:
-            last, pages = self.saves.finish(turn, block_ids[self.facts.group])
+            last, pages = self.saves.finish(turn, block_ids)
             save = last.order_id if last else None
         if turn.hints.is_last_step:
             self._let_go_first(turn)
         if self.admission is not None:
-            over, gone = turn.hints.is_last_step, not ended_by_itself(request)
+            over, gone = turn.hints.is_last_step, not request.answered
             self.admission.ended(turn, over=over, gone=gone)
         wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
-            own = self._blocks_of.get(turn.request_id, ())
+            own = self._pool.tables.get(turn.request_id, ())
             self.room.freed_late(sum(block.ref_cnt == 1 for block in own), self._step)
         return self.accounts.turn(turn, wait.decision, pinned)
 
@@ -344,8 +345,8 @@ class SchedulerHalf:
         blocks without a hash first. What it may share with others, now or later, stays."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
-        blocks = self._blocks_of.get(turn.request_id, ())[turn.job.first_blocks :]
-        self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
+        blocks = self._pool.tables.get(turn.request_id, ())[turn.job.first_blocks :]
+        self._pool.forget([block.block_id for block in blocks if block.ref_cnt == 1])
 
     # -- resets, life and death -------------------------------------------------------
 
@@ -422,9 +423,3 @@ class SchedulerHalf:
         self.gaps.close()
         self._fingerprints.close()
         self.accounts.close()
-
-
-def _hints(request: Any) -> TurnHints:
-    sampling = request.sampling_params
-    xargs = sampling.extra_args if sampling is not None else None
-    return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))

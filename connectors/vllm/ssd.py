@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal, Reclaim, SsdOrders, SsdReport, StoredPages
 from tiered_kv.metrics import Counters
@@ -21,7 +22,6 @@ from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
 from tiered_kv.policies.pricing.estimators import PrefillFit
 
-from .engine import EngineFacts
 from .turn import Turn
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,8 @@
 """Reads the tool calls of finished turns on a thread of its own.
 
-What vLLM gives (0.30 to 0.32):
-
-- The engine is not told ``--tool-call-parser``: it is a flag of the API server, in no part of
-  ``VllmConfig``. So the parser is chosen by the format that the answer is in.
-- ``vllm.tool_parsers.ToolParserManager.get_tool_parser(name)(tokenizer).extract_tool_calls(text,
-  request)`` works outside the server. The engine has imported the manager already; a parser's
-  module takes up to a quarter of a second once, a call 0.01 to 0.5 ms.
-- Parsers expect an answer without its thinking, and without the token that ended it.
-- ``openai`` (gpt-oss) is a stub that raises. Mistral's, DeepSeek's and Llama's refuse a tokenizer
-  without their special tokens. Several log a traceback when an answer is malformed.
-- None reads a fence of mini-swe-agent, which is no tool call to vLLM.
-
-So the project's own reader goes first and finds the format. vLLM's parser for it then has the word
-on what is called if it finds the same tools; else what the project's own reader found counts.
+The project's own reader goes first and finds the format. The engine's parser for it, if there is
+one, then has the word on what is called if it finds the same tools; else what the project's own
+reader found counts.
 """
 
 from __future__ import annotations
@@ -29,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.connectors.runtime.base import ParseToolCalls
 from tiered_kv.policies.base import ToolUse
 from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls, tool_call
 from tiered_kv.policies.tools.tool_use import tool_use
-
-from .plugin import CORES
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +52,8 @@ class ToolReader:
 
     Args:
         load_tokenizer: called once, on the reader's thread, at its start.
+        make_parser: the engine's parser of a format's name, for that tokenizer; raises if there
+            is none.
 
     Attributes:
         answers: what ``take`` will give, to be looked at in every step.
@@ -70,13 +61,17 @@ class ToolReader:
         errors: what went wrong while reading: no tokenizer, a parser that raised.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        make_parser: Callable[[str, Any], ParseToolCalls],
+    ) -> None:
         self.dropped = 0
         self.errors = 0
         self._load_tokenizer = load_tokenizer
+        self._make_parser = make_parser
         self._tokenizer: Any = None
-        self._request: Any = None
-        self._parsers: dict[str, Any] = {}
+        self._parsers: dict[str, ParseToolCalls | None] = {}
         self._failed = False
         self._queue: queue.Queue[tuple[str, Sequence[int]] | None] = queue.Queue(MAX_QUEUED)
         self.answers: deque[tuple[str, ToolUse]] = deque()
@@ -159,37 +154,19 @@ class ToolReader:
         return ours
 
     def _parse(self, name: str, text: str) -> list[ToolCall]:
-        """What vLLM's parser of that name finds; nothing if it fails."""
+        """What the engine's parser of that name finds; nothing if it fails."""
         try:
             if name not in self._parsers:
                 self._parsers[name] = None  # one that cannot be made is not tried again
-                self._parsers[name] = self._make_parser(name)
+                self._parsers[name] = self._make_parser(name, self._tokenizer)
             parser = self._parsers[name]
             if parser is None:
                 return []
-            found = parser.extract_tool_calls(text, self._request).tool_calls
-            return [
-                tool_call(one.function.name, _as_arguments(one.function.arguments)) for one in found
-            ]
+            return [tool_call(called, _as_arguments(said)) for called, said in parser(text)]
         except Exception:
             self.errors += 1
-            logger.debug("vLLM's parser %r does not read an answer", name, exc_info=True)
+            logger.debug("the engine's parser %r does not read an answer", name, exc_info=True)
             return []
-
-    def _make_parser(self, name: str) -> Any:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        if self._request is None:
-            self._request = ChatCompletionRequest(messages=[], model="")
-        parser = ToolParserManager.get_tool_parser(name)(self._tokenizer)
-        logging.getLogger(type(parser).__module__).addFilter(_not_of_this_thread)
-        return parser
-
-
-def _not_of_this_thread(record: logging.LogRecord) -> bool:
-    """An answer that a parser cannot read is ours to read: no reason for a traceback."""
-    return record.threadName != THREAD_NAME
 
 
 def _as_arguments(text: str) -> Mapping[str, object]:

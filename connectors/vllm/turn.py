@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from tiered_kv.connectors.runtime.base import Request
 from tiered_kv.keys import PageKey, page_keys
 from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.pages.partial_blocks import TailIndex
@@ -54,7 +54,7 @@ class Turn:
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for it.
     """
 
-    request: Any
+    request: Request
     hints: TurnHints
     job: Job | None
     number: int
@@ -83,7 +83,7 @@ class Turn:
 
     @property
     def request_id(self) -> str:
-        return str(self.request.request_id)
+        return self.request.request_id
 
     def page_keys(self) -> Sequence[PageKey]:
         """Keys of all blocks that vLLM has hashed so far."""
@@ -97,16 +97,12 @@ class Turn:
         """What a partial tail in that block is found by, beside its tokens.
 
         Returns:
-            The key of the page before it (the fingerprint if there is none) and vLLM's
-            extra keys (LoRA, salt); None for inputs that tokens do not tell apart.
+            The key of the page before it (the fingerprint if there is none) and the engine's
+            extra key (adapter, salt); None for inputs that tokens do not tell apart.
         """
-        request = self.request
-        if request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+        if not self.request.text_only:
             return None
-        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-        start = block * block_size
-        extra, _ = generate_block_hash_extra_keys(request, start, start + 1, 0)
+        extra = self.request.extra_key(block * block_size)
         assert self.fingerprint is not None
         return (self.page_keys()[block - 1] if block else self.fingerprint), extra
 
@@ -134,24 +130,6 @@ class Turn:
         self.shared = 0
         self.hit = None
         self.keys.clear()
-
-
-def ended_by_itself(request: Any) -> bool:
-    """Whether a finished request was answered, rather than cancelled or failed.
-
-    The engine does not look for stop strings: the API server does, and then has the engine abort
-    the request. So one that has some, and has said anything, is taken to have met one.
-    """
-    from vllm.v1.request import RequestStatus
-
-    if request.status is RequestStatus.FINISHED_ABORTED:
-        sampling = request.sampling_params
-        return bool(sampling is not None and sampling.stop and request.num_output_tokens)
-    return request.status in (
-        RequestStatus.FINISHED_STOPPED,
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_REPETITION,
-    )
 
 
 def born(turn: Turn) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.cpu_index import PageIndex
@@ -21,7 +21,6 @@ from tiered_kv.trace import TraceWriter
 
 from .accounts import Accounts
 from .admission import Admission
-from .engine import EngineFacts
 from .exchange import Exchange
 from .failed_restores import FailedRestores
 from .gaps import Gaps
@@ -72,11 +71,10 @@ class Parts:
 
     Attributes:
         admission: None if nothing is held. ssd: None without that tier.
-        pool: vLLM's block pool. blocks_of: its blocks of each request.
+        pool: the engine's block pool.
     """
 
-    pool: Any
-    blocks_of: Mapping[str, Sequence[Any]]
+    pool: BlockPool
     index: PageIndex
     planner: Planner
     tails: TailIndex
@@ -96,7 +94,7 @@ class Parts:
 
 def wire(
     given: Outside,
-    manager: Any,
+    pool: BlockPool,
     counters: Counters,
     turns: Mapping[str, Turn],
     running: Callable[[], int],
@@ -104,17 +102,13 @@ def wire(
     """Make them.
 
     Args:
-        manager: vLLM's KV cache manager.
+        pool: the engine's block pool.
         turns: those that live, by request. running: how many of them have blocks.
 
     Raises:
         ConfigError: the trace cannot be written.
     """
     facts, config, clock = given.facts, given.config, given.clock
-    pool, watermark = manager.block_pool, int(manager.watermark_blocks)
-    managers = manager.coordinator.single_type_managers
-    blocks_of = managers[facts.group].req_to_blocks
-
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     on_ssd = config.ssd_bytes if slots and config.ssd_path is not None else 0
     stored = on_ssd // max(1, facts.ranks * facts.page_bytes)
@@ -123,14 +117,14 @@ def wire(
     planner = Planner(index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
     tails = TailIndex()
     restores = Restores(facts, planner, tails, given.restores, counters)
-    saves = Saves(facts, planner, tails, counters, pool, blocks_of)
+    saves = Saves(facts, planner, tails, counters, pool)
     prefills = PrefillClock(ahead=facts.ahead)
     accounts = Accounts(counters, _trace(config), given.wall)
 
     with_ssd = config.ssd_path is not None and slots > 0
     usable = facts.num_blocks - 1  # vLLM keeps one as its null block
     pins = PinTable(pool, int(config.pin_fraction * usable))
-    room = Room(facts, pins, saves, counters, pool, blocks_of, watermark, clock)
+    room = Room(facts, pins, saves, counters, pool, clock)
     admission = None
     if config.admission != "off":
         max_wait_s = config.admission_max_wait_s
@@ -149,7 +143,7 @@ def wire(
         running,
         clock,
     )
-    ssd, groups = None, [facts.group]
+    ssd = None
     if with_ssd:
         ssd = SsdTier(
             facts,
@@ -157,7 +151,7 @@ def wire(
             planner,
             tails,
             counters,
-            lambda block_hash: pool.get_cached_block(block_hash, groups) is not None,
+            lambda block_hash: pool.cached(block_hash) is not None,
             lambda key: order.chance(key, math.inf),
             clock,
         )
@@ -169,7 +163,7 @@ def wire(
         pins,
         planner,
         ssd,
-        managers,
+        pool,
         given.tools,
         given.keeper,
         accounts,
@@ -177,11 +171,10 @@ def wire(
         admission.over if admission is not None else lambda _: None,
         clock,
     )
-    failed_restores = FailedRestores(pool, blocks_of, saves)
+    failed_restores = FailedRestores(pool, saves)
     exchange = Exchange(planner, saves, restores, ssd, failed_restores, turns, clock)
     return Parts(
         pool,
-        blocks_of,
         index,
         planner,
         tails,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiered_kv.config import TierConfig, check_cpu_size
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, SsdReport
@@ -21,7 +22,6 @@ from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveO
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
-from .engine import EngineFacts
 from .profile import measure_copies, measure_flops
 from .worker_ssd import WorkerSsd
 

@@ -20,6 +20,8 @@ from tiered_kv.codecs.choice import (
     synthetic_page,
 )
 from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.messages import SsdOrders, SsdReport, StoredPages
@@ -30,9 +32,6 @@ from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.options import io_threads
 from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
 from tiered_kv.transfer.cpu_pool import CpuPool
-
-from .engine import EngineFacts
-from .plugin import CORES
 
 logger = logging.getLogger(__name__)
 

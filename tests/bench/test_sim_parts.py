@@ -25,6 +25,7 @@ from bench.sim.validity import equal_orders
 from bench.sim.worker import SEGMENTS, SsdStore
 from bench.sim.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import Reclaim
 from tiered_kv.policies.base import JobKey
 
 
@@ -249,7 +250,7 @@ def test_a_full_store_lets_its_oldest_segment_die_but_for_the_survivors() -> Non
     assert full is None, "there is room for every page that it is said to hold"
     assert dying is not None
     assert dying.keys == (page(0), page(1))
-    gone, again = store.reclaim(type(dying)(dying.segment, (page(1),)))
+    gone, again = store.reclaim(Reclaim(dying.segment, (page(1),)))
     assert (gone, again) == ([page(0)], 1)
     assert store.has(page(1))
     assert not store.has(page(0))

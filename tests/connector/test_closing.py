@@ -10,6 +10,7 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import CONTEXT, ask_again, tiers
+from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.connectors.vllm.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig
@@ -67,7 +68,7 @@ def test_the_slab_is_given_back(rig: Rig) -> None:
 
 
 def test_the_thread_that_reads_tool_calls_ends(rig: Rig) -> None:
-    rig.half.gaps._tools = ToolReader(lambda: None)
+    rig.half.gaps._tools = ToolReader(lambda: None, make_parser)
     threads = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     assert threads
     rig.close()

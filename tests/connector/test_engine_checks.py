@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tiered_kv.codecs.base import ElementType
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.vllm import engine
 from tiered_kv.connectors.vllm.engine import (
-    EngineFacts,
     check_version,
     read_engine,
     refuse_unsupported,

@@ -73,12 +73,13 @@ def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
 class Touched:
     """A pool, and the saves: what is done to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: dict[str, list[Any]]) -> None:
+        self.tables = tables
         self.evicted: set[int] = set()
         self.watched: list[tuple[Any, int]] = []
 
-    def evict_blocks(self, blocks: set[int]) -> None:
-        self.evicted |= blocks
+    def forget(self, blocks: list[int]) -> None:
+        self.evicted.update(blocks)
 
     def watch(self, turn: Any, step: int) -> None:
         self.watched.append((turn, step))
@@ -106,8 +107,8 @@ def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
     ]
     ids = {"loads": [1, 2], "loads bad": [7, 8], "holds": [3, 7, 4], "beside": [5, 6]}
     blocks = {name: [SimpleNamespace(block_id=one) for one in own] for name, own in ids.items()}
-    touched: Any = Touched()
-    FailedRestores(touched, blocks, touched).clear({7}, [3, 7, 9], turns, step=11)
+    touched: Any = Touched(blocks)
+    FailedRestores(touched, touched).clear({7}, [3, 7, 9], turns, step=11)
     assert touched.evicted == {7, 9, 4}
     assert forgot == ["holds"]
     assert touched.watched == [(turns[-1], 12)]

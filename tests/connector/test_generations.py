@@ -28,7 +28,7 @@ class Generations(CheckingRunner):
 
     def __init__(self, rig: Rig) -> None:
         super().__init__(rig.memory.numpy().reshape(rig.options.blocks, 16, CELL))
-        self._blocks_of = rig.half._blocks_of
+        self._blocks_of = rig.half._pool.tables
         self._old: dict[str, Sequence[Any]] = {}
         self.generation = 0
 

@@ -30,7 +30,7 @@ class Engine:
                       earns: float = math.inf) -> int:  # fmt: skip
         """A turn ends as vLLM ends it: first our hook, then its own references go."""
         pinned = self.pins.pin(job, blocks, deadline, born, saves_s, earns)
-        self.pool.free_blocks(reversed(blocks))
+        self.pool.release(reversed(blocks))
         return pinned
 
     def turn(self, job: JobKey, count: int, *, deadline: float = 2.0, born: float = 0.0,
@@ -39,7 +39,7 @@ class Engine:
 
     @property
     def free(self) -> int:
-        return self.pool.get_num_free_blocks()
+        return self.pool.num_free()
 
 
 def test_a_pinned_context_is_not_free_and_a_released_one_is() -> None:
@@ -78,7 +78,7 @@ def test_a_longer_context_keeps_the_blocks_it_had() -> None:
     engine = Engine()
     start = engine.ran(5)
     engine.finish_pinned(A, start)
-    engine.pool.touch(start)
+    engine.pool.hold(start)
     assert engine.finish_pinned(A, start + engine.ran(2)) == 7
     assert engine.free == 13
     assert all(block.ref_cnt == 1 for block in start)
@@ -103,7 +103,7 @@ def test_pins_together_stay_within_the_budget() -> None:
 def test_blocks_that_jobs_share_count_once() -> None:
     engine = Engine(budget=8)
     system_prompt = engine.ran(4)
-    engine.pool.touch(system_prompt)
+    engine.pool.hold(system_prompt)
 
     assert engine.finish_pinned(A, system_prompt + engine.ran(2)) == 6
     assert engine.finish_pinned(B, system_prompt + engine.ran(2)) == 6
@@ -119,7 +119,7 @@ def test_blocks_that_jobs_share_count_once() -> None:
 def test_a_job_that_shares_all_its_blocks_needs_no_budget() -> None:
     engine = Engine(budget=4)
     shared = engine.ran(4)
-    engine.pool.touch(shared)
+    engine.pool.hold(shared)
     engine.finish_pinned(A, shared)
     assert engine.finish_pinned(B, shared) == 4
 
@@ -303,9 +303,9 @@ class PinsMachine(RuleBasedStateMachine):
         if contexts:
             whose = contexts[data.draw(st.integers(0, len(contexts) - 1))]
             head = whose[: data.draw(st.integers(0, len(whose)))]
-        if length > self.pool.get_num_free_blocks():
+        if length > self.pool.num_free():
             return
-        self.pool.touch(head)
+        self.pool.hold(head)
         self.running.append(head + self.pool.allocate([b"h"] * length))
 
     @rule(
@@ -332,7 +332,7 @@ class PinsMachine(RuleBasedStateMachine):
 
         pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, earns)
         self.earns[job] = earns
-        self.pool.free_blocks(reversed(blocks))
+        self.pool.release(reversed(blocks))
 
         assert pinned == max(fits), "as much of its start as the budget allows"
         if pinned:
@@ -342,7 +342,7 @@ class PinsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     def end_unpinned(self, data: st.DataObject) -> None:
         blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.pool.free_blocks(reversed(blocks))
+        self.pool.release(reversed(blocks))
 
     @rule(job=st.sampled_from(JOBS))
     def release(self, job: JobKey) -> None:
@@ -363,9 +363,7 @@ class PinsMachine(RuleBasedStateMachine):
     )
     def make_room(self, wanted: int, spare: JobKey | None, waiter_born: float | None) -> None:
         before = dict(self.model)
-        released = self.pins.make_room(
-            lambda: self.pool.get_num_free_blocks() >= wanted, spare, waiter_born
-        )
+        released = self.pins.make_room(lambda: self.pool.num_free() >= wanted, spare, waiter_born)
 
         for job in [job for job in self.model if job not in self.pins]:
             del self.model[job]
@@ -379,7 +377,7 @@ class PinsMachine(RuleBasedStateMachine):
         may_go = {job: worth for job, (_, _, worth) in before.items() if goes(job, -worth[1])}
         assert set(before) - set(self.model) <= set(may_go)
         if self.model.keys() & may_go.keys():
-            assert self.pool.get_num_free_blocks() >= wanted
+            assert self.pool.num_free() >= wanted
         gone = [before[job][2] for job in before if job not in self.model and job != spare]
         stayed = [may_go[job] for job in self.model if job in may_go and job != spare]
         most, least = max(gone, default=(-1.0, 0.0)), min(stayed, default=(9.0, 0.0))
@@ -406,8 +404,8 @@ class PinsMachine(RuleBasedStateMachine):
         if hasattr(self, "pins"):
             self.pins.release_all()
             for blocks in self.running:
-                self.pool.free_blocks(blocks)
-            assert self.pool.get_num_free_blocks() == 30
+                self.pool.release(blocks)
+            assert self.pool.num_free() == 30
 
     def affordable(self, blocks: list[FakeBlock]) -> bool:
         held = {block for pinned, _, _ in self.model.values() for block in pinned}

@@ -90,14 +90,14 @@ def watch_the_order(rig: Rig) -> None:
     the order in which they will be let in."""
     allocated = rig.half.allocated
 
-    def watched(request: Any, *args: Any) -> None:
-        turn = rig.half._turns[request.request_id]
+    def watched(request_id: str, *args: Any) -> None:
+        turn = rig.half._turns[request_id]
         if turn.new:
             parked = [one.arrival_time for one in rig.scheduler._parked.values()]
-            assert request.arrival_time < min(parked, default=float("inf")), "overtaken"
+            assert turn.request.arrival_time < min(parked, default=float("inf")), "overtaken"
         ranks = [rig.half.queue.parked_rank(request_id) for request_id in rig.scheduler._parked]
         assert ranks == sorted(ranks) or rig.half.queue.ranks_changed
-        allocated(request, *args)
+        allocated(request_id, *args)
 
     rig.half.allocated = watched
 

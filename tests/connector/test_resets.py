@@ -120,7 +120,7 @@ def test_generations_do_not_mix(make_rig: MakeRig, times: int) -> None:
 
 
 def blocks_of(rig: Rig, request_id: str) -> set[int]:
-    return {block.block_id for block in rig.half._blocks_of[request_id]}
+    return {block.block_id for block in rig.half._pool.tables[request_id]}
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.policies.adversary import MARKERS, soups
 from tests.policies.test_tool_calls import FORMATS
 from tiered_kv.connectors.vllm import tool_reader
+from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.connectors.vllm.tool_reader import (
     MAX_TOKENS,
     MAX_TOKENS_AGAIN,
@@ -82,7 +83,7 @@ def make_reader(tokenizer: CharacterTokenizer) -> Iterator[MakeReader]:
     readers: list[ToolReader] = []
 
     def make(load: Callable[[], Any] = lambda: tokenizer) -> ToolReader:
-        readers.append(ToolReader(load))
+        readers.append(ToolReader(load, make_parser))
         return readers[-1]
 
     yield make
@@ -313,7 +314,7 @@ def test_closing_stops_the_thread_whatever_is_queued(
         loading.wait(300)
         return tokenizer
 
-    reader = ToolReader(load)
+    reader = ToolReader(load, make_parser)
     for n in range(9):
         reader.read(str(n), [65])
     threading.Timer(0.05, loading.set).start()
@@ -336,7 +337,7 @@ def test_importing_the_reader_imports_no_parsers() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(text=soups(MARKERS))
 def test_no_answer_stops_the_reader(text: str, tokenizer: CharacterTokenizer) -> None:
-    reader = ToolReader(lambda: tokenizer)
+    reader = ToolReader(lambda: tokenizer, make_parser)
     try:
         assert read_one(reader, text).path
     finally:

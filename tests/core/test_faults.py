@@ -118,7 +118,7 @@ def test_blocks_are_reused_in_the_order_in_which_they_were_given_up() -> None:
     first = pool.allocate([b"a", b"b", None])
     assert pool.free_order == [4, 5, 6]
 
-    pool.free_blocks(reversed(first))
+    pool.release(reversed(first))
 
     assert pool.free_order == [3, 4, 5, 6, 2, 1], "without a hash first, the context's head last"
     pool.check_integrity()
@@ -127,14 +127,14 @@ def test_blocks_are_reused_in_the_order_in_which_they_were_given_up() -> None:
 def test_a_free_block_that_is_touched_is_free_no_more() -> None:
     pool = FakeBlockPool(4)
     (block,) = pool.allocate([b"a"])
-    pool.free_blocks([block])
+    pool.release([block])
 
-    pool.touch([block])
+    pool.hold([block])
 
     assert pool.free_order == [2, 3]
     assert block.ref_cnt == 1
-    pool.touch([block])
-    pool.free_blocks([block])
+    pool.hold([block])
+    pool.release([block])
     assert pool.free_order == [2, 3], "one reference is left"
     pool.check_integrity()
 
@@ -142,9 +142,9 @@ def test_a_free_block_that_is_touched_is_free_no_more() -> None:
 def test_a_block_freed_twice_is_an_error() -> None:
     pool = FakeBlockPool(4)
     blocks = pool.allocate([b"a"])
-    pool.free_blocks(blocks)
+    pool.release(blocks)
     with pytest.raises(ValueError, match="block 1 is freed twice"):
-        pool.free_blocks(blocks)
+        pool.release(blocks)
 
 
 def test_more_blocks_than_are_free_cannot_be_had() -> None:

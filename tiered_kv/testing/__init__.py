@@ -9,7 +9,7 @@ under test, and inherits every test:
 Fakes stand in for what a test does not want or cannot have:
 
 - ``faults.FaultyTransfer``: a transfer backend whose copies fail, or lie, on request.
-- ``block_pool.FakeBlockPool``: vLLM's block pool, as far as pins know it.
+- ``block_pool.FakeBlockPool``: the engine's block pool.
 - ``vllm.rig.Rig``: vLLM's real scheduler and the real connector around a model that
   checks its KV (needs vLLM).
 

@@ -1,4 +1,4 @@
-"""vLLM's block pool, as far as pins and saves know it, in plain Python."""
+"""A ``BlockPool`` of the port, in plain Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FakeBlock:
 
 
 class FakeBlockPool:
-    """Reference counts and the free queue of vLLM's ``BlockPool``, but strict.
+    """Reference counts and a free queue like vLLM's, but strict.
 
     A block whose last reference goes joins the free queue: at the end if it is hashed
     (its KV may be found again), at the front if not. A block that is touched leaves the
@@ -30,6 +30,8 @@ class FakeBlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [FakeBlock(i) for i in range(num_blocks)]
         self.blocks[0].is_null = True
+        self.tables: dict[str, list[FakeBlock]] = {}
+        self.watermark = 0
         self._free = self.blocks[1:]
 
     @property
@@ -37,7 +39,7 @@ class FakeBlockPool:
         """Ids of the free blocks, the one to be reused next first."""
         return [block.block_id for block in self._free]
 
-    def get_num_free_blocks(self) -> int:
+    def num_free(self) -> int:
         return len(self._free)
 
     def allocate(self, hashes: Sequence[bytes | None]) -> list[FakeBlock]:
@@ -53,14 +55,14 @@ class FakeBlockPool:
             block.ref_cnt, block.block_hash = 1, block_hash
         return taken
 
-    def touch(self, blocks: Sequence[FakeBlock]) -> None:
+    def hold(self, blocks: Sequence[FakeBlock]) -> None:
         """One reference more on each; a free block leaves the queue."""
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 self._free.remove(block)
             block.ref_cnt += 1
 
-    def free_blocks(self, ordered_blocks: Iterable[FakeBlock]) -> None:
+    def release(self, ordered_blocks: Iterable[FakeBlock]) -> None:
         """One reference less on each, those to be reused first in front.
 
         Raises:
@@ -75,6 +77,19 @@ class FakeBlockPool:
             if block.ref_cnt == 0 and not block.is_null:
                 (reuse_first if block.block_hash is None else reuse_last).append(block)
         self._free = [*reuse_first, *self._free, *reuse_last]
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """The blocks are not found any more."""
+        for block_id in block_ids:
+            self.blocks[block_id].block_hash = None
+
+    def blocks_of(self, request_id: str) -> Sequence[FakeBlock]:
+        """The blocks of a request."""
+        return self.tables.get(request_id, ())
+
+    def cached(self, block_hash: bytes) -> FakeBlock | None:
+        """The block with that hash."""
+        return next((one for one in self.blocks if one.block_hash == block_hash), None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly the unreferenced blocks are free, once each."""
