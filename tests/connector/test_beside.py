@@ -129,8 +129,8 @@ def test_pages_are_saved_and_restored_beside_a_producer(rig: Rig) -> None:
 
 def test_our_handshake_arrives_beside_a_producer(rig: Rig) -> None:
     said = rig.worker.get_handshake_metadata()
-    assert said == rig.worker_half.handshake()
-    assert rig.half.planner.bandwidth == said.speeds.copy
+    assert said.handshake == rig.worker_half.handshake()
+    assert rig.half.planner.bandwidth == said.handshake.speeds.copy
 
 
 def test_a_restore_that_fails_beside_a_producer_is_computed(rig: Rig) -> None:

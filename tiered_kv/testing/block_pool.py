@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +56,14 @@ class FakeBlockPool:
             block.ref_cnt, block.block_hash = 1, block_hash
         return taken
 
-    def hold(self, blocks: Sequence[FakeBlock]) -> None:
+    def hold(self, blocks: Sequence[Any]) -> None:
         """One reference more on each; a free block leaves the queue."""
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 self._free.remove(block)
             block.ref_cnt += 1
 
-    def release(self, ordered_blocks: Iterable[FakeBlock]) -> None:
+    def release(self, blocks: Iterable[Any]) -> None:
         """One reference less on each, those to be reused first in front.
 
         Raises:
@@ -70,7 +71,7 @@ class FakeBlockPool:
         """
         reuse_first: list[FakeBlock] = []
         reuse_last: list[FakeBlock] = []
-        for block in ordered_blocks:
+        for block in blocks:
             if block.ref_cnt == 0:
                 raise ValueError(f"block {block.block_id} is freed twice")
             block.ref_cnt -= 1

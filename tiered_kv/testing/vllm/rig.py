@@ -112,12 +112,14 @@ class Rig:
             self.half._clock = lambda: self.now  # TTLs pass when a test says so
             if "policy" not in (opts.extra or {}):
                 self.policy = FixedPin()
-            handshake = self.worker.get_handshake_metadata()
+            from tiered_kv.connectors.vllm.envelopes import TieredHandshake
+
+            said = self.worker_half.handshake()
             if self.worker_half.ssd is not None:
                 self.worker_half.ssd.io._clock = lambda: self.now
             # Its model computes nothing, so that no estimate of a prefill fits it.
-            speeds = replace(handshake.speeds, flops=0.0)
-            self.connector.set_xfer_handshake_metadata({0: replace(handshake, speeds=speeds)})
+            said = replace(said, speeds=replace(said.speeds, flops=0.0))
+            self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.finished: dict[str, Any] = {}
