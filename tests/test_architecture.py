@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +84,10 @@ def stray_vllm(module: Module) -> Iterator[str]:
 
 
 def upward_arrow(module: Module) -> Iterator[str]:
-    """Arrows go from connectors to policies to the core; tests' helpers see all of them."""
-    layers = ("tiered_kv", "tiered_kv.policies", "tiered_kv.connectors", "bench")
+    """Arrows go from an engine's connector to the runtime to policies to the core; tests' helpers
+    see all of them."""
+    connectors = ("tiered_kv.connectors.runtime", "tiered_kv.connectors.vllm")
+    layers = ("tiered_kv", "tiered_kv.policies", *connectors, "bench")
 
     def layer(name: str) -> int:
         return max(at for at, top in enumerate(layers) if f"{name}.".startswith(f"{top}."))
@@ -123,7 +127,7 @@ def test_a_rule_finds_what_breaks_it(rule: Rule) -> None:
 def test_all_of_the_code_is_looked_at() -> None:
     names = {module.name for module in modules()}
     assert {
-        "tiered_kv.connectors.vllm.pins",
+        "tiered_kv.connectors.runtime.pins.pin_table",
         "tiered_kv.policies.pricing.pin_value",
         "bench.sim.driver",
     } <= names
@@ -133,3 +137,22 @@ def test_the_page_on_structure_is_as_written() -> None:
     written = runpy.run_path(str(ROOT / "scripts" / "structure"))["text"]()
     kept = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     assert kept == written, "run scripts/structure"
+
+
+def test_nothing_but_vllms_connector_needs_vllm() -> None:
+    """Every module of the runtime, the policies and the core imports where vLLM is absent."""
+    code = """
+import importlib, pkgutil, sys
+sys.modules["vllm"] = None
+import tiered_kv, tiered_kv.connectors.runtime as runtime, tiered_kv.policies as policies
+seen = 0
+for package in (tiered_kv, policies, runtime):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.startswith(("tiered_kv.connectors.vllm", "tiered_kv.testing.vllm")):
+            importlib.import_module(module.name)
+            seen += 1
+print(seen)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 150

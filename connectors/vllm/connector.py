@@ -26,31 +26,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import load_config
+from tiered_kv.connectors.runtime.build import Outside
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyKeeper
+from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
+from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
+from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
 from tiered_kv.policies import registry
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
 from .beside import refuse_company
 from .block_pool import VllmBlockPool
-from .engine import (
-    check_version,
-    read_engine,
-    refuse_unsupported,
-    why_not_offloadable,
-)
+from .engine_config import check_version, read_engine, refuse_unsupported, why_not_offloadable
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprint
 from .plugin import share_logging
-from .policy_keeper import PolicyKeeper
-from .profile import prefill_work
 from .requests import VllmRequest, hints_of
 from .resets import Resets
-from .scheduler_half import SchedulerHalf
 from .stats import TieredPromMetrics, TieredStats
 from .tool_parsers import make_parser
-from .tool_reader import ToolReader
-from .wiring import Outside
-from .worker_half import WorkerHalf
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tiered_kv.errors import UnsupportedError
 
-from .engine import is_diffusion
+from .engine_config import is_diffusion
 
 if TYPE_CHECKING:
-    from .scheduler_half import SchedulerHalf
+    from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 
 
 class _InJobOrder:

@@ -19,7 +19,7 @@ import logging
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import ParseToolCalls
-from tiered_kv.connectors.vllm.tool_reader import THREAD_NAME
+from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME
 
 
 def make_parser(name: str, tokenizer: Any) -> ParseToolCalls:

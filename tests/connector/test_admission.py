@@ -8,7 +8,7 @@ import pytest
 
 from tests.connector.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.begun import AWAY_S
+from tiered_kv.connectors.runtime.admission.active_jobs import AWAY_S
 from tiered_kv.policies.admission.working_set import MOST
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig, expected, text

@@ -10,8 +10,8 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import CONTEXT, ask_again, tiers
+from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.connectors.vllm.tool_parsers import make_parser
-from tiered_kv.connectors.vllm.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction

@@ -12,8 +12,8 @@ import pytest
 
 from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.vllm import engine
-from tiered_kv.connectors.vllm.engine import (
+from tiered_kv.connectors.vllm import engine_config as engine
+from tiered_kv.connectors.vllm.engine_config import (
     check_version,
     read_engine,
     refuse_unsupported,

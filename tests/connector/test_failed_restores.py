@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.failed_restores import FailedRestores
+from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer

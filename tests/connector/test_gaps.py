@@ -18,7 +18,7 @@ from tests.connector.waiting import (
     reader,
     waiting_rig,
 )
-from tiered_kv.connectors.vllm.waits import LONGEST_S
+from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
 from tiered_kv.policies.base import NO_TOOL, TurnEnd
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 from tiered_kv.policies.tools.calls import ToolCall

@@ -6,7 +6,7 @@ import pytest
 
 from tests.connector.admitting import BLOCKS, begin, held
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.begun import BegunJobs
+from tiered_kv.connectors.runtime.admission.active_jobs import BegunJobs
 from tiered_kv.testing.vllm.rig import Rig, text
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.vllm import jobs
-from tiered_kv.connectors.vllm.jobs import JobTable
+from tiered_kv.connectors.runtime import job_table as jobs
+from tiered_kv.connectors.runtime.job_table import JobTable
 from tiered_kv.policies.base import JobKey
 
 KEY = JobKey("salt", "job")

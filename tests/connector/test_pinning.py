@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.turn import Hit
+from tiered_kv.connectors.runtime.turn import Hit
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.vllm.rig import Rig, expected, text
@@ -183,7 +183,7 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
     grabbed = pool.get_new_blocks(pool.get_num_free_blocks())
     for block in grabbed:  # stands for pins that were made while the restore was under way
         rig.half.pins._held[block.block_id] = 1
-    from tiered_kv.connectors.vllm.pins import _Pin
+    from tiered_kv.connectors.runtime.pins.pin_table import _Pin
     from tiered_kv.policies.base import JobKey
 
     rig.half.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)

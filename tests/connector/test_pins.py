@@ -7,7 +7,7 @@ import math
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered_kv.connectors.vllm.pins import PinTable
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.policies.base import JobKey
 from tiered_kv.testing.block_pool import FakeBlock, FakeBlockPool
 

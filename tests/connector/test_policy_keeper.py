@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.connectors.vllm.policy_keeper import TEND_EVERY_S, PolicyKeeper
+from tiered_kv.connectors.runtime.gaps.policy_state import TEND_EVERY_S, PolicyKeeper
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 

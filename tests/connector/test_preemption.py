@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.room import SAVES_PATIENCE_S
+from tiered_kv.connectors.runtime.pins.pressure import SAVES_PATIENCE_S
 from tiered_kv.testing.vllm.rig import Rig, expected, text
 
 

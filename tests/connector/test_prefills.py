@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.prefills import FEWEST_TOKENS, PrefillClock
+from tiered_kv.connectors.runtime.gaps.prefill_timer import FEWEST_TOKENS, PrefillClock
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.vllm.rig import text
@@ -19,7 +19,7 @@ def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
         num_prompt_tokens=prompt,
         num_output_tokens=0,
         num_preemptions=0,
-        is_finished=lambda: False,
+        finished=False,
     )
     return SimpleNamespace(request=request, vram_tokens=vram, cpu_tokens=cpu)
 
@@ -60,7 +60,7 @@ def test_short_aborted_and_preempted_prefills_say_nothing() -> None:
         clock.started(one, now=0.0)
     short.request.num_output_tokens = preempted.request.num_output_tokens = 1
     preempted.request.num_preemptions = 1
-    aborted.request.is_finished = lambda: True
+    aborted.request.finished = True
     clock.look(now=1.0)
     assert not clock.fit.measured
     assert clock.running == []

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.prices import STAY_EVERY_S
-from tiered_kv.connectors.vllm.profile import (
+from tiered_kv.connectors.runtime.gaps.cost_model import STAY_EVERY_S
+from tiered_kv.connectors.runtime.worker.speed_probe import (
     LARGEST_MATRIX,
     MATMUL_S,
     fastest_product,

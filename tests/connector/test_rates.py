@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.prices import STAY_EVERY_S
+from tiered_kv.connectors.runtime.gaps.cost_model import STAY_EVERY_S
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig, text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.connector.conftest import MakeRig
-from tiered_kv.connectors.vllm.saves import TOGETHER
+from tiered_kv.connectors.runtime.pages.saves import TOGETHER
 from tiered_kv.testing.vllm.rig import text
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.connector.conftest import MakeRig
 from tests.connector.test_ssd import CONTEXT, ask_again, push_out, store, tiers
-from tiered_kv.connectors.vllm import worker_ssd
-from tiered_kv.connectors.vllm.ssd import MOST_DEMOTING
+from tiered_kv.connectors.runtime.pages.ssd_tier import MOST_DEMOTING
+from tiered_kv.connectors.runtime.worker import ssd_worker as worker_ssd
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal, SsdReport
 from tiered_kv.testing.vllm.rig import Rig, expected, text

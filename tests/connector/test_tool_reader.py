@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.policies.adversary import MARKERS, soups
 from tests.policies.test_tool_calls import FORMATS
-from tiered_kv.connectors.vllm import tool_reader
-from tiered_kv.connectors.vllm.tool_parsers import make_parser
-from tiered_kv.connectors.vllm.tool_reader import (
+from tiered_kv.connectors.runtime.gaps import tool_reader
+from tiered_kv.connectors.runtime.gaps.tool_reader import (
     MAX_TOKENS,
     MAX_TOKENS_AGAIN,
     THREAD_NAME,
     UNREAD,
     ToolReader,
 )
+from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.policies.base import NO_TOOL, ToolUse
 
 Result = tuple[str, ToolUse]
@@ -326,7 +326,7 @@ def test_closing_stops_the_thread_whatever_is_queued(
 def test_importing_the_reader_imports_no_parsers() -> None:
     """They take seconds, and come on the reader's thread."""
     code = (
-        "import sys, tiered_kv.connectors.vllm.tool_reader\n"
+        "import sys, tiered_kv.connectors.runtime.gaps.tool_reader\n"
         "assert not any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules)"
     )
     import subprocess

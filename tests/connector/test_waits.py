@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.vllm.waits import MARK_EVERY, Marks, Waits
+from tiered_kv.connectors.runtime.gaps.open_gaps import MARK_EVERY, Marks, Waits
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, ToolUse, TurnEnd, TurnPolicy
 from tiered_kv.policies.baselines.unpinned import LearnsNothing

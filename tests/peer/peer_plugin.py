@@ -56,7 +56,7 @@ def _give_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
     from vllm.config import KVTransferConfig
     from vllm.v1.kv_cache_interface import KVCacheTensor
 
-    from tiered_kv.connectors.vllm.engine import refuse_unsupported
+    from tiered_kv.connectors.vllm.engine_config import refuse_unsupported
     from tiered_kv.errors import UnsupportedError
 
     groups, cache = kv_cache_config.kv_cache_groups, vllm_config.cache_config

@@ -22,8 +22,8 @@ from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveO
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
-from .profile import measure_copies, measure_flops
-from .worker_ssd import WorkerSsd
+from .speed_probe import measure_copies, measure_flops
+from .ssd_worker import WorkerSsd
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool
+from tiered_kv.connectors.runtime.turn import Turn
 
 from .saves import Saves
-from .turn import Turn
 
 
 class FailedRestores:

@@ -13,7 +13,7 @@ from tiered_kv.policies.base import Costs, Decision, JobKey, ToolUse, TurnEnd, T
 from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.distribution import Forecast
 
-from .prices import Prices
+from .cost_model import Prices
 
 LONGEST_S = 4 * 3600.0
 """A job silent for so long is not waited for any longer: its gap is censored."""

@@ -12,13 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
-
-from .turn import Turn
 
 STRIDE_TOKENS = 256
 """A decoding request is looked at once it may have filled this many tokens' blocks..."""

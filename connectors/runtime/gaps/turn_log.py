@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.policies.base import Decision
 from tiered_kv.trace import TraceWriter
 
-from .turn import Turn
-from .waits import Wait
+from .open_gaps import Wait
 
 
 class Accounts:

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.working_set import Course, Demand, Growth, Pace, Share
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
 from .families import Families
 from .members import MOST_SILENT, Member, Scopes
-from .pins import PinTable
-from .turn import Turn
 
 SOON_S = 60.0
 """A job takes room while it is away by its chance to return in this time: for one that comes later

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.pricing.estimators import PrefillFit
-
-from .turn import Turn
 
 FEWEST_TOKENS = 128
 """A shorter prefill says more about the step than about its tokens."""

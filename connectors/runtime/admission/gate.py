@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.working_set import Allowance, Share
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
-from .begun import BegunJobs
-from .pins import PinTable
-from .turn import Turn
+from .active_jobs import BegunJobs
 
 LOOK_EVERY_S = 0.1
 """A job that was held is looked at again when something changed, or after so long."""

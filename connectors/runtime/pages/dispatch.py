@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
 from tiered_kv.pages.order_book import Planner, Settled
@@ -11,8 +12,7 @@ from tiered_kv.pages.order_book import Planner, Settled
 from .failed_restores import FailedRestores
 from .restores import Restores
 from .saves import Saves
-from .ssd import SsdTier
-from .turn import Turn
+from .ssd_tier import SsdTier
 
 MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""

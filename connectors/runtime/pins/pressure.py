@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.pages.saves import Saves
+from tiered_kv.connectors.runtime.turn import Turn, born
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 
-from .pins import PinTable
-from .saves import Saves
-from .turn import Turn, born
+from .pin_table import PinTable
 
 SAVES_PATIENCE_S = 1.0
 """How long a running request waits for saves while none of them ends, before others are preempted

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal, Reclaim, SsdOrders, SsdReport, StoredPages
 from tiered_kv.metrics import Counters
@@ -21,8 +22,6 @@ from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
 from tiered_kv.policies.pricing.estimators import PrefillFit
-
-from .turn import Turn
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tiered_kv.connectors.runtime.base import Request
 from tiered_kv.keys import PageKey, page_keys
 from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.jobs.hints import TurnHints
 
-from .jobs import Job
+from .base import Request
+from .job_table import Job
 
 
 @dataclass(frozen=True, slots=True)

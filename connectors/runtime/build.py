@@ -7,7 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiered_kv.config import TierConfig
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.admission.gate import Admission
+from tiered_kv.connectors.runtime.admission.queue import TIGHT_TOKENS, JobQueue
+from tiered_kv.connectors.runtime.gaps.cost_model import Prices
+from tiered_kv.connectors.runtime.gaps.gap_manager import Gaps
+from tiered_kv.connectors.runtime.gaps.open_gaps import Waits
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyKeeper
+from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillClock
+from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
+from tiered_kv.connectors.runtime.gaps.turn_log import Accounts
+from tiered_kv.connectors.runtime.pages.dispatch import Exchange
+from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
+from tiered_kv.connectors.runtime.pages.restores import Restores
+from tiered_kv.connectors.runtime.pages.saves import Saves
+from tiered_kv.connectors.runtime.pages.ssd_tier import SsdTier
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.pins.pressure import Room
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.cpu_index import PageIndex
@@ -19,23 +34,8 @@ from tiered_kv.policies.cache.restore_mode import RestorePolicy
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.trace import TraceWriter
 
-from .accounts import Accounts
-from .admission import Admission
-from .exchange import Exchange
-from .failed_restores import FailedRestores
-from .gaps import Gaps
-from .job_queue import TIGHT_TOKENS, JobQueue
-from .pins import PinTable
-from .policy_keeper import PolicyKeeper
-from .prefills import PrefillClock
-from .prices import Prices
-from .restores import Restores
-from .room import Room
-from .saves import Saves
-from .ssd import SsdTier
-from .tool_reader import ToolReader
+from .base import BlockPool, EngineFacts
 from .turn import Turn
-from .waits import Waits
 
 ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.pages.order_book import Planner
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
@@ -16,9 +18,6 @@ from tiered_kv.policies.pricing.estimators import (
     ShadowPrice,
     Survival,
 )
-
-from .pins import PinTable
-from .turn import Turn
 
 STAY_EVERY_S = 5.0
 """Between two looks at how fast slots are taken."""

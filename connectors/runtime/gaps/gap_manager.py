@@ -12,6 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool
+from tiered_kv.connectors.runtime.job_table import Job, JobTable
+from tiered_kv.connectors.runtime.pages.ssd_tier import SsdTier
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
@@ -23,16 +27,12 @@ from tiered_kv.policies.pricing.pin_value import earnings, saved_s
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 
-from .accounts import Accounts
-from .jobs import Job, JobTable
-from .pins import PinTable
-from .policy_keeper import PolicyKeeper
-from .prices import Prices
-from .returns import Returns
-from .ssd import SsdTier
+from .cost_model import Prices
+from .open_gaps import Marks, Wait, Waits
+from .policy_state import PolicyKeeper
+from .prefetch_queue import Returns
 from .tool_reader import ToolReader
-from .turn import Turn
-from .waits import Marks, Wait, Waits
+from .turn_log import Accounts
 
 PROVISIONAL_S = 2.0
 """How long a turn is pinned at most while its tool call is being read."""

@@ -13,17 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiered_kv.connectors.runtime.base import BlockPool, Fingerprints, Request
+from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.jobs.hints import TurnHints
 
-from .profile import PrefillWork
+from .base import BlockPool, Fingerprints, Request
+from .build import Outside, wire
 from .turn import Turn
 from .watchdog import STUCK_S, Watchdog
-from .wiring import Outside, wire
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import Turn, born
 
-from .admission import Admission
-from .pins import PinTable
-from .turn import Turn, born
+from .gate import Admission
 
 MOST_HELD_IN_QUEUE = 8
 """New jobs held at once by vLLM's own scheduler: it looks each one's prefix up in every step."""

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from itertools import count
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.turn import Hit, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
 from tiered_kv.pages.order_book import Planner, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
-
-from .turn import Hit, Turn
 
 logger = logging.getLogger(__name__)
 

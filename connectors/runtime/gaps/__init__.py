@@ -1,0 +1,1 @@
+"""Gaps between turns: the decision, its price, and what follows from it."""

@@ -1,0 +1,1 @@
+"""The worker half: moves bytes, and decides nothing."""
