@@ -1,0 +1,479 @@
+"""Index and planner together: whatever happens, a page read back is the page saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.pages.machine import BANDWIDTH, PAGE_BYTES, OrdersMachine
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import (
+    DemoteOrder,
+    LoadOrder,
+    Order,
+    OrderId,
+    OrderReport,
+    PromoteOrder,
+    RestoreMode,
+)
+from tiered_kv.pages.cpu_index import PageIndex, PageState
+from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.testing.eviction import LeastRecentlyUsed
+
+A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
+
+# Shrinking a failure takes minutes: for HYPOTHESIS_PROFILE=thorough, not for every red build.
+QUICK = [Phase.explicit, Phase.generate]
+THOROUGH = settings.get_current_profile_name() == "thorough"
+
+TestOrders = OrdersMachine.TestCase
+TestOrders.settings = settings(stateful_step_count=60, phases=list(Phase) if THOROUGH else QUICK)
+
+
+@pytest.fixture
+def planner() -> Planner:
+    """Two ranks, two slots."""
+    return Planner(PageIndex(2, LeastRecentlyUsed()), 2, PAGE_BYTES, BANDWIDTH)
+
+
+def report(ranks: int = 2, failed: set[int] | None = None, seconds: float = 0.0) -> OrderReport:
+    return OrderReport(ranks, frozenset(failed or ()), PAGE_BYTES, seconds)
+
+
+def saved(planner: Planner, *keys: PageKey) -> None:
+    order = planner.plan_save({key: block for block, key in enumerate(keys)})
+    assert order is not None
+    assert planner.settle({order.order_id: report()})
+
+
+def test_a_page_is_there_when_the_last_rank_has_reported(planner: Planner) -> None:
+    order = planner.plan_save({A: 7})
+    assert order is not None
+    assert planner.settle({order.order_id: report(ranks=1)}) == []
+    assert planner.index.state(A) is PageState.SAVING
+    assert planner.in_flight == 1
+
+    assert planner.settle({order.order_id: report(ranks=1)}) == [
+        Settled(order, (A,), frozenset(), abandoned=False)
+    ]
+    assert planner.index.state(A) is PageState.CPU
+    assert planner.in_flight == 0
+
+
+def test_a_page_that_failed_on_any_rank_has_failed(planner: Planner) -> None:
+    order = planner.plan_save({A: 7, B: 8})
+    assert order is not None
+    planner.settle({order.order_id: report(ranks=1, failed={1})})
+    (done,) = planner.settle({order.order_id: report(ranks=1)})
+    assert done.failed == {1}
+    assert planner.index.state(A) is PageState.CPU
+    assert planner.index.state(B) is None
+
+
+def test_a_page_already_saved_or_on_its_way_is_left_out(planner: Planner) -> None:
+    first = planner.plan_save({A: 1})
+    assert first is not None
+    assert first.blocks == (1,)
+    assert planner.plan_save({A: 3}) is None
+    second = planner.plan_save({A: 3, B: 4})
+    assert second is not None
+    assert second.blocks == (4,)
+    assert planner.unsaved == 0
+
+
+def test_pages_without_a_slot_are_not_saved_and_counted(planner: Planner) -> None:
+    order = planner.plan_save({A: 1, B: 2, C: 3})
+    assert order is not None
+    assert order.blocks == (1, 2)
+    assert planner.unsaved == 1
+    assert planner.plan_save({C: 3}) is None
+    assert planner.unsaved == 2
+
+
+def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: Planner) -> None:
+    saved(planner, A, B)
+    orders = [planner.plan_load("r", [A], [n], RestoreMode.SYNC) for n in range(3)]
+    ids = {order.order_id for order in orders}
+    assert len(ids) == 3
+    assert 0 not in ids
+
+
+def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: Planner) -> None:
+    saved(planner, A, B)
+    order = planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
+    (done,) = planner.settle({order.order_id: report(failed={0})})
+    assert done.failed == {0}
+    assert planner.index.state(A) is None
+    assert planner.index.state(B) is PageState.CPU
+
+
+def test_pages_and_blocks_of_a_load_must_be_as_many(planner: Planner) -> None:
+    saved(planner, A)
+    with pytest.raises(ValueError, match="1 pages cannot fill 2 blocks"):
+        planner.plan_load("r", [A], [1, 2], RestoreMode.SYNC)
+    assert planner.plan_save({B: 1, C: 2}) is not None, "A was never acquired"
+
+
+def test_a_load_that_cannot_be_ordered_locks_nothing(planner: Planner) -> None:
+    saved(planner, A)
+    with pytest.raises(KeyError):
+        planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
+    planner.plan_save({B: 1, C: 2})
+    assert not planner.index.known(A), "A makes room"
+    assert planner.in_flight == 1
+
+
+def test_a_save_taken_back_leaves_no_trace(planner: Planner) -> None:
+    order = planner.plan_save({A: 1})
+    assert order is not None
+    planner.cancel(order)
+    assert planner.in_flight == 0
+    assert planner.index.free_slots == 2
+    assert planner.settle({order.order_id: report()}) == []
+
+
+def test_a_slot_written_by_an_abandoned_save_is_not_reused_before_its_report(
+    planner: Planner,
+) -> None:
+    order = planner.plan_save({A: 1, B: 2})
+    assert order is not None
+    assert planner.abandon_saves() == [order]
+    assert planner.abandon_saves() == [], "once is enough"
+    assert planner.plan_save({A: 3}) is None
+
+    (done,) = planner.settle({order.order_id: report()})
+
+    assert done.abandoned
+    assert not planner.index.known(A)
+    assert planner.plan_save({A: 3}) is not None
+
+
+def test_loads_are_not_abandoned_with_the_saves(planner: Planner) -> None:
+    saved(planner, A)
+    order = planner.plan_load("r", [A], [1], RestoreMode.ASYNC)
+    assert planner.abandon_saves() == []
+    (done,) = planner.settle({order.order_id: report()})
+    assert not done.abandoned
+    assert planner.index.state(A) is PageState.CPU
+
+
+def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: Planner) -> None:
+    assert planner.copy_seconds(10) == pytest.approx(10 * PAGE_BYTES / BANDWIDTH)
+    slow = PAGE_BYTES / (BANDWIDTH / 4)
+    for _ in range(60):
+        order = planner.plan_save({A: 1})
+        assert order is not None
+        planner.settle({order.order_id: report(ranks=1, seconds=slow / 100)})
+        planner.settle({order.order_id: report(ranks=1, seconds=slow)})
+        planner.index.forget(A)
+    assert planner.bandwidth == pytest.approx(BANDWIDTH / 4, rel=0.01)
+
+
+def test_copies_of_unknown_duration_teach_nothing(planner: Planner) -> None:
+    saved(planner, A)
+    assert planner.bandwidth == BANDWIDTH
+
+
+def test_reports_merge_in_any_order() -> None:
+    one = OrderReport(1, frozenset({1}), 100, 0.5)
+    two = OrderReport(2, frozenset({2}), 300, 0.1)
+    assert one.merge(two) == OrderReport(3, frozenset({1, 2}), 100, 0.5)
+    assert two.merge(one) == one.merge(two)
+
+
+AMOUNTS = st.tuples(st.integers(0, 2), st.integers(0, 2))
+
+
+@given(AMOUNTS, AMOUNTS)
+def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """Who took longer; or who moved less in the same time, since pages of it failed."""
+    one, two = (OrderReport(1, frozenset(), nbytes, seconds) for seconds, nbytes in (first, second))
+    merged = one.merge(two)
+    assert merged == two.merge(one)
+    seconds = max(first[0], second[0])
+    slowest = [nbytes for took, nbytes in (first, second) if took == seconds]
+    assert (merged.seconds, merged.nbytes) == (seconds, min(slowest))
+
+
+# -- the machine notices ---------------------------------------------------------------
+
+
+class CommitsBeforeAllRanks(Planner):
+    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
+        for order_id, report in reports.items():
+            flight = self._flights.get(order_id)
+            if flight is not None and not isinstance(flight.order, LoadOrder):
+                for i, (key, slot) in enumerate(zip(flight.keys, flight.order.slots, strict=True)):
+                    if i not in report.failed and self.index.state(key) is PageState.SAVING:
+                        self.index.commit(key, slot)
+        return super().settle(reports)
+
+
+class IgnoresFailures(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        return super()._finish(flight, frozenset())
+
+
+class ForgetsAFailureOfTheOtherRank(Planner):
+    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
+        for order_id in reports:
+            flight = self._flights.get(order_id)
+            if flight is not None and flight.report is not None:
+                ranks = flight.report.ranks
+                flight.report = OrderReport(ranks, frozenset(), 0, 0.0)
+        return super().settle(reports)
+
+
+class NeverReleases(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        if isinstance(flight.order, LoadOrder):
+            return Settled(flight.order, flight.keys, failed, flight.abandoned)
+        return super()._finish(flight, failed)
+
+
+class TriesAFailedPageAgain(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        if isinstance(flight.order, LoadOrder):
+            for key, slot in zip(flight.keys, flight.order.slots, strict=True):
+                self.index.release(key, slot)
+            return Settled(flight.order, flight.keys, failed, flight.abandoned)
+        return super()._finish(flight, failed)
+
+
+class KeepsAbandonedPages(Planner):
+    def abandon_saves(self) -> list[Any]:
+        index, self.index = self.index, PageIndex(0, LeastRecentlyUsed())
+        try:
+            return super().abandon_saves()
+        finally:
+            self.index = index
+
+
+class EvictsWhatIsRead(PageIndex):
+    def acquire(self, key: PageKey) -> int:
+        return self._cpu[key]
+
+    def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
+        pass
+
+
+class FreesSlotsInUse(PageIndex):
+    """Consistent in itself: only the bytes tell."""
+
+    def forget(self, key: PageKey) -> None:
+        if key in self._cpu and key not in self._readers:
+            self._eviction.removed(key)
+        for pages in (self._saving, self._cpu):
+            if key in pages:
+                self._free.append(pages.pop(key))
+        self._readers.pop(key, None)
+
+    def _bury(self, key: PageKey, slot: int) -> None:
+        pass
+
+
+class ReadsBeforeItIsWhole(PageIndex):
+    def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
+        slots = super().reserve_all(keys)
+        super().commit_all(keys[: len(slots)], slots)
+        return slots
+
+    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
+        return sum(map(self.known, keys))
+
+
+class BelievesAFailedDemotion(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        if isinstance(flight.order, DemoteOrder):
+            failed = frozenset()
+        return super()._finish(flight, failed)
+
+
+class TrustsAFailedPromotion(Planner):
+    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+        if isinstance(flight.order, PromoteOrder):
+            failed = frozenset()
+        return super()._finish(flight, failed)
+
+
+class ForgetsNothingOnSsd(Planner):
+    def forget_all(self) -> None:
+        kept = list(self.ssd._used)
+        super().forget_all()
+        self.ssd.add(kept)
+
+
+PLANNERS = [
+    CommitsBeforeAllRanks,
+    IgnoresFailures,
+    ForgetsAFailureOfTheOtherRank,
+    NeverReleases,
+    TriesAFailedPageAgain,
+    KeepsAbandonedPages,
+    BelievesAFailedDemotion,
+    TrustsAFailedPromotion,
+    ForgetsNothingOnSsd,
+]
+INDEXES = [EvictsWhatIsRead, FreesSlotsInUse, ReadsBeforeItIsWhole]
+HUNT = settings(max_examples=500, stateful_step_count=60, phases=QUICK, report_multiple_bugs=False)
+
+
+@pytest.mark.parametrize("broken", PLANNERS)
+def test_the_machine_notices_a_broken_planner(broken: type[Planner]) -> None:
+    class Machine(OrdersMachine):
+        def make(self, num_slots: int, ranks: int) -> Planner:
+            index = PageIndex(num_slots, LeastRecentlyUsed())
+            return broken(index, ranks, PAGE_BYTES, BANDWIDTH)
+
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_state_machine_as_test(Machine, settings=HUNT)
+
+
+@pytest.mark.parametrize("broken", INDEXES)
+def test_the_machine_notices_a_broken_index(broken: type[PageIndex]) -> None:
+    class Machine(OrdersMachine):
+        def make(self, num_slots: int, ranks: int) -> Planner:
+            return Planner(broken(num_slots, LeastRecentlyUsed()), ranks, PAGE_BYTES, BANDWIDTH)
+
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_state_machine_as_test(Machine, settings=HUNT)
+
+
+class OneWrongByte(OrdersMachine):
+    """A worker that gets a single page wrong on a single rank, and says that all is well."""
+
+    def transported(self, content: bytes) -> bytes:
+        return content.replace(b"save 3 rank 1", b"save 4 rank 1")
+
+
+def test_the_machine_notices_a_single_wrong_page() -> None:
+    with pytest.raises(AssertionError, match="a wrong page"):
+        run_state_machine_as_test(OneWrongByte, settings=HUNT)
+
+
+# -- SSD ----------------------------------------------------------------------------------
+
+
+def settle(planner: Planner, order: Order, *failed: int) -> Settled:
+    report = OrderReport(1, frozenset(failed), 0, 0.0)
+    (done,) = planner.settle({order.order_id: report})
+    return done
+
+
+def on_ssd(planner: Planner, *keys: PageKey) -> None:
+    """The pages were saved, demoted, and evicted from CPU memory."""
+    saved = planner.plan_save({key: block for block, key in enumerate(keys)})
+    assert saved is not None
+    settle(planner, saved)
+    down = planner.plan_demote(keys, due=0.0)
+    assert down is not None
+    settle(planner, down)
+    for key in keys:
+        planner.index.forget(key)
+
+
+def test_a_page_stays_readable_while_it_goes_down() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    saved = planner.plan_save({A: 1, B: 2})
+    assert saved is not None
+    settle(planner, saved)
+    order = planner.plan_demote([A, C], due=7.0)
+    assert order is not None
+    assert (order.keys, order.slots, order.due) == ((A,), saved.slots[:1], 7.0)
+    assert planner.plan_demote([A], due=7.0) is None, "it is on its way already"
+
+    assert planner.index.readable(A)
+    assert planner.plan_save({C: 3}) is not None, "B makes room, A is being written"
+    assert not planner.index.known(B)
+    settle(planner, order)
+    assert A in planner.ssd
+    assert planner.index.readable(A), "a demoted page is in both places until it is evicted"
+
+
+def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
+    planner = Planner(PageIndex(3, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    saved = planner.plan_save({A: 1, B: 2, C: 3})
+    assert saved is not None
+    settle(planner, saved)
+    order = planner.plan_demote([B], due=0.0)
+    assert order is not None
+    assert list(planner.index.least_valuable(3)) == [A, C]
+    settle(planner, order)
+    assert list(planner.index.least_valuable(3)) == [A, B, C]
+
+
+def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    on_ssd(planner, A, B)
+    order = planner.plan_promote([A, C, B], due=0.0)
+    assert order is not None
+    assert order.keys == (A, B)
+    assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
+    assert planner.index.state(A) is PageState.SAVING
+    assert planner.plan_promote([A], due=0.0) is None, "it is on its way already"
+    settle(planner, order, 1)
+    assert planner.index.readable(A)
+    assert not planner.promoting
+    assert (A in planner.ssd, B in planner.ssd) == (True, False), "a bad page is not tried again"
+
+
+def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    on_ssd(planner, A)
+    order = planner.plan_promote([A], due=5.0)
+    assert order is not None
+    assert (planner.in_flight, planner.expected(now=4.9)) == (1, 0)
+    assert planner.expected(now=5.0) == 1
+    settle(planner, order)
+    assert (planner.in_flight, planner.expected(now=4.9)) == (0, 0)
+
+
+def test_an_order_never_sent_leaves_no_trace() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    on_ssd(planner, A)
+    up = planner.plan_promote([A], due=0.0)
+    assert up is not None
+    planner.cancel(up)
+    assert (planner.index.free_slots, planner.in_flight) == (2, 0)
+    assert A in planner.ssd, "nothing is known against it"
+    saved = planner.plan_save({B: 1})
+    assert saved is not None
+    settle(planner, saved)
+    down = planner.plan_demote([B], due=0.0)
+    assert down is not None
+    planner.cancel(down)
+    planner.index.check_integrity()
+    assert (planner.demoting, B in planner.ssd, planner.index.readable(B)) == (0, False, True)
+
+
+def test_what_goes_down_during_a_reset_is_not_on_ssd() -> None:
+    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    saved = planner.plan_save({A: 1})
+    assert saved is not None
+    settle(planner, saved)
+    order = planner.plan_demote([A], due=0.0)
+    assert order is not None
+    planner.forget_all()
+    assert settle(planner, order).abandoned
+    assert len(planner.ssd) == 0
+    assert planner.index.free_slots == 2
+
+
+def test_the_speed_of_promotions_is_learned_from_them_alone() -> None:
+    planner = Planner(PageIndex(16, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    keys = [PageKey(bytes([n]) * 20) for n in range(16)]
+    on_ssd(planner, *keys)
+    before = planner.promote_seconds(16)
+    order = planner.plan_promote(keys, due=0.0)
+    assert order is not None
+    assert planner.promote_seconds(16) == 2 * before, "behind those already ordered"
+    planner.settle({order.order_id: OrderReport(1, frozenset(), 16 * PAGE_BYTES, 1.0)})
+    assert planner.promote_seconds(16) > before
+    assert planner.bandwidth == BANDWIDTH

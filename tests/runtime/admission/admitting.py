@@ -1,0 +1,39 @@
+"""A rig whose pool has room for three new jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.testing.vllm.rig import Rig, text
+
+TOKENS, BLOCKS = 300, 64
+"""A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
+
+
+def holding_rig(
+    make_rig: MakeRig, *, in_job_order: bool, priority: bool = False, **settings: Any
+) -> Rig:
+    return make_rig(
+        blocks=BLOCKS,
+        max_model_len=512,
+        extra={"cpu_gib": 0.0, "admission": "auto", **settings},
+        in_job_order=in_job_order,
+        policy="priority" if priority else "fcfs",
+    )
+
+
+def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed: int = 0) -> None:
+    """The first turn of a new job."""
+    params = {"job_id": name, "is_last_step": last}
+    rig.add(name, text(tokens, seed=seed or sum(name.encode())), max_tokens=40, params=params)
+
+
+def held(rig: Rig) -> list[str]:
+    """Requests parked, or held in vLLM's queue."""
+    parked = list(getattr(rig.scheduler, "_parked", ()))
+    return parked or sorted(rig.half.queue._held)
+
+
+def running(rig: Rig) -> list[str]:
+    return sorted(request.request_id for request in rig.scheduler.running)

@@ -1,0 +1,65 @@
+"""How jobs go on is learned from those that were there; and what the room is that they need."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.admission.admitting import BLOCKS, begin, held
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.admission.active_jobs import BegunJobs
+from tiered_kv.testing.vllm.rig import Rig, text
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    extra = {"cpu_gib": 0.0, "admission": "auto"}
+    return make_rig(blocks=BLOCKS, max_model_len=1024, extra=extra, in_job_order=True)
+
+
+def jobs(rig: Rig) -> BegunJobs:
+    found: BegunJobs = rig.half.admission.jobs
+    return found
+
+
+def turn(rig: Rig, number: int, tokens: int, *, last: bool = False) -> None:
+    """A turn of one job, whose answer makes its context so many tokens."""
+    prompt = text(tokens, seed=1)[: tokens - 4]
+    rig.ask(f"t{number}", prompt, params={"job_id": "j", "is_last_step": last})
+
+
+def test_a_job_that_ended_tells_how_many_turns_jobs_have(rig: Rig) -> None:
+    for number in range(3):
+        turn(rig, number, 160 + 16 * number, last=number == 2)
+    assert len(jobs(rig)) == 0
+    assert jobs(rig).course.lengths.left(1) == 2
+
+
+def test_so_does_one_whose_client_hung_up(rig: Rig) -> None:
+    """For all that is known, it has ended."""
+    for number in range(4):
+        turn(rig, number, 160 + 16 * number)
+    rig.add("t4", text(240, seed=1), max_tokens=50, params={"job_id": "j"})
+    rig.step()
+    rig.abort("t4")
+    assert len(jobs(rig)) == 0
+    assert jobs(rig).course.lengths.left(1) == 4
+
+
+def test_contexts_grow_by_what_a_turn_adds_and_never_shrink(rig: Rig) -> None:
+    """A client that cuts its history does so once, and goes on as before."""
+    for number, (tokens, mean) in enumerate([(160, 0.0), (240, 5.0), (80, 2.5), (80, 5 / 3)]):
+        turn(rig, number, tokens)
+        ((_, member),) = jobs(rig).items()
+        assert jobs(rig).course.growth.mean == pytest.approx(mean, rel=0.03), "of all turns"
+        assert member.grown == min(number, 1) * 5.0
+
+
+@pytest.mark.parametrize(("tokens", "waiting"), [(31 * 16, []), (31 * 16 + 1, ["b"])])
+def test_the_room_is_all_of_vram_but_the_block_that_vllm_keeps(
+    rig: Rig, tokens: int, waiting: list[str]
+) -> None:
+    begin(rig, "a", tokens=32 * 16)
+    rig.step()
+    begin(rig, "b", tokens=tokens)
+    assert held(rig) == waiting
+    rig.run()

@@ -1,0 +1,258 @@
+"""Who goes first, who is preempted, and what is left of vLLM's own order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.admission.admitting import TOKENS, begin, held, holding_rig, running
+from tests.runtime.conftest import MakeRig
+from tiered_kv.errors import UnsupportedError
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.engine import make_scheduler
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+
+
+def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:
+    """A turn of an old job goes before the first of a young one, though it came later."""
+    rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
+    begin(rig, "old", tokens=20, last=False)
+    rig.run()
+    begin(rig, "running", tokens=20)
+    rig.step()
+    rig.now += 1
+    begin(rig, "young", tokens=20)
+    rig.now += 1
+    context = rig.prompts["old"] + rig.outputs["old"]
+    rig.add("old2", context, max_tokens=4, params={"job_id": "old"})
+    rig.run()
+    finished = list(rig.finished)
+    assert finished.index("old2") < finished.index("young")
+
+
+@pytest.mark.parametrize("in_job_order", [False, True])
+def test_a_pin_outlasts_younger_jobs_while_something_runs(
+    make_rig: MakeRig, in_job_order: bool
+) -> None:
+    """They would be the next to lose their KV to the one that returns. vLLM's own scheduler may
+    have the older job wait behind the younger one, so there pins give way to whoever is first."""
+    rig = make_rig(blocks=56, max_model_len=256, extra={"cpu_gib": 0.0}, in_job_order=in_job_order)
+    for name in ("old", "middle", "young"):
+        rig.ask(name, text(200, seed=len(name)), params={"job_id": name})
+        rig.now += 0.1
+    rig.add("busy", text(60, seed=9), max_tokens=60)
+    rig.step()
+
+    old, young = JobKey("", "old"), JobKey("", "young")
+    rig.half.pins.until(young, rig.now + 60.0, 1.0, earns=0.9)
+    for seed in (5, 6, 7):
+        rig.add(f"middle{seed}", text(240, seed=seed), params={"job_id": "middle"})
+    rig.step()
+    if in_job_order:
+        assert old in rig.half.pins
+        assert young not in rig.half.pins
+        assert len(rig.scheduler.waiting) == 1, "the room of the youngest is enough for two"
+    else:
+        assert old not in rig.half.pins
+        assert not rig.scheduler.waiting
+    rig.run()
+    assert rig.outputs["middle7"] == expected(text(240, seed=7), 4)
+
+
+def test_blocks_of_a_job_that_is_over_go_before_those_of_jobs_that_go_on(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0, "pin_fraction": 0})
+    for name, last in (("goes on", False), ("ends", True)):
+        context = text(100, seed=len(name))
+        rig.ask(f"{name}1", context, max_tokens=40, params={"job_id": name})
+        context += rig.outputs[f"{name}1"] + text(60, seed=9)
+        params = {"job_id": name, "is_last_step": last}
+        rig.ask(f"{name}2", context, max_tokens=100, params=params)
+    rig.ask("rival", text(450, seed=77), max_tokens=4)
+    hits = {}
+    for name in ("goes on", "ends"):
+        context = rig.prompts[f"{name}2"] + rig.outputs[f"{name}2"]
+        hits[name] = cached_blocks(rig, context)
+    assert hits["goes on"] > 16, "though it was used before the other"
+    assert 6 <= hits["ends"] <= 7, "its first prompt, which others may begin with"
+
+
+def cached_blocks(rig: Rig, context: list[int]) -> int:
+    """Leading blocks of a context that VRAM still has."""
+    request = rig.add("probe", context, max_tokens=1)
+    rig.abort("probe")
+    found = [rig.pool.get_cached_block(one, [0]) is not None for one in request.block_hashes]
+    del rig.prompts["probe"]
+    return found.index(False) if False in found else len(found)
+
+
+def test_who_began_last_is_preempted_but_nobody_in_the_last_turn(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=20, max_model_len=256, max_batched_tokens=256, in_job_order=True)
+    for name, last in (("old", False), ("ends", True), ("young", False)):
+        rig.now += 1
+        params = {"job_id": name, "is_last_step": last}
+        rig.add(name, text(80, seed=ord(name[0])), max_tokens=60, params=params)
+        rig.step()
+    order = [request.request_id for request in sorted(rig.scheduler.running, key=rank(rig))]
+    assert order == ["ends", "old", "young"]
+    requests = dict(rig.scheduler.requests)
+    rig.run()
+    assert requests["young"].num_preemptions > 0
+    assert requests["ends"].num_preemptions == 0
+    for name, prompt in rig.prompts.items():
+        assert rig.outputs[name] == expected(prompt, 60)
+
+
+def rank(rig: Rig) -> Any:
+    return rig.half.queue.running_rank
+
+
+def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
+    begin(rig, "older", tokens=40, last=False)
+    rig.now += 1
+    begin(rig, "pinned", tokens=40, last=False)
+    rig.run()
+    rig.half.pins.release(JobKey("", "older"))
+    begin(rig, "running", tokens=20)
+    rig.step()
+    for name in ("older", "pinned"):
+        context = rig.prompts[name] + rig.outputs[name]
+        rig.add(f"{name}2", context, max_tokens=4, params={"job_id": name})
+    rig.run()
+    finished = list(rig.finished)
+    assert finished.index("pinned2") < finished.index("older2")
+
+
+def test_a_scheduler_that_cannot_ask_goes_on_as_vllm_s_own(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    assert held(rig) == ["d"]
+
+    def broken(_: str) -> bool:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half.queue, "holds", broken)
+    rig.step()
+    assert held(rig) == []
+    assert rig.count("hook_errors") == 1
+    rig.run()
+    assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
+
+
+def test_when_nothing_happens_for_long_everything_held_is_given_up(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that nobody has thought of: here, one that holds jobs although nothing runs."""
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "pinned", last=False)
+    rig.run()
+    monkeypatch.setattr(rig.half.admission, "holds", lambda turn: turn.new)
+    monkeypatch.setattr(rig.half.admission, "lets_overdue_in", lambda turn: not turn.new)
+    begin(rig, "stuck")
+    for _ in range(10):  # at rest, but for a step now and then: a paused engine
+        rig.step()
+        rig.now += 5
+    assert held(rig) == ["stuck"]
+    for _ in range(100):
+        rig.step()
+        rig.now += 0.5
+    assert held(rig) == []
+    assert rig.half.pins.held_blocks == 0
+    assert rig.count("watchdog_barks") == 1
+    rig.run()
+    assert rig.outputs["stuck"] == expected(text(TOKENS, seed=sum(b"stuck")), 40)
+
+
+def test_stock_vllm_s_priorities_are_left_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(
+        blocks=200, max_model_len=512, max_num_seqs=1, policy="priority", in_job_order=True
+    )
+    begin(rig, "running", tokens=20)
+    rig.step()
+    rig.add("late", text(20, seed=3), max_tokens=2, priority=5)
+    rig.add("urgent", text(20, seed=4), max_tokens=2, priority=1)
+    rig.run()
+    finished = list(rig.finished)
+    assert finished.index("urgent") < finished.index("late")
+
+
+def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True, priority=True)
+    for name in "abc":
+        begin(rig, name)
+    for name, priority in (("late", 5), ("urgent", 1), ("later", 5)):
+        rig.add(name, text(TOKENS, seed=priority), max_tokens=2, priority=priority)
+    assert held(rig) == ["urgent", "late", "later"]
+    rig.add("small", text(20, seed=3), max_tokens=2, priority=0)
+    assert "small" not in held(rig), "nobody as urgent is held"
+    rig.run()
+    assert list(rig.finished).index("urgent") < list(rig.finished).index("late")
+
+
+def test_vllm_shares_a_step_among_those_in_its_queue(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are parked get nothing of it; everybody else is told of them."""
+    rig = holding_rig(make_rig, in_job_order=True)
+    counts = []
+    match = rig.half.match
+
+    def watched(*args: Any) -> Any:
+        counts.append(rig.scheduler.get_request_counts())
+        return match(*args)
+
+    monkeypatch.setattr(rig.half, "match", watched)
+    for name in "abcde":
+        begin(rig, name)
+    while len(running(rig)) < 3:
+        rig.step()
+    assert {sum(both) for both in counts} == {3}
+    assert rig.scheduler.get_request_counts() == (3, 2)
+    rig.run()
+
+
+def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=64, max_model_len=256, extra=None, in_job_order=True)
+    assert rig.ask("a", text(50, seed=1)) == expected(text(50, seed=1), 4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    """vLLM takes a scheduler class that is named as it is, and would leave out its own."""
+    rig = make_rig(extra=None, ahead=ahead)
+    rig.config.diffusion_config = object()
+    with pytest.raises(UnsupportedError, match=r"diffusion models: leave --scheduler-cls out\.$"):
+        make_scheduler(
+            rig.config, rig.scheduler.kv_cache_config, log_stats=False, in_job_order=True
+        )
+
+
+class NobodyWalks(dict[str, Any]):
+    """Who is parked, by request; to be looked up, not walked."""
+
+    def items(self) -> Any:
+        raise AssertionError("all that are parked are looked at")
+
+    values = items
+
+
+def test_an_abort_looks_at_nobody_else_who_is_parked(make_rig: MakeRig) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "running")
+    rig.step()
+    for i in range(4):
+        begin(rig, f"held{i}")
+    parked = rig.scheduler._parked = NobodyWalks(rig.scheduler._parked)
+    assert len(parked) > 1
+    rig.abort("running")
+    rig.abort(last := next(reversed(parked)))
+    assert last not in parked

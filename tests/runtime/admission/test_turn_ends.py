@@ -1,0 +1,178 @@
+"""How turns end: by a stop string, by a client that hangs up, not for long, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.runtime.admission.admitting import TOKENS, begin, held, holding_rig, running
+from tests.runtime.conftest import MakeRig
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+
+VRAM_ONLY = {"cpu_gib": 0.0}
+
+
+def cut_short(rig: Rig, name: str, *, stop: tuple[str, ...] = ()) -> None:
+    """A turn of a job that is aborted after two steps."""
+    rig.add(name, text(100, seed=1), params={"job_id": name}, max_tokens=50, stop=stop)
+    rig.step()
+    rig.step()
+    rig.abort(name)
+    rig.run()
+
+
+def test_a_turn_that_met_a_stop_string_ended_by_itself(make_rig: MakeRig) -> None:
+    """vLLM's API server finds it, and has the engine abort the request."""
+    rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
+    cut_short(rig, "stopped", stop=("Observation:",))
+    cut_short(rig, "hung up")
+    assert JobKey("", "stopped") in rig.half.pins
+    assert JobKey("", "hung up") not in rig.half.pins
+    assert len(rig.half.admission.jobs) == 1
+
+
+def test_one_with_stop_strings_that_said_nothing_was_cancelled(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.add("j", text(100, seed=1), params={"job_id": "j"}, stop=("Observation:",))
+    rig.abort("j")
+    rig.run()
+    assert rig.count("pins") == 0
+
+
+def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRig) -> None:
+    """Its client may be one that waits for less than a minute, time and again."""
+    rig = holding_rig(make_rig, in_job_order=True)
+    begin(rig, "patient", tokens=100, last=False)
+    rig.run()
+    context = rig.prompts["patient"] + rig.outputs["patient"]
+    for name in "ab":
+        begin(rig, name)
+        rig.step()
+    begin(rig, "new")
+    assert held(rig) == ["new"]
+    rig.add("try1", context, params={"job_id": "patient"})
+    rig.abort("try1")
+    assert len(rig.half.admission.jobs) == len(running(rig)), "it takes no room while it is away"
+    rig.add("try2", context, params={"job_id": "patient", "is_last_step": True})
+    assert held(rig) == ["new"]
+    rig.run()
+    assert rig.outputs["try2"] == expected(context, 4)
+    rig.check_clean()
+
+
+def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.connectors.runtime.admission.active_jobs.MOST_SILENT", 3)
+    rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
+    for number in range(5):
+        cut_short(rig, f"j{number}")
+    scopes = rig.half.admission.jobs._scopes
+    assert list(scopes[""].silent) == [JobKey("", f"j{number}") for number in (2, 3, 4)]
+    rig.add("other", text(20, seed=9), params={"job_id": "other"}, salt="another client's")
+    rig.step()
+    rig.abort("other")
+    assert len(scopes[""].silent) == 3, "one client's push out none of another's"
+
+
+def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them must neither be held as a new job nor take the others' room when it goes."""
+    rig = holding_rig(make_rig, in_job_order=True)
+    for name in "ab":
+        begin(rig, name)
+    params = {"job_id": "both"}
+    rig.add("both1", text(TOKENS, seed=1), max_tokens=20, params=params)
+    begin(rig, "c")
+    rig.add("both2", text(TOKENS, seed=2), max_tokens=20, params=params)
+    assert held(rig) == ["c", "both2"]
+    while "both1" not in running(rig):
+        rig.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.half.queue, "holds", lambda _: True)
+        rig.step()
+    assert held(rig) == ["both2", "c"], "it goes before new jobs now"
+    begun = len(rig.half.admission.jobs)
+    rig.abort("both2")
+    assert len(rig.half.admission.jobs) == begun, "both1 runs"
+    rig.run()
+
+
+def test_streamed_input_is_left_alone(make_rig: MakeRig) -> None:
+    """vLLM takes back the last token of each part, and changes hashes that were told before."""
+    rig = make_rig()
+    rig.add("stream", text(127, seed=1), max_tokens=1, params={"job_id": "j"}, resumable=True)
+    for _ in range(5):
+        rig.step()
+    rig.abort("stream")
+    rig.run()
+    assert rig.count("turns") == rig.count("pages_saved") == rig.count("hook_errors") == 0
+    rig.check_clean()
+
+
+def test_what_jobs_wait_with_is_not_listed_once_for_each(make_rig: MakeRig) -> None:
+    """Thousands of jobs wait for hours, each with thousands of pages."""
+    rig = make_rig()
+    for number in range(3):
+        rig.ask(f"t{number}", text(300, seed=number), params={"job_id": f"j{number}"})
+    waits = rig.half.gaps.waits
+    assert [(list(wait.pages), wait.saved) for wait in waits._waits.values()] == [([], True)] * 3
+    rig.ask("again", rig.prompts["t1"] + rig.outputs["t1"] + [1], params={"job_id": "j1"})
+    assert rig.outputs["again"] == expected(rig.prompts["again"], 4)
+
+
+def test_a_turn_whose_end_fails_does_not_run_for_ever(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(extra={"admission": "auto"})
+    rig.ask("t1", text(100, seed=1), params={"job_id": "j"})
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.half.saves, "finish", broken)
+        rig.ask("t2", text(150, seed=2), params={"job_id": "j"})
+    assert rig.count("hook_errors") == 1
+    assert len(rig.half.admission.jobs) == 0
+    rig.ask("t3", text(170, seed=3), params={"job_id": "j"})
+    assert JobKey("", "j") in rig.half.pins, "no other turn of it runs"
+
+
+def test_a_step_that_fails_defers_nobody_for_good(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half.saves, "step", broken)
+    rig.add("running", text(50, seed=1), max_tokens=20)
+    rig.step()
+    rig.half.room.defer_new = True
+    rig.add("next", text(50, seed=2))
+    rig.step()
+    rig.step()
+    assert running(rig) == ["next", "running"]
+
+
+def test_a_scheduler_that_cannot_ask_says_so_once(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half.queue, "is_tight", broken)
+    with caplog.at_level(logging.ERROR):
+        for name in "ab":
+            begin(rig, name)
+        rig.run()
+    assert rig.count("hook_errors") > 10
+    assert caplog.text.count("those held are let in") == 1

@@ -1,0 +1,289 @@
+"""What each tier costs: measured at start, and from what requests go through."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.gaps.cost_model import STAY_EVERY_S
+from tiered_kv.connectors.runtime.worker.speed_probe import (
+    LARGEST_MATRIX,
+    MATMUL_S,
+    fastest_product,
+    measure_copies,
+    measure_flops,
+    prefill_work,
+)
+from tiered_kv.layout import Placement, page_layout
+from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
+from tiered_kv.policies.baselines.unpinned import Lru
+from tiered_kv.policies.pricing.estimators import TOP_PRICE
+from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.transfer.cpu import CpuTransfer
+from tiered_kv.transfer.cpu_pool import CpuPool
+
+JOB = {"job_id": "j"}
+
+
+class Asked(Lru):
+    """Keeps what it was told of costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: list[Costs] = []
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        self.costs.append(costs)
+        return super().decide(turn, costs)
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    return make_rig(blocks=128, max_model_len=512)
+
+
+def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
+    rig.ask("t1", text(320, seed=1), params=JOB)
+    assert rig.half.prices.costs(320).vram_price == 0.0
+
+
+def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
+    """Although its context takes most of the pool."""
+    for admission in ("auto", "off"):
+        rig = make_rig(blocks=41, max_model_len=512, extra={"admission": admission})
+        rig.policy = asked = Asked()
+        rig.add("t1", text(400, seed=1), max_tokens=20, params=JOB)
+        while not rig.finished:
+            rig.step()
+            rig.half._look_at_demand()
+        assert [costs.vram_price for costs in asked.costs] == [0.0]
+
+
+def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
+    for i in range(8):
+        rig.add(f"r{i}", text(400, seed=i), max_tokens=60)
+    for _ in range(10):
+        rig.step()
+    rig.half._look_at_demand()
+    assert rig.half.prices.costs(320).vram_price == TOP_PRICE
+    rig.run()
+    rig.now += 120.0
+    rig.half._look_at_demand()
+    assert rig.half.prices.costs(320).vram_price == 0.0
+
+
+def test_room_is_first_theirs_who_began_first(make_rig: MakeRig) -> None:
+    """A pin of the oldest job costs nothing, however many have begun after it."""
+    extra = {"cpu_gib": 0.0, "admission": "auto"}
+    rig = make_rig(blocks=64, max_model_len=512, extra=extra)
+    names = ("first", "second", "third", "fourth")
+    for name in names:
+        rig.ask(name, text(300, seed=len(name)), params={"job_id": name})
+        rig.now += 0.01
+    prices = [rig.half.prices.costs(304, JobKey("", name)).vram_price for name in names]
+    assert prices[0] == 0.0
+    assert prices[-1] > 0.0
+    assert prices == sorted(prices)
+    assert rig.half.prices.costs(304).vram_price == prices[-1], "a job unknown pays for all"
+
+
+def test_the_cheapest_restore_is_the_one_that_counts(rig: Rig) -> None:
+    prices = rig.half.prices
+    costs = prices.costs(320)
+    assert costs.cpu_s == rig.half.planner.copy_seconds(20) > 0
+    assert costs.ssd_s is None
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    assert prices.costs(320).recompute_s == pytest.approx(10.0)
+    assert prices.costs(320).restore_s == costs.cpu_s
+
+
+def test_without_cpu_memory_prefilling_is_all_there_is(make_rig: MakeRig) -> None:
+    rig = make_rig(extra={"cpu_gib": 0})
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    costs = rig.half.prices.costs(320)
+    assert (costs.cpu_s, costs.ssd_s) == (None, None)
+    assert costs.restore_s == pytest.approx(10.0)
+
+
+def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
+    prompt = text(320, seed=1)
+    rig.ask("t1", prompt, params=JOB)
+    rig.now += 1.0
+    rig.add("t2", prompt, params=JOB)
+    rig.now += 5.0
+    rig.run()
+    assert rig.half.prices.queue.mean_s == 0.0, "it was in VRAM"
+    rig.now += 10.0
+    rig.fill(tag="first")
+    rig.add("t3", prompt, params=JOB)
+    rig.now += 7.0
+    rig.run()
+    assert rig.half.prices.queue.mean_s == pytest.approx(7.0)
+
+
+def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
+    make_rig: MakeRig,
+) -> None:
+    """Two contexts in turn, of which CPU memory holds one and VRAM none beside the others."""
+    rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
+    prices = rig.half.prices
+    assert prices.survival.share == 1.0
+    for turn in range(6):
+        for job in range(2):
+            rig.ask(f"{job}.{turn}", text(320, seed=job), max_tokens=1, params={"job_id": str(job)})
+            rig.now += 100.0
+            rig.fill(tag=f"{job}.{turn}")
+    assert prices.survival.share < 0.2
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    costs = prices.costs(320)
+    assert costs.restore_s > 0.8 * costs.recompute_s
+
+
+def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) -> None:
+    rig.half.prices.survival.share = 0.5
+    for turn in range(7):
+        rig.ask(f"t{turn}", text(320, seed=1), max_tokens=1, params=JOB)
+        rig.now += 100.0
+        rig.fill(tag=f"{turn}")
+    assert rig.half.prices.survival.share > 0.8
+
+
+def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
+    """Although less is found than the job waited with: all that the prompt shares with it is."""
+    rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
+    allowance = rig.half.admission.allowance
+    head = text(256, seed=1)
+    for turn in range(8):
+        prompt = head + text(150, seed=100 + turn)
+        rig.ask(f"t{turn}", prompt, max_tokens=4, params=JOB)
+        rig.now += 5.0
+    assert (rig.half.prices.survival.share, allowance.share) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("how", ["reset", "aborted"])
+def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str) -> None:
+    rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
+    allowance = rig.half.admission.allowance
+    prompt = text(400, seed=1)
+    rig.add("t1", prompt, max_tokens=20, params=JOB)
+    rig.step()
+    if how == "aborted":
+        rig.abort("t1")
+    rig.run()
+    rig.now += 1.0
+    if how == "reset":
+        assert rig.scheduler.reset_prefix_cache()
+    rig.fill()
+    rig.ask("t2", prompt, max_tokens=4, params=JOB)
+    assert (rig.half.prices.survival.share, allowance.share) == (1.0, 1.0)
+
+
+def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig) -> None:
+    small = {"cpu_gib": 24 * 16 * 8 / 2**30, "admission": "auto"}
+    rig = make_rig(blocks=128, extra=small, max_model_len=512)
+    rig.policy = Lru()
+    rig.ask("t1", text(320, seed=1), max_tokens=4, params=JOB)
+    rig.now += 1.0
+    rig.fill()
+    rig.ask("t2", text(320, seed=1), max_tokens=4, params=JOB)
+    assert rig.half.admission.allowance.share < 1.0
+    assert rig.half.prices.survival.share < 1.0
+
+
+def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -> None:
+    """λ for a pin while 8 requests run, by what becomes of KV without one."""
+    prices = rig.half.prices
+    rig.half.prefills.fit.observe(0, 320, 10.0)
+    assert prices._demand is None, "λ from what was seen"
+    prices._running = lambda: 8
+    assert prices._held_up(0.01, 10.0) == pytest.approx(1.0)
+    prices.survival.share = 0.0
+    assert prices._held_up(0.01, 10.0) == pytest.approx(8.0)
+    prices.survival.share = 0.5
+    assert 7.9 < prices._held_up(0.01, 10.0) < 8.0, "almost all seconds are computing"
+    prices.queue.mean_s = 5.0
+    assert prices._held_up(0.0, 10.0) == pytest.approx((5 + 8 * 5) / 10)
+
+
+def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
+    prices = rig.half.prices
+    assert prices.cpu_stay_s() == math.inf
+    for i in range(10):
+        rig.ask(f"r{i}", text(320, seed=i), max_tokens=1)
+        rig.now += STAY_EVERY_S
+        prices.cpu_stay_s()
+    taken_per_s = 20 / STAY_EVERY_S
+    assert prices.cpu_stay_s() == pytest.approx(40 / taken_per_s, rel=0.1)
+
+
+# -- at start -----------------------------------------------------------------------------
+
+
+def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
+    layout = page_layout([Placement(1, 0, 1 << 16, 0)], 9)
+    pool = CpuPool(6, layout.page_bytes)
+    backend = CpuTransfer(layout, np.zeros(9 << 16, np.uint8), pool)
+    try:
+        assert 1e7 < measure_copies(backend, pool, num_blocks=9) < 1e12
+        assert measure_copies(backend, pool, num_blocks=1) == 0.0, "vLLM's null block alone"
+        assert backend.poll() == []
+    finally:
+        backend.close()
+        pool.close()
+
+
+def test_a_slow_machine_is_measured_by_small_products() -> None:
+    """Where bf16 is emulated, one large product takes seconds, and an engine starts that later."""
+    for flops in (3e8, 7e10, 1e13, 1e15):
+        sizes: list[int] = []
+
+        def product_s(size: int, flops: float = flops, sizes: list[int] = sizes) -> float:
+            sizes.append(size)
+            return 2 * size**3 / flops
+
+        assert fastest_product(product_s) == pytest.approx(flops, rel=0.01)
+        assert sum(2 * size**3 / flops for size in sizes) < 1.5 * MATMUL_S
+        assert (LARGEST_MATRIX in sizes) == (flops > 1e12)
+
+
+def test_matrix_products_are_timed() -> None:
+    import torch
+
+    assert 1e8 < measure_flops(torch.device("cpu"), torch.float32) < 1e16
+
+
+SMOL: dict[str, Any] = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+}
+
+
+def test_the_work_of_a_prefill_is_two_operations_for_each_weight_and_token() -> None:
+    """SmolLM2-135M has 106.2 million weights beside its embeddings."""
+    work = prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
+    assert work is not None
+    assert work.per_token == pytest.approx(2 * 106.2e6, rel=0.001)
+    assert work.per_token2 == 2 * 30 * 576
+    linear, quadratic = work.estimate(1e12)
+    assert linear == pytest.approx(1e3 * work.per_token / 0.5e12)
+    assert quadratic == pytest.approx(1e6 * work.per_token2 / 0.5e12)
+
+
+def test_of_experts_only_the_active_ones_work() -> None:
+    experts = {**SMOL, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
+    work = prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**experts)))
+    assert work == prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
+
+
+def test_a_model_of_unusual_shape_is_not_guessed_at() -> None:
+    for shape in ({}, {**SMOL, "hidden_size": None}, {**SMOL, "num_attention_heads": 0}):
+        assert prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**shape))) is None

@@ -1,0 +1,289 @@
+"""From a turn's end to the job's next turn: provisional pins, verdicts, gaps, what is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.gaps.waiting import (
+    CONTEXT,
+    FAST,
+    JOB,
+    LONG,
+    ByTool,
+    pinned,
+    policy,
+    reader,
+    waiting_rig,
+)
+from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
+from tiered_kv.policies.base import NO_TOOL, TurnEnd
+from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
+from tiered_kv.policies.tools.calls import ToolCall
+from tiered_kv.policies.tools.tool_use import tool_use
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    return waiting_rig(make_rig, tmp_path)
+
+
+# -- provisional pins -------------------------------------------------------------------
+
+
+def test_a_turn_is_pinned_for_two_seconds_while_its_tool_call_is_read(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    assert reader(rig).asked == {"t1": expected(CONTEXT, 4)}
+    assert pinned(rig) == 20
+    rig.now += 1.9
+    rig.step()
+    assert pinned(rig) == 20
+    rig.now += 0.2
+    rig.step()
+    assert pinned(rig) == 0, "nobody has read it"
+
+
+def test_a_fast_tool_makes_the_pin_a_longer_one(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", FAST)
+    rig.step()
+    rig.now += 29.0
+    rig.step()
+    assert pinned(rig) == 20
+    rig.now += 1.5
+    rig.step()
+    assert pinned(rig) == 0, "it is counted from the turn's end"
+
+
+def test_a_verdict_against_the_pin_releases_it(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", NO_TOOL)
+    rig.step()
+    assert pinned(rig) == 0
+    rig.check_clean()
+
+
+def test_a_verdict_that_comes_after_the_next_turn_is_late(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.ask("t2", CONTEXT + text(20, seed=2), params=JOB)
+    reader(rig).says("t1", NO_TOOL)
+    reader(rig).says("never heard of", NO_TOOL)
+    rig.step()
+    assert pinned(rig) > 0, "that is the second turn's"
+    reader(rig).says("t2", NO_TOOL)
+    rig.step()
+    assert pinned(rig) == 0
+
+
+def test_a_verdict_about_a_pin_that_had_to_give_way_pins_nothing(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.half.pins.release_all()
+    reader(rig).says("t1", FAST)
+    rig.step()
+    assert pinned(rig) == 0, "the blocks may be somebody else's"
+
+
+def test_what_cannot_be_read_is_decided_at_once(rig: Rig) -> None:
+    reader(rig).full = True
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += 20.0
+    rig.step()
+    assert pinned(rig) == 20
+    reader(rig).errors = 2
+    rig.half.take_stats()
+    assert (rig.count("answers_unread"), rig.count("tool_read_errors")) == (1, 2)
+
+
+def test_a_client_that_names_its_tool_is_taken_at_its_word(rig: Rig) -> None:
+    hints = {**JOB, "tool_command": "cd /src && timeout 60 pytest -x", "expected_tool_s": 12.5}
+    rig.ask("t1", CONTEXT, params=hints)
+    assert reader(rig).asked == {}
+    (end, _), *_ = policy(rig).asked
+    assert end.tool is not None
+    assert end.tool.path[:2] == ("bash", "pytest")
+    assert (end.tool.expected_s, end.tool.most_s) == (12.5, 60.0)
+    assert pinned(rig) == 0, "not a tool that it knows"
+    assert rig.count("hints_ignored") == 0
+
+
+def test_the_last_turn_is_not_read(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params={**JOB, "is_last_step": True})
+    assert reader(rig).asked == {}
+    assert pinned(rig) == 0
+
+
+# -- gaps -------------------------------------------------------------------------------
+
+
+def test_the_gap_is_observed_when_the_next_turn_arrives(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += 7.5
+    rig.ask("t2", CONTEXT + expected(CONTEXT, 4) + text(50, seed=2), params=JOB)
+    rig.now += 1.0
+    rig.ask("t3", CONTEXT, params={**JOB, "is_last_step": True})
+    assert policy(rig).seen == [(1, 7.5, True), (2, 1.0, True)]
+    first, second, third = (end for end, _ in policy(rig).asked)
+    assert (first.context_tokens, first.new_tokens, first.output_tokens) == (324, 320, 4)
+    assert (second.context_tokens, second.new_tokens) == (378, 50)
+    assert third.new_tokens == 0
+
+
+def test_a_gap_that_does_not_end_is_censored(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += LONGEST_S + 1
+    rig.ask("other", text(100, seed=5), max_tokens=20)
+    assert policy(rig).seen == [(1, LONGEST_S + 1, False)]
+    assert pinned(rig) == 7, "those of the other"
+
+
+def test_gaps_that_last_when_the_engine_ends_are_censored(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += 3.0
+    rig.close()
+    assert policy(rig).seen == [(1, 3.0, False)]
+
+
+def test_a_client_that_says_nothing_is_known_by_its_prompts(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT)
+    assert pinned(rig) == 20
+    rig.now += 1.0
+    rig.ask("t2", CONTEXT + expected(CONTEXT, 4) + text(50, seed=2))
+    rig.ask("stranger", text(320, seed=9))
+    rig.ask("other salt", CONTEXT + text(50, seed=2), salt="other")
+    names = [end.job for end, _ in policy(rig).asked]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    assert all(name is not None and name.name.startswith(INFERRED_PREFIX) for name in names)
+    assert policy(rig).seen == [(1, 1.0, True)]
+    assert rig.count("pins_handed_over") == 1
+    assert rig.count("jobs_inferred") == 3
+
+
+def test_a_reset_ends_no_wait(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", LONG)
+    rig.step()
+    rig.scheduler.reset_prefix_cache()
+    rig.now += 5.0
+    rig.ask("t2", CONTEXT, params=JOB)
+    assert policy(rig).seen == [(1, 5.0, True)]
+    assert rig.count("prompt_tokens_recomputed") == 640
+    rig.half.let_go()
+    rig.check_clean()
+
+
+def test_a_verdict_that_was_read_while_the_engine_was_idle_counts(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", LONG)
+    rig.now += 5.0
+    rig.add("t2", CONTEXT, params=JOB)
+    assert policy(rig).seen == [(1, 5.0, True)]
+    assert policy(rig).asked[-1][0].tool == LONG, "no step came between"
+    rig.run()
+
+
+def test_a_client_that_tries_again_after_an_abort_teaches_nothing(rig: Rig) -> None:
+    rig.add("t1", CONTEXT, max_tokens=50, params=JOB)
+    for _ in range(10):
+        rig.step()
+    rig.abort("t1")
+    rig.now += 0.2
+    rig.ask("t2", CONTEXT, params=JOB)
+    assert policy(rig).seen == []
+
+
+def test_a_request_that_never_ran_leaves_nothing(rig: Rig) -> None:
+    for i in range(50):
+        rig.add(f"t{i}", text(100, seed=i))
+        rig.abort(f"t{i}")
+    rig.ask("other", text(17, seed=99))
+    assert rig.half.gaps.waits.jobs() == []
+
+
+def test_a_job_is_away_when_the_last_of_its_turns_has_ended(rig: Rig) -> None:
+    rig.add("long", CONTEXT, max_tokens=30, params=JOB)
+    rig.add("short", text(100, seed=2), max_tokens=2, params=JOB)
+    for _ in range(12):
+        rig.step()
+    assert set(rig.finished) == {"short"}
+    assert pinned(rig) == 0
+    assert len(rig.half.gaps.waits) == 0
+    rig.run()
+    assert pinned(rig) == 21
+    assert len(rig.half.gaps.waits) == 1
+    assert rig.count("concurrent_turns") == 1
+
+
+def test_a_straggler_of_a_job_that_is_over_is_not_waited_for(rig: Rig) -> None:
+    rig.add("long", CONTEXT, max_tokens=30, params=JOB)
+    rig.add("last", text(100, seed=2), max_tokens=2, params={**JOB, "is_last_step": True})
+    rig.run()
+    assert pinned(rig) == 0
+    assert len(rig.half.gaps.waits) == 0
+    assert len(rig.half.gaps.jobs) == 0
+    rig.check_clean()
+
+
+def test_a_pin_is_held_while_the_next_turn_queues(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=128, max_model_len=512, max_num_seqs=1)
+    rig.policy = ByTool()
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.add("rival", text(100, seed=2), max_tokens=30)
+    rig.step()
+    rig.add("t2", CONTEXT + text(20, seed=3), params=JOB)
+    rig.now += 60.0
+    for _ in range(5):
+        rig.step()
+    assert pinned(rig) == 20, "its time is up, but its job has come"
+    rig.run()
+    assert rig.count("pins_expired") == 0
+    assert rig.count("pins_handed_over") == 1
+    rig.half.let_go()
+    rig.check_clean()
+
+
+def test_a_turn_that_is_aborted_while_it_queues_gives_the_pin_up(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=128, max_model_len=512, max_num_seqs=1)
+    rig.policy = ByTool()
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.add("rival", text(100, seed=2), max_tokens=30, params={"is_last_step": True})
+    rig.step()
+    rig.add("t2", CONTEXT, params=JOB)
+    rig.abort("t2")
+    assert pinned(rig) == 0
+    rig.run()
+    rig.half.let_go()
+    rig.check_clean()
+
+
+# -- learned ------------------------------------------------------------------------------
+
+
+def test_what_was_learned_of_gaps_outlives_the_engine(make_rig: MakeRig, tmp_path: Path) -> None:
+    extra = {
+        "cpu_gib": 0.001,
+        "ssd_path": str(tmp_path / "ssd"),
+        "ssd_gib": 1,
+        "codec": "raw",
+        "policy": "occupancy",
+    }
+    tool = {"tool_name": "bash", "tool_command": "make check"}
+    end = TurnEnd(None, 1, False, False, 300, tool=tool_use([ToolCall("bash", {}, "make check")]))
+
+    def median_s(rig: Rig) -> float:
+        found: float = rig.half._given.policy.model.forecast(end).quantile(0.5)
+        return found
+
+    rig = make_rig(extra=extra)
+    before = median_s(rig)
+    prompt = text(50, seed=1)
+    for turn in range(20):
+        rig.ask(f"t{turn}", prompt, params={**JOB, **tool})
+        rig.now += 700.0
+    assert median_s(rig) > 3 * before
+    rig.close()
+    again = make_rig(extra=extra)
+    assert median_s(again) > 3 * before

@@ -1,0 +1,111 @@
+"""Contexts that were to be there when their job came back: what it tells if they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.vllm.rig import Rig, text
+
+JOB = {"job_id": "j"}
+CONTEXT = text(320, seed=1)
+PIN_S = 20.0
+
+
+class Goes(LearnsNothing):
+    """Every turn's KV waits in one tier."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(self._tier)
+
+
+def make(make_rig: MakeRig, **settings: Any) -> Rig:
+    extra = {"cpu_gib": 0.0, "admission": "auto", **settings}
+    return make_rig(blocks=128, max_model_len=512, extra=extra)
+
+
+def comes_back(rig: Rig, gap_s: float) -> None:
+    """The job's next turn, after others have had all of VRAM."""
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.now += gap_s
+    rig.step()
+    rig.half.pins.release_all()
+    rig.fill()
+    rig.ask("t2", CONTEXT, params=JOB)
+    assert rig.count("prompt_tokens_vram") == 0
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "lost"), [(0.0, True), (PIN_S - 1, True), (PIN_S, False), (PIN_S + 1, False)]
+)
+def test_a_pin_that_gave_way_was_a_loss_until_its_time_was_up(
+    make_rig: MakeRig, gap_s: float, lost: bool
+) -> None:
+    rig = make(make_rig)
+    rig.policy = FixedPin(PIN_S)
+    comes_back(rig, gap_s)
+    assert (rig.half.admission.allowance.share < 1.0) is lost
+
+
+@pytest.mark.parametrize(
+    ("tier", "slots", "lost"),
+    [
+        (Tier.CPU, 10, True),
+        (Tier.CPU, 0, False),  # it was never saved
+        (Tier.DROP, 10, False),
+        (Tier.CPU, 1000, False),  # it is still there
+    ],
+)
+def test_what_was_saved_and_is_gone_was_a_loss(
+    make_rig: MakeRig, tier: Tier, slots: int, lost: bool
+) -> None:
+    rig = make(make_rig, cpu_gib=slots * 16 * 8 / 2**30)
+    rig.policy = Goes(tier)
+    comes_back(rig, 1.0)
+    assert (rig.half.admission.allowance.share < 1.0) is lost
+
+
+@pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
+def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: bool) -> None:
+    """Of 16 blocks that are known to agree; the one of the last token may lack in any case."""
+    rig = make(make_rig)
+    rig.policy = FixedPin(PIN_S)
+    prompt = text(256, seed=1)
+    rig.ask("t1", prompt, params=JOB)
+    blocks = [block.block_id for block in rig.half.pins._pins[rig.half.gaps.waits.jobs()[0]].blocks]
+    assert len(blocks) == 16
+    rig.half.pins.release_all()
+    rig.pool.evict_blocks(set(blocks[16 - gone :]))
+    rig.ask("t2", prompt + text(40, seed=2), params=JOB)
+    assert rig.count("prompt_tokens_vram") == (16 - gone) * 16
+    assert (rig.half.admission.allowance.share < 1.0) is lost
+
+
+def test_a_context_that_is_found_whole_brings_some_of_the_room_back(make_rig: MakeRig) -> None:
+    rig = make(make_rig)
+    rig.policy = FixedPin(PIN_S)
+    comes_back(rig, 1.0)
+    allowance = rig.half.admission.allowance
+    fallen = allowance.share
+    rig.ask("t3", CONTEXT, params=JOB)
+    assert allowance.share == pytest.approx(fallen + (1 - fallen) * 16 / 127), "known to agree"
+    rig.half.counters.add("turns")
+    assert rig.half.take_stats()["room_percent"] == round(100 * allowance.share) < 100
+
+
+def test_a_pin_over_budget_is_counted(make_rig: MakeRig) -> None:
+    rig = make(make_rig, pin_fraction=0.25)
+    rig.ask("small", text(200, seed=1), params={"job_id": "a"})
+    assert (rig.count("pins"), rig.count("pins_refused")) == (1, 0)
+    rig.ask("cut", text(400, seed=2), params={"job_id": "b"})
+    assert (rig.count("pins"), rig.count("pins_refused")) == (2, 1)
+    rig.ask("none", text(400, seed=3), params={"job_id": "c"})
+    assert (rig.count("pins"), rig.count("pins_refused")) == (2, 2)

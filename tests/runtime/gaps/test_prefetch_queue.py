@@ -1,0 +1,160 @@
+"""Jobs expected back from SSD, and every decision explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.gaps.waiting import (
+    CONTEXT,
+    FAST,
+    JOB,
+    LONG,
+    events,
+    pinned,
+    reader,
+    waiting_rig,
+)
+from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    return waiting_rig(make_rig, tmp_path)
+
+
+# -- predicted returns --------------------------------------------------------------------
+
+
+def long_gone(rig: Rig) -> None:
+    """A job whose context is on SSD only, expected back a minute after its turn."""
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", LONG)
+    rig.run()
+    rig.step()
+    rig.run()
+    assert len(rig.half.planner.ssd) == 21
+    assert pinned(rig) == 0
+    rig.half.index.clear()
+    rig.fill()
+    for name in rig.half.gaps.waits.jobs():
+        if name != JobKey("", "j"):
+            rig.half.gaps._over(name)
+
+
+@pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
+def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
+    """Also where the worker is on a machine whose clock began at another time."""
+    rig.worker_half.ssd.io._clock = lambda: rig.now - began_later
+    long_gone(rig)
+    rig.now += 59.0
+    rig.wait_for_worker()
+    assert rig.count("pages_promoted") == 0, "it is not expected yet"
+    rig.now += 1.5
+    rig.wait_for_worker()  # no hook runs: the I/O thread does it by itself
+    rig.ask("else", text(17, seed=3))
+    assert rig.count("pages_promoted_ahead") == 21
+    assert rig.count("pages_promoted") == 21
+    rig.now += 5.0
+    rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
+    assert rig.count("prompt_tokens_cpu") == 320
+    assert rig.outputs["t2"] == expected(CONTEXT + text(9, seed=2), 4)
+
+
+def telling(rig: Rig, told: list[Any]) -> Callable[..., Any]:
+    """The hook, which remembers what it said."""
+    tell = rig.connector.get_external_cache_hit_sources
+
+    def hook(*asked: Any) -> Any:
+        told.append(tell(*asked))
+        return told[-1]
+
+    return hook
+
+
+def test_vllm_is_told_from_which_tier_tokens_came(
+    rig: Rig, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 asks")
+    long_gone(rig)
+    with_cpu_memory = make_rig()
+    with_cpu_memory.ask("t1", CONTEXT, params=JOB)
+    with_cpu_memory.now += 10
+    with_cpu_memory.fill()
+    told: list[Any] = []
+    for one in (rig, with_cpu_memory):
+        monkeypatch.setattr(one.connector, "get_external_cache_hit_sources", telling(one, told))
+        one.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
+        assert one.count("hook_errors") == 0
+    assert told == [{sources.CacheHitSource.DISK: 320}, {sources.CacheHitSource.HOST: 320}]
+
+
+def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -> None:
+    long_gone(rig)
+    rig.now += 10.0
+    rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)
+    assert rig.count("prompt_tokens_cpu") == 320
+    assert rig.count("pages_promoted") == 21, "its tail, too: that was ordered ahead"
+    assert rig.count("promotions_overdue") == 0
+    assert not rig.half.gaps.returns
+
+
+def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
+    slots = rig.half.index.num_slots
+    for i in range(12):
+        rig.ask(f"t{i}", text(320, seed=i), params={"job_id": f"j{i}"})
+        reader(rig).says(f"t{i}", LONG)
+        rig.run()
+        rig.step()
+    rig.run()
+    rig.half.index.clear()
+    rig.ask("now", text(320, seed=99), params=JOB)
+    assert 0 < rig.half.planner.ahead <= slots // 4
+    assert rig.half.index.free_slots > slots // 2
+    assert rig.half.planner.promote_seconds(1) * 1e9 < 10 * rig.half.facts.page_bytes
+
+
+def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    rig.half.gaps.returns.expect(JobKey("", "j"), rig.now + 1, ())
+    rig.half.gaps._over(JobKey("", "j"))
+    assert not rig.half.gaps.returns
+
+
+# -- explained ------------------------------------------------------------------------------
+
+
+def test_decisions_are_explained_in_the_trace(rig: Rig) -> None:
+    rig.half.prices.queue.observe(3.0)
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", FAST)
+    rig.step()
+    rig.now += 4.0
+    rig.ask("t2", CONTEXT, params={**JOB, "is_last_step": True})
+    before, after, last = events(rig, "decision")
+    assert (before["tool"], after["tool"]) == (None, ["fast"])
+    assert (after["class"], after["tier"], after["ttl_s"]) == ("fast", "pin", 30.0)
+    assert (after["q50_s"], after["q90_s"]) == (50.0, 90.0)
+    assert after["benefit_s"] == pytest.approx(3.0 + after["restore_s"])
+    assert 0 < after["restore_s"] == after["cpu_s"] <= after["recompute_s"]
+    assert after["vram_price"] == 0.0
+    assert last["tier"] == "drop"
+    (gap,) = events(rig, "gap")
+    assert (gap["job_id"], gap["turn"], gap["gap_s"], gap["ended"]) == ("j", 1, 4.0, True)
+    assert gap["in_vram"]
+    assert gap["saved_s"] == after["benefit_s"]
+
+
+def test_what_was_not_worth_it_is_in_the_trace_as_well(rig: Rig) -> None:
+    rig.ask("t1", CONTEXT, params=JOB)
+    reader(rig).says("t1", FAST)
+    rig.step()
+    rig.now += 100.0
+    rig.step()
+    (gap,) = events(rig, "gap")
+    assert (gap["ended"], gap["in_vram"], gap["saved_s"]) == (False, False, 0.0)

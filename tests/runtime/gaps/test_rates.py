@@ -1,0 +1,43 @@
+"""What VRAM and CPU memory are asked for: how much at a time, and how fast."""
+
+from __future__ import annotations
+
+import math
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.gaps.cost_model import STAY_EVERY_S
+from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.vllm.rig import Rig, text
+
+
+def test_pins_are_no_demand(make_rig: MakeRig) -> None:
+    """They give way: room is short where others run, or wait."""
+    rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0})
+    rig.policy = FixedPin(3600.0)
+    for job in ("a", "b"):
+        rig.ask(job, text(260, seed=ord(job)), params={"job_id": job})
+    assert rig.half.pins.held_blocks == 32
+    rig.half._look_at_demand()
+    assert rig.half.prices.costs(16).vram_price == 0.0
+
+
+def saves(rig: Rig, number: int) -> None:
+    """Twenty pages more."""
+    rig.ask(f"r{number}", text(320, seed=number), max_tokens=1)
+
+
+def test_how_fast_slots_are_taken_is_looked_at_every_five_seconds(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
+    prices = rig.half.prices
+    saves(rig, 0)
+    assert prices.cpu_stay_s() == math.inf, "there is room"
+    for number in (1, 2):
+        saves(rig, number)
+    rig.now += 0.99 * STAY_EVERY_S
+    assert prices.cpu_stay_s() == math.inf
+    rig.now = 1000.0 + STAY_EVERY_S
+    per_s = 0.5 * 40 / STAY_EVERY_S
+    assert prices.cpu_stay_s() == 40 / per_s, "half of what was seen last"
+    rig.now += 0.5 * STAY_EVERY_S
+    saves(rig, 3)
+    assert prices.cpu_stay_s() == 40 / per_s

@@ -1,0 +1,109 @@
+"""Engines for tests of what happens between two turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.vllm.runner import CELL
+
+CONTEXT = text(320, seed=1)
+JOB = {"job_id": "j"}
+FAST, LONG = ToolUse(("fast",)), ToolUse(("long",))
+FORECAST = Forecast(np.minimum(GRID / 100, 1.0))
+
+
+class ByTool(LearnsNothing):
+    """FAST tools pin for 30 s, LONG ones go to SSD and are back after a minute, others stay in
+    CPU memory; what is not read yet counts as FAST."""
+
+    reads_tools = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[TurnEnd, Costs]] = []
+        self.seen: list[tuple[int, float, bool]] = []
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        self.asked.append((turn, costs))
+        if turn.is_last_step:
+            return Decision(Tier.DROP)
+        if turn.tool is None or turn.tool == FAST:
+            return Decision(Tier.PIN, 30.0, GapClass.FAST, FORECAST)
+        if turn.tool == LONG:
+            return Decision(Tier.SSD, 0.0, GapClass.SLOW, FORECAST, back_s=60.0)
+        return Decision(Tier.CPU, 0.0, GapClass.SLOW, FORECAST)
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        self.seen.append((turn.turn, round(gap_s, 3), ended))
+
+
+class Reader:
+    """Reads what a test says, when it says so."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, list[int]] = {}
+        self.full = False
+        self.dropped = self.errors = 0
+        self._read: list[tuple[str, ToolUse]] = []
+
+    def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
+        if not self.full:
+            self.asked[ticket] = list(token_ids)
+        self.dropped += self.full
+        return not self.full
+
+    def says(self, ticket: str, tool: ToolUse) -> None:
+        self._read.append((ticket, tool))
+
+    def take(self) -> list[tuple[str, ToolUse]]:
+        read, self._read = self._read, []
+        return read
+
+    def close(self) -> None:
+        pass
+
+
+def waiting_rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    """An engine with all tiers, whose tool calls are read when a test says so."""
+    extra: dict[str, Any] = {
+        "cpu_gib": 200 * 16 * CELL / 2**30,
+        "ssd_path": str(tmp_path / "ssd"),
+        "ssd_gib": 1,
+        "codec": "raw",
+        "trace": str(tmp_path / "trace.jsonl"),
+    }
+    rig = make_rig(blocks=128, max_model_len=512, extra=extra)
+    rig.policy = ByTool()
+    rig.half._tools = rig.half.gaps._tools = Reader()
+    rig.half._tools_read = (None,)  # asked in every step
+    return rig
+
+
+def policy(rig: Rig) -> ByTool:
+    assert isinstance(rig.policy, ByTool)
+    return rig.policy
+
+
+def reader(rig: Rig) -> Reader:
+    found: Reader = rig.half.gaps._tools
+    return found
+
+
+def pinned(rig: Rig) -> int:
+    return int(rig.half.pins.held_blocks)
+
+
+def events(rig: Rig, name: str) -> list[dict[str, Any]]:
+    rig.close()
+    path = Path(rig.half._given.config.trace)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]

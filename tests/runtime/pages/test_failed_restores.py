@@ -1,0 +1,115 @@
+"""After a sync restore that failed: whose blocks are not found any more, and who is saved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.transfer.base import Direction
+
+PROMPT = text(300, seed=1)
+"""Eighteen blocks and a few tokens."""
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    """The prompt's KV is in CPU memory alone, and its fourth page cannot be brought back."""
+    rig = make_rig(blocks=128)
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    faulty = rig.inject(FaultyTransfer)
+    rig.ask("first", PROMPT)
+    rig.fill()
+    faulty.fail_next(Direction.LOAD, {3})
+    return rig
+
+
+def test_who_joined_a_failed_restore_leaves_nothing_behind_it(rig: Rig) -> None:
+    """Two requests of one step share the blocks, and are aborted before they compute them."""
+    longer = PROMPT + text(100, seed=2)
+    rig.add("restores", PROMPT)
+    rig.add("joins", longer)
+    rig.step()
+    assert rig.count("restore_failures") == 1
+    for name in ("restores", "joins"):
+        rig.abort(name)
+    before = rig.count("prompt_tokens_vram")
+    assert rig.ask("next", longer) == expected(longer, 4)
+    assert rig.count("prompt_tokens_vram") - before == 3 * 16, "what came before the bad block"
+    rig.check_clean()
+
+
+def test_who_holds_a_bad_block_is_not_saved(rig: Rig) -> None:
+    longer = PROMPT + text(100, seed=2)
+    rig.add("restores", PROMPT)
+    rig.add("joins", longer)
+    saved = rig.count("pages_saved")
+    rig.run()
+    assert rig.outputs["joins"] == expected(longer, 4)
+    assert rig.count("pages_saved") == saved
+    rig.check_clean()
+
+
+def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
+    """Blocks that the workers refused are offered again."""
+    rig.add("restores", PROMPT)
+    rig.add("beside", text(200, seed=2), max_tokens=40)
+    refused = rig.step().kv_connector_metadata.orders.saves
+    assert [len(order.blocks) for order in refused] == [12]
+    assert rig.count("save_failures") == 12
+    offered = rig.step().kv_connector_metadata.orders.saves
+    assert [order.keys for order in offered] == [order.keys for order in refused]
+    rig.run()
+    rig.check_clean()
+
+
+class Touched:
+    """A pool, and the saves: what is done to them."""
+
+    def __init__(self, tables: dict[str, list[Any]]) -> None:
+        self.tables = tables
+        self.evicted: set[int] = set()
+        self.watched: list[tuple[Any, int]] = []
+
+    def forget(self, blocks: list[int]) -> None:
+        self.evicted.update(blocks)
+
+    def watch(self, turn: Any, step: int) -> None:
+        self.watched.append((turn, step))
+
+
+def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
+    """Whatever was computed for those that came behind them."""
+    forgot = []
+
+    def turn(name: str, *, admitted: bool = True, loading: bool = False) -> Any:
+        return SimpleNamespace(
+            request_id=name,
+            admitted=admitted,
+            loading=loading,
+            cursor=5,
+            forget_pages=lambda: forgot.append(name),
+        )
+
+    turns = [
+        turn("queues", admitted=False),
+        turn("loads", loading=True),
+        turn("loads bad", loading=True),
+        turn("holds"),
+        turn("beside"),
+    ]
+    ids = {"loads": [1, 2], "loads bad": [7, 8], "holds": [3, 7, 4], "beside": [5, 6]}
+    blocks = {name: [SimpleNamespace(block_id=one) for one in own] for name, own in ids.items()}
+    touched: Any = Touched(blocks)
+    FailedRestores(touched, touched).clear({7}, [3, 7, 9], turns, step=11)
+    assert touched.evicted == {7, 9, 4}
+    assert forgot == ["holds"]
+    assert touched.watched == [(turns[-1], 12)]
+    assert [one.cursor for one in turns] == [5, 5, 5, 5, 0]

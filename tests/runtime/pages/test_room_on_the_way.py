@@ -1,0 +1,87 @@
+"""How much of CPU memory what comes up from SSD, and goes down to it, may take at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.gaps.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
+from tests.runtime.pages.test_ssd_tier import tiers
+from tiered_kv.keys import PageKey
+from tiered_kv.testing.vllm.rig import text
+
+
+def keys(count: int) -> list[PageKey]:
+    return [PageKey(n.to_bytes(48, "little")) for n in range(count)]
+
+
+@pytest.mark.parametrize(("slots", "room"), [(64, 32), (3, 1), (2, 1), (1, 1)])
+def test_what_is_due_takes_half_the_slots_at_most(
+    make_rig: MakeRig, tmp_path: Path, slots: int, room: int
+) -> None:
+    rig = make_rig(extra=tiers(tmp_path, slots=slots))
+    tier, pages = rig.half.ssd, keys(100)
+    rig.half.planner.ssd.add(pages)
+    assert rig.half.index.num_slots == slots
+    assert tier.promote_ahead(pages, due=rig.now)
+    (order,) = tier.take().promotes
+    assert list(order.keys) == pages[:room]
+
+
+def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig(extra=tiers(tmp_path, slots=64))
+    rig.ask("first", CONTEXT)
+    rig.wait_for_worker()
+    tier, index = rig.half.ssd, rig.half.index
+    rig.half.planner.ssd.add(pages := keys(100))
+    mine = list(index.least_valuable(64))
+    assert len(mine) == 21
+    index.clear()
+    rig.half.planner.ssd.add(mine)
+    rig.fill()
+    rig.add("again", CONTEXT)
+    assert rig.half._turns["again"].ssd_keys
+    coming = len(rig.half._turns["again"].ssd_keys)
+    tier.take()
+    assert tier.promote_ahead(pages, due=rig.now)
+    (order,) = tier.take().promotes
+    assert len(order.keys) == 32 - coming
+
+
+@pytest.mark.parametrize(("taken", "goes_down"), [(31, False), (32, True), (33, True)])
+def test_pages_go_down_once_half_the_slots_are_taken(
+    make_rig: MakeRig, tmp_path: Path, taken: int, goes_down: bool
+) -> None:
+    rig = make_rig(extra=tiers(tmp_path, slots=64))
+    pages = keys(taken)
+    rig.half.index.commit_all(pages, rig.half.index.reserve_all(pages))
+    rig.half.ssd.demote_ahead()
+    assert bool(rig.half.ssd.unsent) is goes_down
+
+
+def test_a_busy_engine_brings_a_context_back_when_it_is_due(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """It never falls idle: nothing was ordered ahead."""
+    rig = waiting_rig(make_rig, tmp_path)
+    rig.add("busy", text(20, seed=9), max_tokens=400)
+    rig.add("t1", CONTEXT, params=JOB)
+    while "t1" not in rig.finished:
+        rig.step()
+    reader(rig).says("t1", LONG)
+    for _ in range(4):
+        rig.step()
+        rig.wait_for_worker()
+    assert pinned(rig) == 0
+    assert len(rig.half.planner.ssd) == 21
+    rig.half.index.clear()
+    for wait_s, ordered in ((59.0, 0), (1.5, 21)):
+        rig.now += wait_s
+        for _ in range(16):
+            rig.step()
+        assert rig.count("pages_promoted_ahead") == ordered
+    assert "busy" not in rig.finished
+    rig.abort("busy")
+    rig.run()

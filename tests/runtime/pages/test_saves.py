@@ -1,0 +1,39 @@
+"""When a request that decodes is looked at for blocks to save."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.pages.saves import TOGETHER
+from tiered_kv.testing.vllm.rig import text
+
+
+@pytest.mark.parametrize(
+    ("block_size", "stride"),
+    [(16, 256), (48, 240), (512, 512)],
+    ids=["of short blocks", "that do not divide it", "of long blocks"],
+)
+def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, stride: int) -> None:
+    """As many as 256 tokens have, or one; and nobody is looked at before they may be full."""
+    rig = make_rig(blocks=40 * 16 // block_size + 8, block_size=block_size, max_model_len=2048)
+    prompt = 3 * block_size // 2
+    rig.add("long", text(prompt, seed=1), max_tokens=2 * stride + 100)
+    orders, computed = dict[int, int](), 0
+    while computed < prompt + 2 * stride + 50:
+        output = rig.step()
+        computed += output.num_scheduled_tokens["long"]
+        if computed <= prompt:
+            continue
+        if pages := sum(len(order.blocks) for order in output.kv_connector_metadata.orders.saves):
+            orders[computed] = pages
+            assert rig.half._step % TOGETHER == 0
+    full = block_size + stride  # the prompt had filled one block
+    assert min(orders) in range(full, full + TOGETHER)
+    assert set(orders.values()) == {stride // block_size}
+    due = rig.half._turns["long"].due
+    filled = block_size + stride * len(orders)
+    assert computed + due - rig.half._step in range(filled + stride, filled + stride + TOGETHER)
+    rig.abort("long")
+    rig.run()
+    rig.check_clean()

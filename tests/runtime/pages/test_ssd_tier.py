@@ -1,0 +1,399 @@
+"""The third tier: pages go down before they are evicted, and come up when they are wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.errors import ConfigError
+from tiered_kv.messages import Reports
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.runner import CELL
+
+PAGE = 16 * CELL
+CONTEXT = text(320, seed=1)
+"""Twenty pages."""
+
+
+def tiers(path: Path, *, slots: int = 64, ssd_gib: float = 0.02) -> dict[str, Any]:
+    """Settings with that many slots in CPU memory and pages on SSD under ``path``."""
+    return {
+        "cpu_gib": (slots * PAGE + 1) / (1 << 30),
+        "ssd_path": str(path / "ssd"),
+        "ssd_gib": ssd_gib,
+        "codec": "raw",
+    }
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    return make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
+
+
+def store(rig: Rig) -> Any:
+    return rig.worker.worker_half.ssd.io.store
+
+
+def push_out(rig: Rig) -> None:
+    """Rivals take all of VRAM and of CPU memory, no faster than a disk can follow."""
+    for i in range(8):
+        rig.add(f"rival-{rig.steps}", text(300, seed=rig.steps * 100 + i))
+        while rig.scheduler.has_requests():
+            rig.step()
+            rig.wait_for_worker()
+    assert rig.half.index.evictions > 0, "CPU memory was not short"
+
+
+def ask_again(rig: Rig, name: str = "again") -> None:
+    assert rig.ask(name, CONTEXT) == expected(CONTEXT, 4)
+
+
+def test_a_context_that_left_cpu_memory_comes_up_from_ssd(rig: Rig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    assert rig.count("pages_demoted") >= 20
+    ask_again(rig)
+
+    assert rig.count("prompt_tokens_cpu") == 319, "all but the last token, from here or there"
+    assert rig.count("prompt_tokens_ssd") >= 256
+    assert rig.count("demotion_failures") == rig.count("promotion_failures") == 0
+    rig.check_clean()
+
+
+def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    ask_again(rig, "second")
+    promoted = rig.count("pages_promoted")
+    assert rig.pool.reset_prefix_cache()
+    ask_again(rig, "third")
+    assert rig.count("prompt_tokens_cpu") == 2 * 319
+    assert rig.count("pages_promoted") == promoted
+    rig.check_clean()
+
+
+def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
+    rig.policy = Long()
+    rig.ask("first", CONTEXT, params={"job_id": "j"})
+    assert len(rig.half.planner.ssd) == 21
+    rig.half.index.clear()
+    ask_again(rig)
+    assert rig.count("pages_promoted") == 0
+    assert rig.count("prompt_tokens_vram") >= 304
+
+
+def test_a_restarted_engine_serves_the_contexts_of_before(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """From its first request on, although its CPU memory was large enough: closing flushes."""
+    first = make_rig(extra=tiers(tmp_path, slots=200))
+    first.ask("first", CONTEXT)
+    assert first.count("pages_demoted") == 0
+    first.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    ask_again(second)
+    assert second.count("prompt_tokens_ssd") >= 304
+    second.check_clean()
+
+
+def test_what_there_is_is_told_before_anybody_asks(make_rig: MakeRig, tmp_path: Path) -> None:
+    """vLLM exports gauges with steps only, so an engine makes one as soon as it has started."""
+    first = make_rig(extra=tiers(tmp_path, slots=200))
+    first.ask("first", CONTEXT)
+    first.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    assert second.scheduler.has_requests(), "or the engine would sleep"
+    second.step()
+    assert not second.scheduler.has_requests(), "one step is enough"
+    told = second.last_stats.kv_connector_stats
+    assert told["ssd_pages"] == len(store(second)) >= 20
+    assert told["ssd_bytes"] == store(second).stored_bytes > 0
+    assert told["cpu_slots"] == 200
+    second.step()
+    assert second.last_stats.kv_connector_stats is None, "nothing new"
+
+
+def test_the_last_flush_is_made_though_copies_fail_at_the_end(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_rig(extra=tiers(tmp_path, slots=200))
+    first.ask("first", CONTEXT)
+
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(first.worker.worker_half.backend, "drain", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        first.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    ask_again(second)
+    assert second.count("prompt_tokens_ssd") >= 304
+    second.check_clean()
+
+
+def test_an_engine_with_other_weights_finds_nothing(make_rig: MakeRig, tmp_path: Path) -> None:
+    first = make_rig(extra=tiers(tmp_path))
+    first.ask("first", CONTEXT)
+    first.close()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"retrained")
+
+    second = make_rig(extra=tiers(tmp_path))
+    assert len(store(second)) == 0
+    ask_again(second)
+    assert second.count("prompt_tokens_ssd") == 0
+
+
+def test_a_page_that_rotted_is_computed_again(rig: Rig, tmp_path: Path) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    for segment in (tmp_path / "ssd").rglob("*.seg"):
+        data = bytearray(segment.read_bytes())
+        for position in range(4096, len(data), 512):  # the headers of segments stay whole
+            data[position] ^= 1
+        segment.write_bytes(data)
+    ask_again(rig)
+
+    assert rig.count("prompt_tokens_ssd") == 0
+    assert rig.count("promotion_failures") > 0
+    assert rig.count("ssd_pages_bad") > 0
+    rig.fill(1)
+    ask_again(rig, "third")
+    rig.check_clean()
+
+
+@dataclass
+class Gate:
+    """Holds the store's reads until it is opened."""
+
+    open: threading.Event
+    asked: threading.Event
+
+
+@pytest.fixture
+def gate(rig: Rig) -> Iterator[Gate]:
+    """Set up once the context is on SSD only."""
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    made = Gate(threading.Event(), threading.Event())
+    target = store(rig)
+    read: Callable[[Sequence[Any]], frozenset[int]] = target.get
+
+    def slow(pages: Sequence[Any]) -> frozenset[int]:
+        made.asked.set()
+        assert made.open.wait(300)
+        return read(pages)
+
+    target.get = slow
+    yield made
+    made.open.set()
+
+
+def test_a_turn_waits_for_its_pages_and_holds_up_nobody(rig: Rig, gate: Gate) -> None:
+    rig.add("again", CONTEXT)
+    rig.step()
+    assert gate.asked.wait(300), "the promotion begins when the request arrives"
+    other = text(40, seed=9)
+    rig.add("other", other)
+    for _ in range(10):
+        rig.step()
+    assert rig.outputs["other"] == expected(other, 4)
+    assert rig.outputs["again"] == []
+
+    gate.open.set()
+    rig.run()
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    assert rig.count("prompt_tokens_ssd") >= 256
+    rig.check_clean()
+
+
+def test_a_turn_whose_pages_are_late_computes_them(rig: Rig, gate: Gate) -> None:
+    rig.add("again", CONTEXT)
+    rig.step()
+    assert rig.outputs["again"] == []
+    rig.now += 60.0
+    for _ in range(30):
+        rig.step()
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    assert rig.count("promotions_overdue") == 1
+    gate.open.set()
+    rig.run()
+    rig.check_clean()
+
+
+def test_an_aborted_turn_leaves_its_pages_to_come(rig: Rig, gate: Gate) -> None:
+    rig.add("again", CONTEXT)
+    rig.step()
+    rig.abort("again")
+    gate.open.set()
+    rig.run()
+    ask_again(rig, "third")
+    assert rig.count("prompt_tokens_cpu") >= 304
+    rig.check_clean()
+
+
+def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    rig.half.prefills.fit.observe(0, 1000, 1e-3)
+    rig.half.planner.ssd_bandwidth = 1000.0
+    ask_again(rig)
+    assert rig.count("promotions_refused") > 0
+    assert rig.count("pages_promoted") == 0
+    rig.check_clean()
+
+
+def test_a_disk_that_fails_costs_nothing_but_counters(rig: Rig) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError(5, "injected")
+
+    target = store(rig)
+    target.put, put = broken, target.put
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    failures = rig.count("demotion_failures")
+    assert failures > 0
+    assert rig.count("ssd_errors") > 0
+    ask_again(rig)
+    assert rig.count("prompt_tokens_ssd") == 0
+
+    rig.fill(1)
+    assert rig.count("demotion_failures") == failures, "it is left alone for a while"
+    target.put = put
+    rig.now += 100.0
+    rig.fill(2)
+    assert rig.count("pages_demoted") > 0
+    rig.check_clean()
+
+
+def test_a_cache_reset_invalidates_what_is_on_disk(rig: Rig, tmp_path: Path) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    old = store(rig).options.folder
+    assert list(old.glob("*.seg"))
+    assert rig.scheduler.reset_prefix_cache()
+    ask_again(rig)
+    rig.wait_for_worker()
+
+    assert rig.count("prompt_tokens_ssd") == rig.count("prompt_tokens_cpu") == 0
+    assert not list(old.glob("*.seg"))
+    push_out(rig)
+    ask_again(rig, "third")
+    assert rig.count("prompt_tokens_ssd") >= 256, "the new generation has its own pages"
+    rig.check_clean()
+
+
+def test_what_the_store_counted_is_told_once_whatever_is_reset(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> frozenset[int]:
+        raise OSError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentStore, "put", fails)
+        rig.ask("first", CONTEXT)
+        push_out(rig)
+    failures = rig.worker.worker_half.ssd.io.failures
+    assert failures > 0
+    rig.now += 100.0
+    rig.fill(2)
+    old = store(rig)
+    assert rig.scheduler.reset_prefix_cache()
+    rig.now += 100.0
+    push_out(rig)
+    rig.fill(2)
+    assert store(rig) is not old
+    assert rig.count("ssd_errors") == rig.worker.worker_half.ssd.io.failures == failures
+    written = old.stats.bytes_written + store(rig).stats.bytes_written
+    assert rig.count("ssd_bytes_written") == written > 0
+    rig.check_clean()
+
+
+def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) -> None:
+    """Another engine that was reset as often may have been given other weights."""
+    first = make_rig(extra=tiers(tmp_path))
+    first.ask("first", CONTEXT)
+    assert first.scheduler.reset_prefix_cache()
+    first.ask("second", CONTEXT)
+    push_out(first)
+    first.close()
+    assert not list((tmp_path / "ssd").rglob("*.seg"))
+
+
+class Long(LearnsNothing):
+    """Every turn is followed by a long one."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(Tier.SSD)
+
+
+def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: Rig) -> None:
+    rig.policy = Long()
+    rig.ask("first", CONTEXT, params={"job_id": "j"})
+    assert rig.count("pages_demoted") >= 20
+    assert rig.half.pins.held_blocks == 0
+    rig.check_clean()
+
+
+def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> None:
+    """Another's restore fails as it ends: the save just ordered is dropped, and not waited for."""
+    rig.policy = Long()
+    rig.add("first", CONTEXT, params={"job_id": "j"})
+    while "first" not in rig.finished:
+        rig.step()
+        rig.wait_for_worker()
+    assert rig.half.saves.unsent, "its end"
+    saved = rig.count("pages_saved")
+    reports = Reports({}, {0: 1}, {})
+    rig.half.completed(reports)
+    rig.run()
+    assert rig.count("pages_demoted") == rig.count("pages_saved") == saved > 0
+    rig.check_clean()
+
+
+def test_segments_die_and_what_was_used_survives(make_rig: MakeRig, tmp_path: Path) -> None:
+    """A capacity of a few hundred pages, and thousands of them."""
+    rig = make_rig(extra=tiers(tmp_path, ssd_gib=0.004))
+    for turn in range(12):
+        assert rig.ask(f"hot-{turn}", CONTEXT) == expected(CONTEXT, 4)
+        for i in range(6):
+            rig.ask(f"cold-{turn}-{i}", text(400, seed=1000 + 10 * turn + i))
+    assert rig.count("ssd_pages_reclaimed") > 0
+    taken = sum(f.stat().st_blocks * 512 for f in (tmp_path / "ssd").rglob("*.seg"))
+    assert taken <= 0.004 * (1 << 30)
+    assert rig.count("prompt_tokens_ssd") >= 6 * 304, "the hot context was kept"
+    rig.check_clean()
+
+
+def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_path: Path) -> None:
+    import os
+
+    make_rig(extra=tiers(tmp_path))
+    with pytest.raises(ConfigError, match=f"SSD_PATH.*{os.getpid()}"):
+        make_rig(extra=tiers(tmp_path))
+
+
+def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
+    from dataclasses import replace
+
+    from tiered_kv.keys import PageKey
+    from tiered_kv.messages import StoredPages
+
+    a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
+    tier = rig.half.ssd
+    tier._facts = replace(rig.half.facts, ranks=2)
+    tier.recovered({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
+    assert [key in rig.half.planner.ssd for key in (a, b, c)] == [False, True, False]
+    assert set(tier.take().lost) == {a, c}
+    assert rig.half.planner.ssd_bandwidth == 1e9, "the slower rank's"

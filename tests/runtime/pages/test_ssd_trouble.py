@@ -1,0 +1,158 @@
+"""What went wrong once, or nearly: errors half-way, ranks that disagree, stores too small."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.pages.test_ssd_tier import CONTEXT, ask_again, push_out, store, tiers
+from tiered_kv.connectors.runtime.pages.ssd_tier import MOST_DEMOTING
+from tiered_kv.connectors.runtime.worker import ssd_worker as worker_ssd
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import Proposal, SsdReport
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.transfer.base import Direction
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    return make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
+
+
+def test_a_save_given_up_under_way_is_not_flushed(make_rig: MakeRig, tmp_path: Path) -> None:
+    """A hook fails while a copy is slow: its blocks are given up, others write into them, and
+    the copy ends well, with their bytes in its slots."""
+    first = make_rig(extra=tiers(tmp_path, slots=400), max_batched_tokens=512)
+    backend, gate = first.worker.worker_half.backend, threading.Event()
+    copy = backend._copy
+
+    def slow(job: Any) -> Any:
+        if job.direction is Direction.SAVE:
+            assert gate.wait(300)
+        return copy(job)
+
+    backend._copy = slow
+    first.add("first", CONTEXT)
+    for _ in range(8):
+        first.step()
+    match = first.half.match
+
+    def fails_once(*_: Any) -> Any:
+        first.half.match = match
+        raise RuntimeError("injected")
+
+    first.half.match = fails_once
+    for i in range(2):
+        first.add(f"rival{i}", text(400, seed=5 + i))
+    for _ in range(20):
+        first.step()
+    gate.set()
+    first.run()
+    assert first.count("hook_errors") == 1
+    first.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=400))
+    ask_again(second)
+
+
+def test_a_store_smaller_than_the_look_ahead_is_not_written_for_ever(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    rig = make_rig(extra=tiers(tmp_path, slots=6000, ssd_gib=0.012), max_batched_tokens=256)
+    for i in range(180):
+        rig.ask(f"r{i}", text(400, seed=100 + i))
+        rig.now += 5
+    for _ in range(400):
+        if not rig.scheduler.has_requests():
+            break
+        rig.step()
+        rig.wait_for_worker()
+        rig.now += 5
+    assert not rig.scheduler.has_requests(), "an idle engine goes on writing"
+    assert rig.count("ssd_pages_reclaimed") > 0
+    assert rig.count("pages_demoted") <= rig.half.index.taken + MOST_DEMOTING
+    rig.check_clean()
+
+
+def test_ranks_agree_on_who_survives(rig: Rig) -> None:
+    """Two ranks propose the same pages, one after the other; some of them were used."""
+    tier, ssd = rig.half.ssd, rig.half.planner.ssd
+    tier._facts = replace(rig.half.facts, ranks=2)
+    keys = tuple(PageKey(bytes([n]) * 48) for n in range(20))
+    ssd.add(keys)
+    ssd.touch(keys[:6])
+    for rank in (0, 1):
+        tier.heard({rank: SsdReport(proposal=Proposal(7, keys))})
+    reclaims = tier.take().reclaims
+    assert set(reclaims[0].survivors) == set(reclaims[1].survivors) == set(keys[:6])
+    assert tier._verdicts == {}
+
+
+def test_a_reclaim_that_fails_is_asked_for_again(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig(extra=tiers(tmp_path, ssd_gib=0.004))
+    target = store(rig)
+    reclaim = target.reclaim
+
+    def fails_once(*_: Any) -> Any:
+        target.reclaim = reclaim
+        raise MemoryError("injected")
+
+    target.reclaim = fails_once
+    for i in range(80):
+        rig.ask(f"r{i}", text(400, seed=100 + i))
+        rig.wait_for_worker()
+        rig.now += 5
+    assert rig.count("ssd_pages_reclaimed") > 0
+    rig.check_clean()
+
+
+def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half.ssd, "demote_ahead", broken)
+    assert rig.ask("first", CONTEXT) == expected(CONTEXT, 4)
+    rig.run()
+    assert rig.count("hook_errors") > 0
+    assert rig.pool.get_num_free_blocks() == rig._free_at_start
+
+
+def test_a_proposal_of_before_a_reset_is_void(rig: Rig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    io = rig.worker.worker_half.ssd.io
+    io._proposal = Proposal(1, (PageKey(b"k" * 48),))
+    assert rig.scheduler.reset_prefix_cache()
+    rig.step()
+    rig.wait_for_worker()
+    assert io.proposal is None
+
+
+def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker_ssd, "measure_disk", full)
+    rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    ask_again(rig)
+    assert rig.count("prompt_tokens_ssd") >= 256
+
+
+def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
+    """What is refused teaches nothing, so the estimate recovers by itself."""
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    rig.half.prefills.fit.observe(0, 1000, 1e-3)
+    rig.half.planner.ssd_bandwidth = 1000.0
+    ask_again(rig)
+    assert rig.count("promotions_refused") > 0
+    assert rig.half.planner.ssd_bandwidth > 1000.0

@@ -1,0 +1,235 @@
+"""Pins hold a job's KV in VRAM between turns, and never get in anybody's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.turn import Hit
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+
+VRAM_ONLY = {"cpu_gib": 0}
+
+
+def turn(job: str, last: bool = False) -> dict[str, Any]:
+    return {"job_id": job, "is_last_step": last}
+
+
+def used_blocks(rig: Rig) -> int:
+    return int(rig._free_at_start - rig.pool.get_num_free_blocks())
+
+
+def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    context = text(60, seed=1)
+    held = [0]
+    for i in range(1, 6):
+        context += rig.ask(f"t{i}", context, params=turn("job", last=i == 5)) + text(30, seed=i)
+        after = used_blocks(rig)
+        rig.now += 1.0
+        rig.ask(f"tick{i}", text(1, seed=100 + i), max_tokens=1)  # hooks run in the gap
+        assert used_blocks(rig) == after, "a pin holds still through its gap"
+        held.append(after)
+    assert held[:5] == sorted(set(held[:5])), "each turn holds more than the one before"
+    assert held[5] == 0
+    assert rig.count("pins_handed_over") == 4
+    rig.check_clean()
+
+
+def test_a_pin_ends_when_its_time_is_up(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.ask("t1", text(100, seed=1), params=turn("job"))
+    assert used_blocks(rig) > 0
+
+    rig.now += 2.1
+    rig.ask("tick", text(1, seed=2), max_tokens=1)
+
+    assert rig.count("pins_expired") == 1
+    rig.check_clean()
+
+
+def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=64, max_model_len=256, extra=VRAM_ONLY)
+    pinned, unpinned = text(200, seed=1), text(200, seed=2)
+    rig.ask("pinned", pinned, params=turn("job"))
+    rig.ask("unpinned", unpinned)
+    for i in range(8):
+        rig.ask(f"rival{i}", text(200, seed=10 + i))
+
+    before = rig.count("prompt_tokens_vram")
+    rig.ask("back", pinned)
+    assert rig.count("prompt_tokens_vram") - before == 192
+    before = rig.count("prompt_tokens_vram")
+    rig.ask("gone", unpinned)
+    assert rig.count("prompt_tokens_vram") == before
+
+
+def test_a_context_of_most_of_the_pool_is_pinned_whole(make_rig: MakeRig) -> None:
+    """On small cards one job's context is half of VRAM, and dearest to compute again."""
+    rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY)
+    context = text(800, seed=1)
+    rig.ask("long", context, params=turn("job"))
+    assert rig.half.pins.held_blocks == 50
+    for number in range(4):  # without a pin it would be gone
+        rig.ask(f"rival{number}", text(180, seed=10 + number))
+    rig.ask("back", context)
+    assert rig.count("prompt_tokens_vram") == 784, "the last token is computed in any case"
+
+
+def test_a_job_that_returns_with_another_text_does_not_wait_for_its_own_pin(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
+    rig.ask("long", text(600, seed=1), params=turn("job"))
+    rig.add("busy", text(60, seed=2), max_tokens=100)
+    rig.step()
+    rig.add("compacted", text(500, seed=3), params=turn("job"))
+    rig.step()
+    assert [r.request_id for r in rig.scheduler.running] == ["busy", "compacted"]
+    rig.run()
+    assert rig.outputs["compacted"] == expected(text(500, seed=3), 4)
+
+
+def test_nobody_waits_for_a_pin_while_only_a_preempted_turn_goes_on(make_rig: MakeRig) -> None:
+    """It has no blocks to give back, and vLLM may not come to it before the one that waits."""
+    rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
+    rig.ask("old", text(800, seed=1), params=turn("job"))
+    rig.half._running += 1  # as for one that was preempted
+    rig.add("young", text(500, seed=2))
+    rig.step()
+    assert [r.request_id for r in rig.scheduler.running] == ["young"]
+    rig.half._running -= 1
+    rig.run()
+
+
+@pytest.mark.parametrize("in_job_order", [False, True])
+def test_pins_over_the_whole_pool_give_way_to_a_new_request(
+    make_rig: MakeRig, in_job_order: bool
+) -> None:
+    rig = make_rig(blocks=64, max_model_len=512, extra=VRAM_ONLY, in_job_order=in_job_order)
+    for i in range(6):
+        rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
+    assert rig.half.pins.held_blocks > 50
+
+    longest = text(500, seed=99)
+    rig.add("longest", longest)
+    rig.step()
+    assert [r.request_id for r in rig.scheduler.running] == ["longest"]
+    rig.run()
+    assert rig.outputs["longest"] == expected(longest, 4)
+    assert rig.half.pins.held_blocks < 50, "youngest went, the oldest may stay"
+
+
+@pytest.mark.parametrize("mode", RestoreMode)
+def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
+    make_rig: MakeRig, mode: RestoreMode
+) -> None:
+    """vLLM may put a request off that has a hit for reasons of its own. Only with an async restore
+    can those be blocks: it leaves what prefills under way still need."""
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.ask("r1", text(150, seed=1), params=turn("job"))
+    rig.add("waits", text(100, seed=2))
+    waiting = rig.half._turns["waits"]
+    waiting.hit = Hit(0, (), 96, mode)
+    for step in (7, 8, 9):
+        rig.half.room.for_waiting(waiting, 0, step)
+    assert len(rig.half.pins) == (mode is RestoreMode.SYNC)
+    rig.run()
+
+
+def test_a_running_request_takes_from_pins_before_it_preempts(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=41, max_model_len=512, extra=VRAM_ONLY)
+    for i in range(3):
+        rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))  # 9 full blocks each
+    assert rig.pool.get_num_free_blocks() < 23, "it cannot grow in what is free"
+    request = rig.add("grows", text(60, seed=50), max_tokens=300)
+    rig.run()
+
+    assert rig.outputs["grows"] == expected(text(60, seed=50), 300)
+    assert rig.count("pins_released") > 0
+    assert request.num_preemptions == 0
+    assert len(rig.half.pins) > 0, "no more pins went than were needed"
+
+
+def test_blocks_freed_for_a_running_request_are_not_taken_by_a_new_one(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=41, max_model_len=512, extra=VRAM_ONLY)
+    for i in range(3):
+        rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
+    first = rig.add("grows", text(60, seed=50), max_tokens=300)
+    rig.step()
+    rig.add("late", text(100, seed=51), max_tokens=100)
+    rig.run()
+
+    assert first.num_preemptions == 0
+    assert rig.outputs["grows"] == expected(text(60, seed=50), 300)
+    assert rig.outputs["late"] == expected(text(100, seed=51), 100)
+
+
+def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None:
+    """After an async restore vLLM asks no hook again before it allocates."""
+    rig = make_rig(blocks=64, max_model_len=512)
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    prompt = text(300, seed=1)
+    rig.ask("first", prompt)
+    rig.fill()
+    back = prompt + text(180, seed=2)
+    rig.add("back", back)
+    rig.step()  # 19 blocks are allocated and being restored
+    pool = rig.pool
+    grabbed = pool.get_new_blocks(pool.get_num_free_blocks())
+    for block in grabbed:  # stands for pins that were made while the restore was under way
+        rig.half.pins._held[block.block_id] = 1
+    from tiered_kv.connectors.runtime.pins.pin_table import _Pin
+    from tiered_kv.policies.base import JobKey
+
+    rig.half.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)
+    rig.run()
+
+    assert rig.outputs["back"] == expected(back, 4)
+    assert len(rig.half.pins) == 0
+    rig.check_clean()
+
+
+def test_jobs_of_other_salts_do_not_share_a_pin(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.ask("a", text(100, seed=1), params=turn("job"), salt="alice")
+    rig.ask("b", text(100, seed=1), params=turn("job"), salt="bob")
+    assert len(rig.half.pins) == 2
+
+    rig.ask("a2", text(8, seed=3), params=turn("job", last=True), salt="alice")
+    assert len(rig.half.pins) == 1
+
+
+def test_two_turns_of_a_job_at_once_are_counted_and_balance(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.add("left", text(100, seed=1), params=turn("job"))
+    rig.add("right", text(80, seed=2), params=turn("job"), max_tokens=20)
+    rig.run()
+
+    assert rig.count("concurrent_turns") == 1
+    assert len(rig.half.pins) == 1
+    rig.ask("last", text(8, seed=3), params=turn("job", last=True))
+    rig.check_clean()
+
+
+def test_an_aborted_turn_is_not_pinned(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.add("t1", text(100, seed=1), params=turn("job"), max_tokens=50)
+    rig.step()
+    rig.step()
+    rig.abort("t1")
+    rig.run()
+
+    assert rig.count("pins") == 0
+    rig.check_clean()
+
+
+def test_a_turn_of_no_job_is_not_pinned(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=VRAM_ONLY)
+    rig.ask("t1", text(100, seed=1))
+    assert rig.count("pins") == 0
+    rig.check_clean()

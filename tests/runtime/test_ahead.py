@@ -1,0 +1,146 @@
+"""Asynchronous scheduling, as vLLM does on GPUs: steps are scheduled before the one before them
+is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.transfer.base import Direction
+
+
+def test_a_turn_comes_back_from_cpu_memory_and_says_the_same(make_rig: MakeRig) -> None:
+    rig = make_rig(ahead=True)
+    prompt = text(300, seed=1)
+    said = rig.ask("first", prompt, max_tokens=40)
+    assert said == expected(prompt, 40)
+    rig.fill()
+
+    longer = prompt + said + text(50, seed=2)
+    assert rig.ask("second", longer, max_tokens=40) == expected(longer, 40)
+    assert rig.count("prompt_tokens_cpu") == 339, "all but the token that was sampled last"
+    rig.check_clean()
+
+
+def test_every_restore_is_async_as_vllm_cannot_go_back_on_a_sync_one(make_rig: MakeRig) -> None:
+    rig = make_rig(ahead=True)
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    faulty = rig.inject(FaultyTransfer)
+    prompt = text(300, seed=1)
+    rig.ask("first", prompt)
+    rig.fill()
+
+    faulty.fail_next(Direction.LOAD, {1})
+    assert rig.ask("again", prompt, max_tokens=20) == expected(prompt, 20)
+    assert rig.count("restore_failures") == 1
+    assert (rig.count("restores_async"), rig.count("restores_sync")) == (1, 0)
+    rig.check_clean()
+
+
+def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_no_more_than_it_said(
+    make_rig: MakeRig,
+) -> None:
+    """The step that was scheduled ahead writes the KV of one token more."""
+    rig = make_rig(ahead=True)
+    prompt = text(90, seed=3)
+    whole = expected(prompt, 30)
+    said = rig.ask("stops", prompt, max_tokens=30, stop_ids=[whole[11]])
+    assert said == whole[: whole.index(whole[11]) + 1]
+    rig.fill()
+
+    other = [*prompt, *said, *text(40, seed=4)]
+    assert rig.ask("goes on", other) == expected(other, 4)
+    assert rig.count("prompt_tokens_cpu") == len(prompt) + len(said) - 1
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("in_job_order", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_blocks_that_are_free_a_step_later_cost_no_pin(
+    make_rig: MakeRig, in_job_order: bool, saved: bool
+) -> None:
+    """vLLM gives a turn's blocks back once the step that was scheduled ahead of its end is over;
+    who waits for them waits that step."""
+    prompt = text(260, seed=3)
+    rig = tight(make_rig, in_job_order, saved=prompt if saved else ())
+    before = rig.count("pins_released")
+    one_that_stops(rig)
+    run_until_it_stops(rig)
+    rig.add("waits", prompt, params={"job_id": "new"})
+    rig.run()
+
+    assert rig.outputs["waits"] == expected(prompt, 4)
+    assert rig.count("restores_async") == saved
+    assert rig.count("pins_released") == before
+    rig.half.let_go()
+    rig.check_clean()
+
+
+def test_a_running_request_waits_a_step_for_blocks_rather_than_take_a_pin(
+    make_rig: MakeRig,
+) -> None:
+    rig = tight(make_rig, in_job_order=False)
+    one_that_stops(rig)
+    run_until_it_stops(rig)
+    assert rig.half.has_pending_block_frees(), "vLLM need not preempt"
+    assert rig.count("pins_released") == 0
+    rig.step()
+    assert rig.half.has_pending_block_frees()
+    assert rig.count("pins_released") == 1, "now they are there, and were not enough"
+    rig.run()
+
+
+def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
+    make_rig: MakeRig,
+) -> None:
+    """The third place of vLLM's step at which blocks are found missing."""
+    rig = tight(make_rig, in_job_order=False)
+    room, turn = rig.half.room, SimpleNamespace(request=SimpleNamespace(num_tokens=300))
+    turn.request_id = "restored"
+    short = 19 - rig.pool.get_num_free_blocks()
+    taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks() - 10)
+    room.freed_late(short + 30, step=7)
+    room.for_restored([turn], 7)
+    assert rig.count("pins_released") == 0
+    room.for_restored([turn], 8)
+    assert rig.count("pins_released") == 1
+    rig.pool.free_blocks(taken)
+
+
+def tight(make_rig: MakeRig, in_job_order: bool, saved: Sequence[int] = ()) -> Rig:
+    """A rig of which a job that is away has pinned a quarter; ``saved`` is in CPU memory."""
+    rig = make_rig(
+        blocks=41,
+        max_model_len=512,
+        ahead=True,
+        in_job_order=in_job_order,
+        extra={"cpu_gib": 0.001 if saved else 0, "pin_fraction": 1},
+    )
+    if saved:
+        rig.ask("saves", saved)
+        rig.fill()
+    rig.policy = FixedPin(3600.0)
+    rig.ask("pinned", text(150, seed=1), params={"job_id": "away"})
+    assert len(rig.half.pins) == 1
+    return rig
+
+
+def one_that_stops(rig: Rig) -> None:
+    prompt = text(250, seed=2)
+    rig.add("stops", prompt, max_tokens=100, stop_ids=[expected(prompt, 6)[-1]])
+
+
+def run_until_it_stops(rig: Rig) -> None:
+    """Its last step was heard of, and the one that was scheduled ahead of that is under way. What
+    is being saved is late for longer."""
+    while "stops" not in rig.finished:
+        rig.wait_for_worker()
+        rig.step()

@@ -1,0 +1,77 @@
+"""An engine is stopped: what is under way is finished, kept, and everything given back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.pages.test_ssd_tier import CONTEXT, ask_again, tiers
+from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
+from tiered_kv.connectors.vllm.tool_parsers import make_parser
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.vllm.rig import Rig
+from tiered_kv.transfer.base import Direction
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    return make_rig(extra=tiers(tmp_path, slots=200), max_batched_tokens=512)
+
+
+def test_a_copy_that_failed_is_not_flushed(rig: Rig, make_rig: MakeRig, tmp_path: Path) -> None:
+    """Its slot holds the bytes of whoever had it before."""
+    rig.inject(FaultyTransfer).fail_next(Direction.SAVE, {3, 4})
+    rig.ask("first", CONTEXT)
+    assert rig.count("save_failures") == 2
+    rig.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    ask_again(second)
+    assert second.count("prompt_tokens_ssd") == 3 * 16
+
+
+def test_a_copy_under_way_is_waited_for_and_flushed(
+    rig: Rig, make_rig: MakeRig, tmp_path: Path
+) -> None:
+    backend, gate = rig.worker_half.backend, threading.Event()
+    copy, drain = backend._copy, backend.drain
+
+    def slow(job: Any) -> Any:
+        assert gate.wait(300)
+        return copy(job)
+
+    def opened() -> None:
+        gate.set()
+        drain()
+
+    backend._copy, backend.drain = slow, opened
+    rig.add("first", CONTEXT)
+    rig.step()
+    assert not gate.is_set()
+    rig.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    ask_again(second)
+    assert second.count("prompt_tokens_ssd") >= 304
+
+
+def test_the_slab_is_given_back(rig: Rig) -> None:
+    pool = rig.worker_half._pool
+    rig.ask("first", CONTEXT)
+    rig.close()
+    assert pool.slots.size == 0
+    rig.close()
+
+
+def test_the_thread_that_reads_tool_calls_ends(rig: Rig) -> None:
+    rig.half.gaps._tools = ToolReader(lambda: None, make_parser)
+    threads = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    assert threads
+    rig.close()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()

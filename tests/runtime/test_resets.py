@@ -1,0 +1,200 @@
+"""Resetting vLLM's cache works whatever we hold, and nothing of before is found after."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+
+
+def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    prompt = text(200, seed=1)
+    rig.add("t1", prompt, params={"job_id": "j"})
+    while "t1" not in rig.finished:
+        rig.step()
+    assert len(rig.half.pins) == 1
+    assert rig.half.saves.unsent, "the tail's save waits for the next step"
+
+    assert rig.scheduler.reset_prefix_cache()
+
+    assert rig.ask("t2", prompt) == expected(prompt, 4)
+    assert rig.count("prompt_tokens_vram") == rig.count("prompt_tokens_cpu") == 0
+    rig.check_clean()
+
+
+def test_saves_under_way_during_a_reset_are_never_found(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    prompt = text(200, seed=2)
+    rig.add("t1", prompt)
+    rig.step()  # saves of the first blocks are sent
+    rig.abort("t1")
+    assert rig.half.planner.in_flight > 0 or rig.half.saves.unsent
+
+    assert rig.scheduler.reset_prefix_cache()
+    rig.run()
+
+    assert len(rig.half.index) == 0
+    rig.ask("t2", prompt)
+    assert rig.count("prompt_tokens_cpu") == 0
+    rig.check_clean()
+
+
+def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig) -> None:
+    """Its blocks were made by the weights of before; vLLM lets it run on with them."""
+    rig = make_rig()
+    prompt = text(100, seed=3)
+    rig.add("old", prompt, max_tokens=60)
+    for _ in range(5):
+        rig.step()
+
+    assert not rig.scheduler.reset_prefix_cache(), "vLLM refuses while a request runs"
+    rig.run()
+
+    assert rig.count("resets") == 1
+    assert len(rig.half.index) == 0, "nothing of it is kept in the new generation"
+    rig.check_clean()
+
+
+def test_what_vllm_does_not_reset_is_not_found_by_those_who_come(make_rig: MakeRig) -> None:
+    """They would save it for those who come after them, under the keys of the new weights."""
+    rig = make_rig()
+    prompt = text(100, seed=3)
+    rig.add("old", prompt, max_tokens=60)
+    for _ in range(5):
+        rig.step()
+    assert not rig.scheduler.reset_prefix_cache()
+    rig.add("new", prompt)
+    rig.run()
+    assert rig.outputs["new"] == expected(prompt, 4)
+    assert rig.count("prompt_tokens_vram") == 0
+    rig.check_clean()
+
+
+def test_a_reset_that_preempts_lets_the_request_be_saved_again(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    prompt = text(100, seed=4)
+    rig.add("old", prompt, max_tokens=60)
+    for _ in range(5):
+        rig.step()
+
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.run()
+
+    assert rig.outputs["old"] == expected(prompt, 60)
+    assert len(rig.half.index) > 0
+    rig.check_clean()
+
+
+def test_resetting_the_connector_alone_forgets_its_pages(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    prompt = text(200, seed=5)
+    rig.ask("t1", prompt)
+    assert len(rig.half.index) > 0
+
+    assert rig.scheduler.reset_connector_cache()
+
+    assert len(rig.half.index) == 0
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_generations_do_not_mix(make_rig: MakeRig, times: int) -> None:
+    rig = make_rig()
+    prompt = text(200, seed=6)
+    for i in range(times):
+        rig.ask(f"before{i}", prompt)
+        rig.scheduler.reset_prefix_cache(reset_connector=True)
+    rig.ask("after", prompt)
+    assert rig.count("prompt_tokens_recomputed") == 200 * (times + 1)
+    rig.fill()
+    assert rig.ask("again", prompt) == expected(prompt, 4)
+    assert rig.count("prompt_tokens_cpu") == 199
+    rig.check_clean()
+
+
+# -- resets that vLLM refuses -----------------------------------------------------------------
+
+
+def blocks_of(rig: Rig, request_id: str) -> set[int]:
+    return {block.block_id for block in rig.half._pool.tables[request_id]}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_restore_brings_after_a_reset_is_found_by_nobody(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    """It is of the past generation. vLLM hashes its blocks when it has come."""
+    rig = make_rig(ahead=ahead)
+    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    prompt = text(200, seed=1)
+    rig.ask("t1", prompt)
+    rig.now += 10
+    rig.fill()
+    rig.add("t2", prompt, max_tokens=60)
+    while not ("t2" in rig.half._turns and rig.half._turns["t2"].loading):
+        rig.step()
+
+    assert not rig.scheduler.reset_prefix_cache(), "vLLM refuses while blocks are being filled"
+    while not rig.outputs["t2"]:
+        rig.wait_for_worker()
+        rig.step()
+    saved = rig.count("pages_saved")
+    rig.add("t3", prompt, max_tokens=1)
+    while "t3" not in rig.finished:
+        rig.step()
+
+    assert "t2" not in rig.finished, "its blocks are where they were"
+    assert rig.count("prompt_tokens_vram") == rig.count("prompt_tokens_cpu") == 0
+    rig.run()
+    assert rig.outputs["t2"] == expected(prompt, 60)
+    assert rig.count("pages_saved") - saved == 13, "those that t3 computed"
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_request_goes_on_filling_after_a_reset_is_found_by_nobody(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    rig = make_rig(max_batched_tokens=64, ahead=ahead)
+    prompt = text(300, seed=1)
+    rig.add("old", prompt, max_tokens=60)
+    for _ in range(2):
+        rig.step()  # 128 tokens of the prompt are there
+
+    assert not rig.scheduler.reset_prefix_cache()
+    while not rig.outputs["old"]:
+        rig.step()
+    rig.add("short", prompt[:129], max_tokens=1)  # the first 128 tokens anew, beside it
+    while "short" not in rig.finished:
+        rig.step()
+    rig.add("long", prompt, max_tokens=2)
+    while "long" not in rig.finished:
+        assert not blocks_of(rig, "old") & blocks_of(rig, "long")
+        rig.step()
+
+    assert "old" not in rig.finished
+    assert rig.count("prompt_tokens_vram") == 128, "what short computed"
+    rig.run()
+    assert rig.outputs["old"] == expected(prompt, 60)
+    rig.check_clean()
+
+
+def test_a_request_that_begins_anew_after_a_refused_reset_is_like_any_other(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    prompt = text(100, seed=4)
+    rig.add("old", prompt, max_tokens=40)
+    for _ in range(5):
+        rig.step()
+    assert not rig.scheduler.reset_prefix_cache()
+    rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.step()
+    rig.ask("new", prompt)
+    assert rig.count("prompt_tokens_vram") == 96
+    rig.check_clean()

@@ -1,0 +1,116 @@
+"""A job comes to the right runs of bytes: every byte once, neighbours together."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transfer.page_layouts import Move, layouts, moves
+from tiered_kv.layout import PageLayout, Placement, Region, page_layout
+from tiered_kv.testing.transfer import addresses
+from tiered_kv.transfer.base import CopyJob, Direction
+from tiered_kv.transfer.copy_plan import (
+    Copies,
+    Pages,
+    count_copies,
+    cut,
+    page_runs,
+    plan_copies,
+    sort_out,
+)
+
+
+def pages_of(blocks: list[int], slots: list[int]) -> Pages:
+    return sort_out(CopyJob(1, Direction.SAVE, blocks, slots), 100, 100)
+
+
+def byte_pairs(copies: Copies) -> list[tuple[int, int]]:
+    """(where in the storage, where in the slab) of every byte that is moved."""
+    return [
+        (storage + i, slab + i)
+        for storage, slab, nbytes in zip(
+            copies.storage.tolist(), copies.slab.tolist(), copies.nbytes.tolist(), strict=True
+        )
+        for i in range(nbytes)
+    ]
+
+
+@given(moves())
+def test_every_byte_of_every_page_is_moved_once_and_to_its_place(move: Move) -> None:
+    pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
+
+    moved = byte_pairs(plan_copies(page_runs(move.layout), pages))
+
+    size = move.layout.page_bytes
+    assert sorted(moved) == sorted(
+        (int(where), slot * size + i)
+        for block, slot in zip(move.job.blocks, move.job.slots, strict=True)
+        for i, where in enumerate(addresses(move.layout, block))
+    )
+
+
+@given(moves())
+def test_copies_are_counted_without_being_planned(move: Move) -> None:
+    runs = page_runs(move.layout)
+    pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
+    assert count_copies(runs, pages) == len(plan_copies(runs, pages))
+
+
+@given(layouts(), st.integers(1, 100))
+def test_pieces_are_short_and_still_every_byte_of_the_page(
+    layout: PageLayout, longest: int
+) -> None:
+    runs = page_runs(layout)
+    pieces = cut(runs, longest)
+    assert 1 <= pieces.nbytes.min() <= pieces.nbytes.max() <= longest
+    one = Pages(np.array([layout.num_blocks - 1]), np.array([2]), frozenset())
+    assert byte_pairs(plan_copies(pieces, one)) == byte_pairs(plan_copies(runs, one))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 3, 4, -1, 5, 1 << 40, 1 << 70, -(1 << 70)]),
+            st.sampled_from([0, 6, -1, 7, 1 << 40, 1 << 63]),
+        )
+    )
+)
+def test_what_does_not_exist_is_set_aside_and_the_rest_is_kept(job: list[tuple[int, int]]) -> None:
+    good = [0 <= block < 5 and 0 <= slot < 7 for block, slot in job]
+
+    pages = sort_out(
+        CopyJob(1, Direction.LOAD, [block for block, _ in job], [slot for _, slot in job]), 5, 7
+    )
+
+    assert pages.failed == {i for i, one in enumerate(good) if not one}
+    assert list(zip(pages.blocks.tolist(), pages.slots.tolist(), strict=True)) == [
+        page for page, one in zip(job, good, strict=True) if one
+    ]
+
+
+def test_neighbours_on_both_sides_become_one_copy_where_a_block_is_one_run() -> None:
+    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100))
+
+    copies = plan_copies(runs, pages_of([4, 5, 6, 8, 9, 3], [0, 1, 2, 3, 5, 6]))
+
+    assert copies.nbytes.tolist() == [3 * 48, 48, 48, 48]
+    assert copies.storage.tolist() == [4 * 48, 8 * 48, 9 * 48, 3 * 48]
+    assert copies.slab.tolist() == [0, 3 * 48, 5 * 48, 6 * 48]
+
+
+def test_layers_apart_stay_apart_however_the_blocks_lie() -> None:
+    runs = page_runs(page_layout([Placement(3, 100 * 16, 16, 0)], 100))
+    assert plan_copies(runs, pages_of([4, 5], [0, 1])).nbytes.tolist() == [16] * 6
+
+
+def test_runs_that_touch_within_a_block_are_one() -> None:
+    layout = PageLayout((Region(0, 4, 16, 80, 16), Region(64, 1, 0, 80, 16)), 3)
+    assert page_runs(layout).nbytes.tolist() == [80]
+    apart = PageLayout((Region(0, 4, 16, 80, 16), Region(65, 1, 0, 80, 15)), 3)
+    assert page_runs(apart).nbytes.tolist() == [64, 15]
+
+
+def test_no_pages_are_no_copies() -> None:
+    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100))
+    assert len(plan_copies(runs, pages_of([], []))) == count_copies(runs, pages_of([], [])) == 0

@@ -1,0 +1,192 @@
+"""Other connectors beside ours in vLLM's ``MultiConnector``: refused, but for those that only
+produce; beside these everything works as it does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.errors import UnsupportedError
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.runner import CELL
+from tiered_kv.transfer.base import Direction
+
+HERE = "tests.vllm.producers"
+
+Config = dict[str, Any]
+
+
+def other(name: str, role: str = "kv_producer") -> Config:
+    return {"kv_connector": name, "kv_connector_module_path": HERE, "kv_role": role}
+
+
+def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Config], Config]:
+    """Ours with others in a ``MultiConnector``; ``last``: behind them."""
+
+    def around(ours: Config) -> Config:
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "connectors": [*others, ours] if last else [ours, *others]
+            },
+        } | outer
+
+    return around
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("made", "why", "instead"),
+    [
+        (
+            lambda last: inside(other("Producer", "kv_both"), last=last),
+            "Producer may load KV beside TieredContinuumConnector, which would save blocks that "
+            "it has not filled yet",
+            'give Producer "kv_role":"kv_producer", or use one of them alone.',
+        ),
+        (
+            lambda last: inside(other("Producer", "kv_consumer"), last=last),
+            "Producer may load KV beside TieredContinuumConnector",
+            "or use one of them alone.",
+        ),
+        (
+            lambda last: inside(other("Producer"), other("Producer", "kv_both"), last=last),
+            "Producer may load KV beside TieredContinuumConnector",
+            "or use one of them alone.",
+        ),
+        (
+            lambda last: inside(other("Talker"), last=last),
+            "Talker and TieredContinuumConnector both need vLLM's handshake",
+            "use one of them alone.",
+        ),
+        (
+            lambda last: inside(other("Producer"), last=last, kv_load_failure_policy="fail"),
+            "vLLM asks MultiConnector, not the connectors in it",
+            'add "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector".',
+        ),
+        (
+            lambda last: inside(other("Producer"), last=last, kv_role="kv_producer"),
+            "vLLM frees blocks that TieredContinuumConnector is still filling",
+            'write "kv_role":"kv_both" beside "kv_connector":"MultiConnector".',
+        ),
+    ],
+)
+def test_company_that_would_go_wrong_is_refused_with_what_to_write_instead(
+    make_rig: MakeRig,
+    last: bool,
+    made: Callable[[bool], Callable[[Config], Config]],
+    why: str,
+    instead: str,
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        make_rig(around=made(last))
+    sentence = str(caught.value)
+    assert why in sentence
+    assert sentence.endswith(instead)
+    assert "\n" not in sentence
+
+
+def test_nixl_as_a_producer_is_refused_for_its_handshake(make_rig: MakeRig) -> None:
+    """It would get what our workers say instead of what its own do, and raise at start."""
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    with pytest.raises(UnsupportedError, match="NixlConnector and TieredContinuumConnector both"):
+        make_rig(around=inside(nixl))
+
+
+def test_ours_twice_is_refused(make_rig: MakeRig) -> None:
+    with pytest.raises(UnsupportedError, match="more than once: leave one of them"):
+        make_rig(around=lambda ours: inside(ours)(ours))
+
+
+# -- beside connectors that only produce ------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["ours first", "ours last"])
+def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Rig:
+    return make_rig(around=inside(other("Producer"), last=request.param))
+
+
+def test_pages_are_saved_and_restored_beside_a_producer(rig: Rig) -> None:
+    prompt = text(200, seed=1)
+    assert rig.ask("one", prompt) == expected(prompt, 4)
+    rig.now += 10
+    rig.fill()
+    assert rig.ask("again", prompt) == expected(prompt, 4)
+    assert rig.count("prompt_tokens_cpu") == 199
+    rig.check_clean()
+
+
+def test_our_handshake_arrives_beside_a_producer(rig: Rig) -> None:
+    said = rig.worker.get_handshake_metadata()
+    assert said.handshake == rig.worker_half.handshake()
+    assert rig.half.planner.bandwidth == said.handshake.speeds.copy
+
+
+def test_a_restore_that_fails_beside_a_producer_is_computed(rig: Rig) -> None:
+    prompt = text(200, seed=1)
+    rig.ask("one", prompt)
+    rig.now += 10
+    rig.fill()
+    faulty = rig.inject(FaultyTransfer)
+    faulty.fail_next(Direction.LOAD, {1})
+    assert rig.ask("two", prompt) == expected(prompt, 4)
+    assert rig.count("restore_failures") == 1
+    rig.check_clean()
+
+
+@pytest.fixture(params=[False, True], ids=["ours first", "ours last"])
+def receiving(request: pytest.FixtureRequest, make_rig: MakeRig) -> Rig:
+    """Beside a connector that loads although it says that it only produces."""
+    from tests.vllm.producers import Receiver
+
+    made = make_rig(around=inside(other("Receiver"), last=request.param))
+    Receiver.cells = made.memory.numpy().reshape(made.options.blocks, 16, CELL)
+    Receiver.under_way = {}
+    return made
+
+
+def test_blocks_that_another_connector_still_fills_are_not_saved(receiving: Rig) -> None:
+    rig, prompt = receiving, text(200, seed=1)
+    assert rig.ask("remote", prompt) == expected(prompt, 4)
+    rig.now += 10
+    rig.fill()
+    assert rig.ask("again", prompt) == expected(prompt, 4), "what was saved is what came"
+    assert rig.count("prompt_tokens_cpu") == 199
+    rig.check_clean()
+
+
+def test_nothing_is_saved_of_a_request_that_goes_while_another_connector_fills_it(
+    receiving: Rig,
+) -> None:
+    rig, prompt = receiving, text(200, seed=1)
+    rig.add("remote", prompt, params={"job_id": "j"})
+    rig.step()
+    rig.abort("remote")
+    rig.run()
+    assert len(rig.half.index) == 0
+    assert len(rig.half.pins) == 0
+    assert rig.ask("again", prompt) == expected(prompt, 4)
+    rig.half.let_go()
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("mode", list(RestoreMode))
+def test_a_prompt_that_both_have_is_loaded_once(receiving: Rig, mode: RestoreMode) -> None:
+    rig, prompt = receiving, text(200, seed=1)
+    rig.half.restores.policy = AlwaysRestore(mode)
+    rig.ask("one", prompt)
+    rig.now += 10
+    rig.fill()
+    assert rig.ask("remote", prompt) == expected(prompt, 4)
+    rig.check_clean()

@@ -1,0 +1,151 @@
+"""Whatever a client sends and whatever breaks inside, the engine serves on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.errors import ConfigError
+from tiered_kv.testing.vllm.rig import expected, text
+
+BAD_HINTS: list[Any] = [
+    {"job_id": 12.5},
+    {"job_id": ["a"]},
+    {"job_id": ""},
+    {"job_id": "x" * 10_000_000},
+    {"job_id": "j", "is_last_step": "yes"},
+    {"job_id": "j", "ttl": -5},
+    {"is_last_step": None, "nonsense": {"deep": [1, 2, {"er": None}]}},
+    {"job_id": True},
+]
+
+
+def test_bad_hints_are_counted_and_ignored(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for i, hints in enumerate(BAD_HINTS):
+        prompt = text(50, seed=i)
+        assert rig.ask(f"r{i}", prompt, params=hints) == expected(prompt, 4)
+
+    assert rig.count("hints_ignored") == len(BAD_HINTS)  # the seventh has two, the sixth a job
+    rig.now += 10
+    rig.ask("tick", text(1, seed=99))
+    rig.check_clean()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "arrived",
+        "match",
+        "build",
+        "completed",
+        "finished",
+        "has_pending_block_frees",
+        "take_stats",
+    ],
+)
+def test_a_hook_that_raises_costs_nothing_but_a_counter(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    rig = make_rig(blocks=24, max_model_len=256)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half, hook, broken)
+    prompts = {f"r{i}": text(120, seed=i) for i in range(3)}
+    for name, prompt in prompts.items():
+        rig.add(name, prompt, max_tokens=60)
+    for _ in range(400):
+        if len(rig.finished) == 3:
+            break
+        rig.step()
+
+    for name, prompt in prompts.items():
+        assert rig.outputs[name] == expected(prompt, 60)
+    assert rig.count("hook_errors") > 0
+
+
+def test_a_restore_that_cannot_be_ordered_is_recomputed(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM already counts its tokens as computed: silence here would be garbage."""
+    rig = make_rig()
+    prompt = text(300, seed=1)
+    rig.ask("first", prompt)
+    rig.fill()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rig.half.restores, "order", broken)
+    assert rig.ask("again", prompt) == expected(prompt, 4)
+    assert rig.count("hook_errors") == 1
+
+
+def test_the_client_is_told_where_its_prompt_came_from(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    prompt = text(200, seed=1)
+    rig.ask("t1", prompt, params={"job_id": "j"})
+    rig.now += 5
+    rig.fill()
+    rig.ask("t2", prompt, params={"job_id": "j", "is_last_step": True})
+
+    told = rig.finished["t2"].kv_transfer_params["tiered_kv"]
+    assert told == {
+        "prompt_tokens": 200,
+        "vram_tokens": 0,
+        "cpu_tokens": 199,
+        "recomputed_tokens": 1,
+        "ssd_tokens": 0,
+    }
+
+
+def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rig = make_rig(extra={"cpu_gib": 0.001, "trace": str(path)})
+    rig.ask("t1", text(100, seed=1), params={"job_id": "j"})
+    rig.ask("t2", text(150, seed=2), params={"job_id": "j", "is_last_step": True})
+    rig.close()
+
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["event"] for line in lines} == {"turn", "decision", "gap"}
+    lines = [line for line in lines if line["event"] == "turn"]
+    assert [(e["job_id"], e["turn"], e["tier"]) for e in lines] == [
+        ("j", 1, "pin"),
+        ("j", 2, "drop"),
+    ]
+    for event in lines:
+        parts = event["vram_tokens"] + event["cpu_tokens"] + event["recomputed_tokens"]
+        assert parts == event["prompt_tokens"]
+
+
+def test_a_trace_that_cannot_be_written_ends_the_start(make_rig: MakeRig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"TIERED_KV_TRACE=.*cannot be written"):
+        make_rig(extra={"trace": str(tmp_path / "no such folder" / "trace.jsonl")})
+
+
+def test_cpu_memory_for_less_than_a_page_ends_the_start(make_rig: MakeRig) -> None:
+    with pytest.raises(ConfigError, match="TIERED_KV_CPU_GIB=1e-09 holds no page"):
+        make_rig(extra={"cpu_gib": 1e-9})
+
+
+def test_counters_reach_vllms_stats(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    kind = type(rig.connector)
+    rig.add("t1", text(100, seed=1))
+    seen = kind.build_kv_connector_stats()
+    while rig.scheduler.has_requests():
+        rig.step()
+        if (stats := rig.last_stats) is not None and stats.kv_connector_stats:
+            seen.aggregate(kind.build_kv_connector_stats(stats.kv_connector_stats))
+
+    told = seen.reduce()
+    assert told["turns"] == 1
+    assert told["pages_saved"] == 7
+    assert told["prompt_tokens_recomputed"] == 100
+    assert told["cpu_slots"] == rig.half.index.num_slots
