@@ -1,0 +1,37 @@
+"""The tiers below CPU memory: their names, and the facts that both halves must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+TierId = NewType("TierId", str)
+"""Name of a tier; unique within an engine."""
+
+SSD = TierId("ssd")
+"""The tier of segment stores on a local disk."""
+
+
+class Knowledge(Enum):
+    """Who knows which pages a tier has."""
+
+    KNOWN = "known"
+    """The scheduler half: its index is complete, since this engine alone writes there."""
+    ASKED = "asked"
+    """The store alone: others write there too, so it must be asked, and an answer grows old."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier below CPU memory.
+
+    Attributes:
+        tier: name of the tier.
+        knowledge: who knows which pages it has.
+        capacity_bytes: size of the tier, all ranks together; None if it has no known end.
+    """
+
+    tier: TierId
+    knowledge: Knowledge = Knowledge.KNOWN
+    capacity_bytes: int | None = None
