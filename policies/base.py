@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tiered_kv.tiers import TierId
 
 if TYPE_CHECKING:
     from .distribution import Forecast
@@ -26,8 +28,8 @@ class Tier(Enum):
     """In VRAM until a deadline, with its copy in CPU memory."""
     CPU = "cpu"
     """In CPU memory; VRAM may reuse its blocks at once."""
-    SSD = "ssd"
-    """On SSD, as soon as it is saved: the next turn is far away."""
+    STORE = "store"
+    """In the tiers below CPU memory, as soon as it is saved: the next turn is far away."""
     DROP = "drop"
     """Nowhere in particular: the job is over."""
 
@@ -115,7 +117,7 @@ class Costs:
     Attributes:
         recompute_s: seconds to prefill the context again.
         cpu_s: seconds to restore it from CPU memory; None if it cannot be there.
-        ssd_s: seconds to bring it up from SSD and restore it; None if it cannot be there.
+        tiers_s: seconds to bring it up from each tier below CPU memory and restore it.
         queue_s: T, mean seconds that a turn whose KV had left VRAM waited to be admitted.
         memoryfulness: η, how much of T a pin saves (1: a job that has waited goes on).
         vram_price: λ, seconds charged for a second in VRAM; 0 while nobody wants the room,
@@ -127,7 +129,7 @@ class Costs:
 
     recompute_s: float
     cpu_s: float | None = None
-    ssd_s: float | None = None
+    tiers_s: Mapping[TierId, float] = field(default_factory=dict)
     queue_s: float = 0.0
     memoryfulness: float = 1.0
     vram_price: float = 1.0
@@ -136,10 +138,15 @@ class Costs:
     survival: float = 1.0
 
     @property
+    def store_s(self) -> float | None:
+        """Seconds to restore it from the fastest tier below CPU memory; None without one."""
+        return min(self.tiers_s.values(), default=None)
+
+    @property
     def restore_s(self) -> float:
         """R, seconds that the cheapest restore is expected to take: what was lost meanwhile is
         computed again."""
-        stored = [s for s in (self.cpu_s, self.ssd_s) if s is not None]
+        stored = [s for s in (self.cpu_s, self.store_s) if s is not None]
         if not stored or min(stored) >= self.recompute_s:
             return self.recompute_s
         return self.survival * min(stored) + (1 - self.survival) * self.recompute_s
@@ -164,8 +171,8 @@ class Decision:
         ttl_s: seconds at most if pinned, else 0.
         gap_class: None from policies that do not class gaps.
         forecast: of the gap; None from policies that make none.
-        back_s: seconds after the turn's end at which KV on SSD should be up again; None if
-            it comes up when the next turn asks.
+        back_s: seconds after the turn's end at which KV below CPU memory should be up again;
+            None if it comes up when the next turn asks.
     """
 
     tier: Tier

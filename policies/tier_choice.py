@@ -10,8 +10,9 @@ from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
 
 BACK_BEFORE = 0.25
-"""q̂: KV on SSD is up again before all but a quarter of the returns. Gaps have long tails: to wait
-for the median is to be late for half of them, and to be early costs only room in CPU memory."""
+"""q̂: KV below CPU memory is up again before all but a quarter of the returns. Gaps have long
+tails: to wait for the median is to be late for half of them, and to be early costs only room in
+CPU memory."""
 
 
 def unpriced(turn: TurnEnd) -> Decision | None:
@@ -28,7 +29,7 @@ def unpriced(turn: TurnEnd) -> Decision | None:
 
 
 def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
-    """PIN while U pays; else CPU memory, or SSD if it would be evicted from there before it is
+    """PIN while U pays; else CPU memory, or below it if it would be evicted from there before it is
     wanted; nowhere if prefilling again is the best there is."""
     decided = unpriced(turn)
     if decided is not None:
@@ -38,7 +39,7 @@ def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
     if kind is not GapClass.SLOW:
         return Decision(Tier.PIN, wait_s, kind, forecast)
     tier = without_pin(costs, forecast.quantile(0.5))
-    back_s = _back_s(forecast, costs) if tier is Tier.SSD else None
+    back_s = _back_s(forecast, costs) if tier is Tier.STORE else None
     return Decision(tier, 0.0, kind, forecast, back_s)
 
 
@@ -46,15 +47,15 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
     """The best tier but VRAM for a gap of about ``median_s`` seconds."""
     if costs.cpu_s is not None and costs.recompute_s < costs.cpu_s:
         return Tier.DROP
-    ssd_pays = costs.ssd_s is not None and costs.ssd_s < costs.recompute_s
+    store_pays = costs.store_s is not None and costs.store_s < costs.recompute_s
     if costs.cpu_s is not None:
-        return Tier.SSD if ssd_pays and median_s > costs.cpu_stay_s else Tier.CPU
-    return Tier.SSD if ssd_pays else Tier.DROP
+        return Tier.STORE if store_pays and median_s > costs.cpu_stay_s else Tier.CPU
+    return Tier.STORE if store_pays else Tier.DROP
 
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
-    """q̂ - R: when the way up from SSD begins. None if the job may well not come at all."""
+    """q̂ - R: when the way up begins. None if the job may well not come at all."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None
-    return max(0.0, back_s - (costs.ssd_s or 0.0))
+    return max(0.0, back_s - (costs.store_s or 0.0))

@@ -31,7 +31,8 @@ class TierConfig:
         ssd_path: folder for pages on SSD, shared by every engine that is given it; None turns
             the tier off.
         ssd_gib: everything under that folder, GiB.
-        codec: how pages are stored there: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or
+        tiers: further tiers below CPU memory, by name or as ``module:Class``, fastest first.
+        codec: how pages are stored on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or
             ``centred``.
         io_threads: of each rank, for pages on SSD; 0 takes what the cores allow.
         policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
@@ -46,6 +47,7 @@ class TierConfig:
     cpu_gib: float = 4.0
     ssd_path: Path | None = None
     ssd_gib: float = 32.0
+    tiers: tuple[str, ...] = ()
     codec: str = "auto"
     io_threads: int = 0
     policy: str = "occupancy"
@@ -57,6 +59,11 @@ class TierConfig:
     def cpu_bytes_per_rank(self, ranks: int) -> int:
         """The CPU tier's bytes on each of ``ranks`` ranks."""
         return int(self.cpu_gib * GIB) // ranks
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Tiers below CPU memory, fastest first; the SSD is the first if it has a folder."""
+        return (("ssd",) if self.ssd_path is not None else ()) + self.tiers
 
     @property
     def ssd_bytes(self) -> int:
@@ -90,6 +97,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
         ssd_path=_folder(given, "ssd_path"),
         ssd_gib=_number(given, "ssd_gib", defaults.ssd_gib, 0.001, 1 << 20, "GiB"),
+        tiers=_names(given, "tiers"),
         codec=_codec(given),
         io_threads=_whole(given, "io_threads", defaults.io_threads, 0, 256, "threads"),
         policy=_name(given, "policy", defaults.policy),
@@ -101,12 +109,13 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         trace=_path(given, "trace"),
     )
     if config.policy == "none":
-        config = replace(config, cpu_gib=0.0, ssd_path=None)
+        config = replace(config, cpu_gib=0.0, ssd_path=None, tiers=())
     if config.policy != defaults.policy:  # what it is compared with holds nobody
         config = replace(config, admission="off")
-    if config.ssd_path is not None and config.cpu_gib == 0:
+    if config.tier_names and config.cpu_gib == 0:
+        needs = "SSD_PATH" if config.ssd_path is not None else "TIERS"
         raise ConfigError(
-            f"{ENV_PREFIX}SSD_PATH needs CPU memory for pages on their way: "
+            f"{ENV_PREFIX}{needs} needs CPU memory for pages on their way: "
             f"set {ENV_PREFIX}CPU_GIB above 0."
         )
     return config
@@ -171,6 +180,14 @@ def _name(given: Mapping[str, object], key: str, default: str) -> str:
         name = ENV_PREFIX + key.upper()
         raise ConfigError(f"{name}={raw!r} is not a name: write {name}={default}.")
     return raw
+
+
+def _names(given: Mapping[str, object], key: str) -> tuple[str, ...]:
+    raw = given.get(key, "")
+    if not isinstance(raw, str):
+        name = ENV_PREFIX + key.upper()
+        raise ConfigError(f"{name}={raw!r} is no list: write names with commas between them.")
+    return tuple(name.strip() for name in raw.split(",") if name.strip())
 
 
 def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> str:

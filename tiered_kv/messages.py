@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .keys import PageKey
-from .orders import DemoteOrder, LoadOrder, OrderId, OrderReport, PromoteOrder, SaveOrder
+from .orders import (
+    DemoteOrder,
+    LoadOrder,
+    LookupOrder,
+    OrderId,
+    OrderReport,
+    PromoteOrder,
+    SaveOrder,
+)
+from .tiers import TierId
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +56,40 @@ class Reclaim:
 
 
 @dataclass(frozen=True, slots=True)
-class SsdOrders:
-    """Orders for the workers' I/O threads.
+class TierOrders:
+    """Orders for the workers' I/O threads of one tier.
 
     Attributes:
-        fingerprint: digest of the new generation of pages, after a cache reset: what is on disk
-            is invalid, and so is every order sent before.
+        fingerprint: digest of the new generation of pages, after a cache reset: what the store
+            has is invalid, and so is every order sent before. None without a reset.
         lost: pages that some rank has lost: the others can forget them.
         reclaims: segments to delete, by rank.
-        distrusted: saves whose slots may hold anything: not to be flushed.
-        hurried: promotions that are due at once, whatever they said.
+        invalidated: saves whose slots may hold anything: not to be flushed.
+        expedited: promotions that are due at once, whenever they were due before.
         sent_at: time on the clock of the orders' ``due``, which a worker on another machine does
             not share; None if no order has one.
     """
 
     demotes: tuple[DemoteOrder, ...] = ()
     promotes: tuple[PromoteOrder, ...] = ()
+    lookups: tuple[LookupOrder, ...] = ()
     fingerprint: bytes | None = None
     lost: tuple[PageKey, ...] = ()
     reclaims: Mapping[int, Reclaim] = field(default_factory=dict)
-    distrusted: tuple[OrderId, ...] = ()
-    hurried: tuple[OrderId, ...] = ()
+    invalidated: tuple[OrderId, ...] = ()
+    expedited: tuple[OrderId, ...] = ()
     sent_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SsdReport:
-    """News of a rank's segment store.
+class TierReport:
+    """News of a rank's store of one tier.
 
     Attributes:
         gone: pages that are no longer there.
-        proposal: segment to delete next, said until it is deleted.
+        proposal: segment to delete next, repeated until it is deleted; None if there is none.
         counters: increments of counters since the last report, by name.
-        stored_bytes: size of its live pages on disk.
+        stored_bytes: size of its live pages as stored, bytes.
     """
 
     gone: tuple[PageKey, ...] = ()
@@ -90,12 +100,12 @@ class SsdReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredPages:
-    """Pages that a rank has on SSD from before.
+    """Pages that a rank's store of one tier has from before.
 
     Attributes:
         keys: the pages, oldest first.
-        bandwidth: expected rate of promotions, bytes of pages a second.
-        stored_bytes: size of the pages on disk.
+        bandwidth: expected rate of promotions, bytes of pages per second.
+        stored_bytes: size of the pages as stored, bytes.
     """
 
     keys: tuple[PageKey, ...]
@@ -109,11 +119,11 @@ class Handshake:
 
     Attributes:
         speeds: speeds of its machine.
-        stored: content of its segment store; None without one.
+        stored: content of its stores, by tier.
     """
 
     speeds: Speeds
-    stored: StoredPages | None
+    stored: Mapping[TierId, StoredPages] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +134,13 @@ class Orders:
         seen_failures: failed sync restores of each rank that the scheduler knows of. Saves
             that a worker makes before its failures are seen may hold KV computed from bytes
             that never arrived, so the worker fails them.
+        tiers: orders for stores, by tier.
     """
 
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     seen_failures: Mapping[int, int] = field(default_factory=dict)
-    ssd: SsdOrders | None = None
+    tiers: Mapping[TierId, TierOrders] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +150,12 @@ class Reports:
     Attributes:
         orders: reports by order, merged over ranks.
         failures: failed sync restores so far, by rank.
-        ssd: news of segment stores, by rank.
+        tiers: news of stores, by tier and rank.
     """
 
     orders: Mapping[OrderId, OrderReport] = field(default_factory=dict)
     failures: Mapping[int, int] = field(default_factory=dict)
-    ssd: Mapping[int, SsdReport] = field(default_factory=dict)
+    tiers: Mapping[TierId, Mapping[int, TierReport]] = field(default_factory=dict)
 
     def merge(self, other: Reports) -> Reports:
         """Reports of this rank and another."""
@@ -152,4 +163,7 @@ class Reports:
         for order_id, report in other.orders.items():
             mine = orders.get(order_id)
             orders[order_id] = mine.merge(report) if mine else report
-        return Reports(orders, {**self.failures, **other.failures}, {**self.ssd, **other.ssd})
+        tiers = dict(self.tiers)
+        for tier, ranks in other.tiers.items():
+            tiers[tier] = {**tiers.get(tier, {}), **ranks}
+        return Reports(orders, {**self.failures, **other.failures}, tiers)

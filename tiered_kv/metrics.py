@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .tiers import TierId
+
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens_vram": "Prompt tokens whose KV was found in VRAM.",
     "prompt_tokens_cpu": "Prompt tokens whose KV was restored from CPU memory, from SSD or not.",
@@ -30,6 +32,7 @@ COUNTERS: Mapping[str, str] = {
     "demotion_failures": "Pages that could not be written to SSD.",
     "promotion_failures": "Pages that could not be read from SSD, or were bad there.",
     "promotions_refused": "Promotions not made because computing is faster.",
+    "lookups_overdue": "Turns that no longer waited for a store's answer.",
     "promotions_overdue": "Turns that no longer waited for their promotion.",
     "ssd_bytes_written": "Bytes written to SSD, over all ranks, as stored.",
     "ssd_bytes_read": "Bytes read from SSD, over all ranks, as stored.",
@@ -76,6 +79,7 @@ class Counters:
     def __init__(self) -> None:
         self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fresh: dict[str, int] = {}
+        self._tiers: dict[TierId, TierCounters] = {}
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count up. Raises KeyError for a name that is not in ``COUNTERS``."""
@@ -83,7 +87,29 @@ class Counters:
             self.totals[name] += amount
             self._fresh[name] = self._fresh.get(name, 0) + amount
 
+    def of_tier(self, tier: TierId) -> TierCounters:
+        """Counters of one tier; they count here too."""
+        return self._tiers.setdefault(tier, TierCounters(self))
+
     def take(self) -> dict[str, int]:
         """What was added since the last call; empty if nothing."""
         fresh, self._fresh = self._fresh, {}
         return fresh
+
+
+class TierCounters:
+    """Counters of one tier below CPU memory, which count for all tiers together as well.
+
+    Attributes:
+        totals: totals of this tier, by name.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self.totals: dict[str, int] = {}
+        self._counters = counters
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count up. Raises KeyError for a name that is not in ``COUNTERS``."""
+        self._counters.add(name, amount)
+        if amount:
+            self.totals[name] = self.totals.get(name, 0) + amount

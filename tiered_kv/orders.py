@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NewType, TypeAlias
 
 from .keys import PageKey
+from .tiers import TierId
 
 OrderId = NewType("OrderId", int)
 
@@ -54,7 +55,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class DemoteOrder:
-    """Write ``slots[i]`` of the CPU pool to SSD as page ``keys[i]``.
+    """Write ``slots[i]`` of the CPU pool to a tier as page ``keys[i]``.
 
     The slots stay as they are until the order is reported. ``due``: the worker's I/O thread
     begins by itself at that time (the scheduler half's clock; at once if 0), since an idle engine
@@ -62,6 +63,7 @@ class DemoteOrder:
     """
 
     order_id: OrderId
+    tier: TierId
     keys: tuple[PageKey, ...]
     slots: tuple[int, ...]
     due: float
@@ -69,18 +71,35 @@ class DemoteOrder:
 
 @dataclass(frozen=True, slots=True)
 class PromoteOrder:
-    """Read page ``keys[i]`` from SSD into ``slots[i]`` of the CPU pool, reserved for it.
+    """Read page ``keys[i]`` from a tier into ``slots[i]`` of the CPU pool, reserved for it.
 
     ``due`` as for ``DemoteOrder``.
     """
 
     order_id: OrderId
+    tier: TierId
     keys: tuple[PageKey, ...]
     slots: tuple[int, ...]
     due: float
 
 
-Order: TypeAlias = SaveOrder | LoadOrder | DemoteOrder | PromoteOrder
+@dataclass(frozen=True, slots=True)
+class LookupOrder:
+    """Ask a tier whether it has page ``keys[i]``; those it has not are reported as failed.
+
+    Attributes:
+        deadline_s: time for the answer, seconds; without one all are reported as failed.
+    """
+
+    order_id: OrderId
+    tier: TierId
+    keys: tuple[PageKey, ...]
+    deadline_s: float
+
+
+StoreOrder: TypeAlias = DemoteOrder | PromoteOrder | LookupOrder
+"""Orders that a tier's store carries out."""
+Order: TypeAlias = SaveOrder | LoadOrder | StoreOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
+from tiered_kv.tiers import SSD
 
 from .lookups import RememberedLookups
 from .machines import Machine
@@ -169,7 +170,7 @@ class Engine:
         if policy is not None:
             half.gaps.waits.policy = policy
         half.gaps._keeper = InlineKeeper(half.gaps.waits.policy)
-        stored = StoredPages((), machine.ssd_read) if server.ssd else None
+        stored = {SSD: StoredPages((), machine.ssd_read)} if server.ssd else {}
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
         said = TieredHandshake(Handshake(speeds, stored))
         self.scheduler.connector.set_xfer_handshake_metadata({0: said})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Orders, Proposal, Reclaim, Reports, SsdOrders, SsdReport
+from tiered_kv.messages import Orders, Proposal, Reclaim, Reports, TierOrders, TierReport
 from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
@@ -21,7 +21,9 @@ from tiered_kv.orders import (
     OrderReport,
     PromoteOrder,
     RestoreMode,
+    SaveOrder,
 )
+from tiered_kv.tiers import SSD
 
 from .links import Link
 from .machines import Machine
@@ -123,8 +125,8 @@ class SimWorker:
 
     def restore(self, orders: Orders, now: float) -> float:
         """Begin restores; returns when the step may compute: after its sync ones."""
-        if orders.ssd is not None:
-            self._carry_out(orders.ssd, now)
+        if (ssd := orders.tiers.get(SSD)) is not None:
+            self._carry_out(ssd, now)
         ready = now
         for load in orders.loads:
             end = self.up.send(len(load.blocks) * self._page_bytes, now)
@@ -155,7 +157,7 @@ class SimWorker:
         said = self._say()
         if not reports and said is None:
             return Heard(arrived, None)
-        return Heard(arrived, Reports(reports, {}, {0: said} if said else {}))
+        return Heard(arrived, Reports(reports, {}, {SSD: {0: said}} if said else {}))
 
     # -- orders -----------------------------------------------------------------------
 
@@ -163,8 +165,8 @@ class SimWorker:
         self._tie += 1
         heapq.heappush(self._flying, (end, self._tie, order, took))
 
-    def _carry_out(self, orders: SsdOrders, now: float) -> None:
-        hurried = set(orders.hurried)
+    def _carry_out(self, orders: TierOrders, now: float) -> None:
+        hurried = set(orders.expedited)
         if hurried:
             early = [one for one in self._later if one[2].order_id in hurried]
             self._later = [one for one in self._later if one[2].order_id not in hurried]
@@ -204,10 +206,10 @@ class SimWorker:
             self._read += len(order.keys) * self._page_bytes
             count = len(order.keys)
         else:
-            count = len(order.slots)
+            count = len(order.slots) if isinstance(order, (SaveOrder, LoadOrder)) else 0
         return OrderReport(1, failed, count * self._page_bytes, took)
 
-    def _say(self) -> SsdReport | None:
+    def _say(self) -> TierReport | None:
         if self.store is None:
             return None
         proposal = self.store.proposal
@@ -216,4 +218,4 @@ class SimWorker:
         counters = {"ssd_bytes_written": self._written, "ssd_bytes_read": self._read}
         self._written = self._read = 0
         gone, self._gone, self._said = tuple(self._gone), [], proposal
-        return SsdReport(gone, proposal, counters, len(self.store) * self._page_bytes)
+        return TierReport(gone, proposal, counters, len(self.store) * self._page_bytes)

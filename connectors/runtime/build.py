@@ -18,20 +18,23 @@ from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
 from tiered_kv.connectors.runtime.gaps.turn_log import Accounts
 from tiered_kv.connectors.runtime.pages.dispatch import Exchange
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
+from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
-from tiered_kv.connectors.runtime.pages.ssd_tier import SsdTier
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import Room
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.pages.order_book import Planner
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.pages.tier_index import make_index
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
 from tiered_kv.policies.jobs.lineage import Lineage
+from tiered_kv.storage.tiers import tiers_below
 from tiered_kv.trace import TraceWriter
 
 from .base import BlockPool, EngineFacts
@@ -70,18 +73,18 @@ class Parts:
     """Those that hooks talk to.
 
     Attributes:
-        admission: None if nothing is held. ssd: None without that tier.
+        admission: None if nothing is held.
         pool: the engine's block pool.
     """
 
     pool: BlockPool
     index: PageIndex
-    planner: Planner
+    planner: OrderBook
     tails: TailIndex
     prefills: PrefillClock
     restores: Restores
     saves: Saves
-    ssd: SsdTier | None
+    tiers: LowerTiers
     pins: PinTable
     room: Room
     admission: Admission | None
@@ -110,18 +113,19 @@ def wire(
     """
     facts, config, clock = given.facts, given.config, given.clock
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
-    on_ssd = config.ssd_bytes if slots and config.ssd_path is not None else 0
-    stored = on_ssd // max(1, facts.ranks * facts.page_bytes)
+    specs = tiers_below(config) if slots else ()
+    below = sum(spec.capacity_bytes or 0 for spec in specs)
+    stored = below // max(1, facts.ranks * facts.page_bytes)
     order = ByWorth(clock, lambda: prices.cpu_stay_s(), 2 * (slots + stored))
     index = PageIndex(slots, order)
-    planner = Planner(index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH)
+    indices = {spec.tier: make_index(spec, clock) for spec in specs}
+    planner = OrderBook(index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex()
     restores = Restores(facts, planner, tails, given.restores, counters)
     saves = Saves(facts, planner, tails, counters, pool)
     prefills = PrefillClock(ahead=facts.ahead)
     accounts = Accounts(counters, _trace(config), given.wall)
 
-    with_ssd = config.ssd_path is not None and slots > 0
     usable = facts.num_blocks - 1  # vLLM keeps one as its null block
     pins = PinTable(pool, int(config.pin_fraction * usable))
     room = Room(facts, pins, saves, counters, pool, clock)
@@ -138,23 +142,29 @@ def wire(
         prefills.fit,
         pins,
         pool,
-        with_ssd,
         admission.demand_with_pin if admission is not None else None,
         running,
         clock,
     )
-    ssd = None
-    if with_ssd:
-        ssd = SsdTier(
-            facts,
-            config.ssd_bytes,
-            planner,
-            tails,
-            counters,
-            lambda block_hash: pool.cached(block_hash) is not None,
-            lambda key: order.chance(key, math.inf),
-            clock,
-        )
+    tiers = LowerTiers(
+        [
+            LowerTier(
+                spec,
+                facts,
+                planner,
+                counters.of_tier(spec.tier),
+                lambda key: order.chance(key, math.inf),
+                clock,
+            )
+            for spec in specs
+        ],
+        facts,
+        planner,
+        tails,
+        counters,
+        lambda block_hash: pool.cached(block_hash) is not None,
+        clock,
+    )
     waits = Waits(given.policy, prices, order, clock)
     gaps = Gaps(
         Lineage(facts.block_size),
@@ -162,7 +172,7 @@ def wire(
         prices,
         pins,
         planner,
-        ssd,
+        tiers,
         pool,
         given.tools,
         given.keeper,
@@ -172,7 +182,7 @@ def wire(
         clock,
     )
     failed_restores = FailedRestores(pool, saves)
-    exchange = Exchange(planner, saves, restores, ssd, failed_restores, turns, clock)
+    exchange = Exchange(planner, saves, restores, tiers, failed_restores, turns, clock)
     return Parts(
         pool,
         index,
@@ -181,7 +191,7 @@ def wire(
         prefills,
         restores,
         saves,
-        ssd,
+        tiers,
         pins,
         room,
         admission,

@@ -72,7 +72,7 @@ class SchedulerHalf:
         parts = wire(given, pool, self.counters, self._turns, lambda: self._running)
         self._pool = pool
         self.index, self.planner, self.tails = parts.index, parts.planner, parts.tails
-        self.restores, self.saves, self.ssd = parts.restores, parts.saves, parts.ssd
+        self.restores, self.saves, self.tiers = parts.restores, parts.saves, parts.tiers
         self.pins, self.room, self.admission = parts.pins, parts.room, parts.admission
         self.queue, self.prices, self.prefills = parts.queue, parts.prices, parts.prefills
         self.gaps, self.exchange, self.accounts = parts.gaps, parts.exchange, parts.accounts
@@ -92,9 +92,7 @@ class SchedulerHalf:
         flops = sum(one.speeds.flops for one in said.values())
         if self._work is not None and flops:
             self.prefills.fit.suppose(*self._work.estimate(flops))
-        if self.ssd is not None:
-            stored = {r: one.stored for r, one in said.items() if one.stored is not None}
-            self.ssd.recovered(stored)
+        self.tiers.on_handshake(said)
 
     # -- a turn arrives -----------------------------------------------------------
 
@@ -120,8 +118,8 @@ class SchedulerHalf:
         )
         if self.admission is not None and self.admission.arrived(turn) and turn.job is not None:
             turn.job.born = turn.arrived_at  # its room went to others, and so did its place
-        if self.ssd is not None and self._may_restore(turn):
-            self.ssd.promote(turn, self.prefills.fit)
+        if self._may_restore(turn):
+            self.tiers.promote(turn, self.prefills.fit)
 
     def _fingerprint(self, request: Request) -> bytes | None:
         if self.index.num_slots == 0:
@@ -148,11 +146,8 @@ class SchedulerHalf:
             return 0, False
         if self.restores.comes_later(turn, num_computed):
             return None, False
-        if self.ssd is not None:
-            if not turn.awaits:
-                self.ssd.promote(turn, self.prefills.fit)
-            if self.ssd.still_coming(turn):
-                return None, False
+        if self.tiers.still_coming(turn, self.prefills.fit):
+            return None, False
         turn.hit = self.restores.find(turn, num_computed, self._running)
         if turn.hit is None:
             return 0, False
@@ -174,8 +169,7 @@ class SchedulerHalf:
             turn.ssd_tokens = min(num_external, self._came_up(turn))
             self.queue.left(turn.request_id)
             self._began(turn)
-        if self.ssd is not None:
-            self.ssd.claimed(turn)
+        self.tiers.claimed(turn)
         if turn.job is not None and self.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
@@ -315,8 +309,7 @@ class SchedulerHalf:
         self.exchange.restored.pop(request.request_id, None)
         self.queue.left(request.request_id)
         self._running -= turn.admitted
-        if self.ssd is not None:
-            self.ssd.claimed(turn)
+        self.tiers.claimed(turn)
         has_kv = turn.admitted and not turn.loading
         pages, save = list[PageKey](), None
         if has_kv and turn.fingerprint is not None:
@@ -353,9 +346,7 @@ class SchedulerHalf:
     def let_go(self) -> None:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
         self.counters.add("pins_released", self.pins.release_all())
-        abandoned = self.saves.drop_all()
-        if self.ssd is not None:
-            self.ssd.distrust(abandoned)
+        self.tiers.invalidate(self.saves.drop_all())
 
     def reset(self) -> None:
         """Let go of every VRAM block, and start a new generation of pages.
@@ -365,8 +356,7 @@ class SchedulerHalf:
         self.counters.add("resets")
         self.let_go()
         self._fingerprints.next_generation()
-        if self.ssd is not None:
-            self.ssd.reset(self._fingerprints.base.digest())
+        self.tiers.reset(self._fingerprints.base.digest())
         self.planner.forget_all()
         self.tails.clear()
         self.gaps.reset()
@@ -407,7 +397,7 @@ class SchedulerHalf:
             fresh |= {
                 "cpu_pages": len(self.index),
                 "cpu_slots": self.index.num_slots,
-                **(self.ssd.gauges() if self.ssd is not None else {}),
+                **self.tiers.gauges(),
                 "pinned_blocks": self.pins.held_blocks,
                 "orders_in_flight": self.planner.in_flight,
                 "jobs": len(self.gaps.jobs),
@@ -423,3 +413,4 @@ class SchedulerHalf:
         self.gaps.close()
         self._fingerprints.close()
         self.accounts.close()
+        self.tiers.close()

@@ -43,8 +43,9 @@ class Turn:
         loading: an async restore writes into its blocks, ours or another connector's.
         vram_tokens, cpu_tokens: where its prompt came from, at its first admission.
         asked_at: the step in which vLLM last asked what can be restored.
-        promotions: how often pages were looked for on SSD.
-        awaits: promotions that it waits for, at most until ``wait_until``.
+        promotions: how often pages were looked for in the tiers below.
+        lookups: how often their stores were asked. asking: whether it waits for answers.
+        awaits: promotions or lookups that it waits for, at most until ``wait_until``.
         ssd_keys: pages that came up for it, or are coming, until it is admitted.
         arrived_at: when, on the scheduler half's clock.
         context_before: tokens of the context that its job waited with.
@@ -69,6 +70,8 @@ class Turn:
     cpu_tokens: int = 0
     asked_at: int = -1
     promotions: int = 0
+    lookups: int = 0
+    asking: bool = False
     awaits: set[OrderId] = field(default_factory=set)
     wait_until: float = 0.0
     ssd_keys: set[PageKey] = field(default_factory=set)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,7 +19,6 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
-    Order,
     OrderId,
     OrderReport,
     PromoteOrder,
@@ -27,13 +26,18 @@ from tiered_kv.orders import (
     SaveOrder,
 )
 from tiered_kv.pages.cpu_index import PageIndex, PageState
-from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.tiers import SSD
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]
 BLOCKS = range(1, 15)
 PAGE_BYTES = 64
 BANDWIDTH = 1e9
+
+
+PageOrder: TypeAlias = SaveOrder | LoadOrder | DemoteOrder | PromoteOrder
 
 
 @dataclass(eq=False)
@@ -56,7 +60,7 @@ class Page:
 class Flight:
     """An order under way: which ranks have copied, which of those have reported."""
 
-    order: Order
+    order: PageOrder
     pages: list[Page]
     abandoned: bool = False
     copied: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -73,9 +77,9 @@ class Flight:
 class OrdersMachine(RuleBasedStateMachine):
     """Subclasses may plant a bug in ``make``."""
 
-    def make(self, num_slots: int, ranks: int) -> Planner:
+    def make(self, num_slots: int, ranks: int) -> OrderBook:
         index = PageIndex(num_slots, LeastRecentlyUsed())
-        return Planner(index, ranks, PAGE_BYTES, BANDWIDTH)
+        return OrderBook(index, ranks, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()})
 
     @initialize(num_slots=st.sampled_from([4, 5, 3, 2, 1, 0]), ranks=st.integers(1, 3))
     def start(self, num_slots: int, ranks: int) -> None:
@@ -160,7 +164,7 @@ class OrdersMachine(RuleBasedStateMachine):
     def demote(self, data: st.DataObject, keys: list[PageKey]) -> None:
         """Pages go down to SSD: some are there already, on their way, or nowhere."""
         on_the_way = {p.key for f in self.flights.values() if self.is_demotion(f) for p in f.pages}
-        order = self.planner.plan_demote(keys, due=0.0)
+        order = self.planner.plan_demote(SSD, keys, due=0.0)
 
         wanted = [
             key
@@ -181,7 +185,7 @@ class OrdersMachine(RuleBasedStateMachine):
         wanted = [k for k in dict.fromkeys(keys) if k in self.on_ssd and k not in self.pages]
         before = dict(self.pages)
         idle = {key for key in before if self.idle(key)}
-        order = self.planner.plan_promote(keys, due=0.0)
+        order = self.planner.plan_promote(SSD, keys, due=0.0)
 
         planned = list(order.keys) if order else []
         assert planned == wanted[: len(planned)]
@@ -395,9 +399,9 @@ class OrdersMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_on_ssd_is_whole_on_every_rank(self) -> None:
-        assert len(self.planner.ssd) == len(self.on_ssd)
+        assert len(self.planner.tiers[SSD].index) == len(self.on_ssd)
         for key, serial in self.on_ssd.items():
-            assert key in self.planner.ssd
+            assert key in self.planner.tiers[SSD].index
             for rank in self.ranks:
                 assert self.ssd[rank][key] == Page(key, serial, 0).bytes_of(rank)
 

@@ -15,6 +15,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
+    LookupOrder,
     Order,
     OrderId,
     OrderReport,
@@ -22,8 +23,10 @@ from tiered_kv.orders import (
     RestoreMode,
 )
 from tiered_kv.pages.cpu_index import PageIndex, PageState
-from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.tiers import SSD
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
 
@@ -36,22 +39,24 @@ TestOrders.settings = settings(stateful_step_count=60, phases=list(Phase) if THO
 
 
 @pytest.fixture
-def planner() -> Planner:
+def planner() -> OrderBook:
     """Two ranks, two slots."""
-    return Planner(PageIndex(2, LeastRecentlyUsed()), 2, PAGE_BYTES, BANDWIDTH)
+    return OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 2, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
 
 
 def report(ranks: int = 2, failed: set[int] | None = None, seconds: float = 0.0) -> OrderReport:
     return OrderReport(ranks, frozenset(failed or ()), PAGE_BYTES, seconds)
 
 
-def saved(planner: Planner, *keys: PageKey) -> None:
+def saved(planner: OrderBook, *keys: PageKey) -> None:
     order = planner.plan_save({key: block for block, key in enumerate(keys)})
     assert order is not None
     assert planner.settle({order.order_id: report()})
 
 
-def test_a_page_is_there_when_the_last_rank_has_reported(planner: Planner) -> None:
+def test_a_page_is_there_when_the_last_rank_has_reported(planner: OrderBook) -> None:
     order = planner.plan_save({A: 7})
     assert order is not None
     assert planner.settle({order.order_id: report(ranks=1)}) == []
@@ -65,7 +70,7 @@ def test_a_page_is_there_when_the_last_rank_has_reported(planner: Planner) -> No
     assert planner.in_flight == 0
 
 
-def test_a_page_that_failed_on_any_rank_has_failed(planner: Planner) -> None:
+def test_a_page_that_failed_on_any_rank_has_failed(planner: OrderBook) -> None:
     order = planner.plan_save({A: 7, B: 8})
     assert order is not None
     planner.settle({order.order_id: report(ranks=1, failed={1})})
@@ -75,7 +80,7 @@ def test_a_page_that_failed_on_any_rank_has_failed(planner: Planner) -> None:
     assert planner.index.state(B) is None
 
 
-def test_a_page_already_saved_or_on_its_way_is_left_out(planner: Planner) -> None:
+def test_a_page_already_saved_or_on_its_way_is_left_out(planner: OrderBook) -> None:
     first = planner.plan_save({A: 1})
     assert first is not None
     assert first.blocks == (1,)
@@ -86,7 +91,7 @@ def test_a_page_already_saved_or_on_its_way_is_left_out(planner: Planner) -> Non
     assert planner.unsaved == 0
 
 
-def test_pages_without_a_slot_are_not_saved_and_counted(planner: Planner) -> None:
+def test_pages_without_a_slot_are_not_saved_and_counted(planner: OrderBook) -> None:
     order = planner.plan_save({A: 1, B: 2, C: 3})
     assert order is not None
     assert order.blocks == (1, 2)
@@ -95,7 +100,7 @@ def test_pages_without_a_slot_are_not_saved_and_counted(planner: Planner) -> Non
     assert planner.unsaved == 2
 
 
-def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: Planner) -> None:
+def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: OrderBook) -> None:
     saved(planner, A, B)
     orders = [planner.plan_load("r", [A], [n], RestoreMode.SYNC) for n in range(3)]
     ids = {order.order_id for order in orders}
@@ -103,7 +108,7 @@ def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: Planner) -> 
     assert 0 not in ids
 
 
-def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: Planner) -> None:
+def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: OrderBook) -> None:
     saved(planner, A, B)
     order = planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
     (done,) = planner.settle({order.order_id: report(failed={0})})
@@ -112,14 +117,14 @@ def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: Planner) ->
     assert planner.index.state(B) is PageState.CPU
 
 
-def test_pages_and_blocks_of_a_load_must_be_as_many(planner: Planner) -> None:
+def test_pages_and_blocks_of_a_load_must_be_as_many(planner: OrderBook) -> None:
     saved(planner, A)
     with pytest.raises(ValueError, match="1 pages cannot fill 2 blocks"):
         planner.plan_load("r", [A], [1, 2], RestoreMode.SYNC)
     assert planner.plan_save({B: 1, C: 2}) is not None, "A was never acquired"
 
 
-def test_a_load_that_cannot_be_ordered_locks_nothing(planner: Planner) -> None:
+def test_a_load_that_cannot_be_ordered_locks_nothing(planner: OrderBook) -> None:
     saved(planner, A)
     with pytest.raises(KeyError):
         planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
@@ -128,7 +133,7 @@ def test_a_load_that_cannot_be_ordered_locks_nothing(planner: Planner) -> None:
     assert planner.in_flight == 1
 
 
-def test_a_save_taken_back_leaves_no_trace(planner: Planner) -> None:
+def test_a_save_taken_back_leaves_no_trace(planner: OrderBook) -> None:
     order = planner.plan_save({A: 1})
     assert order is not None
     planner.cancel(order)
@@ -138,7 +143,7 @@ def test_a_save_taken_back_leaves_no_trace(planner: Planner) -> None:
 
 
 def test_a_slot_written_by_an_abandoned_save_is_not_reused_before_its_report(
-    planner: Planner,
+    planner: OrderBook,
 ) -> None:
     order = planner.plan_save({A: 1, B: 2})
     assert order is not None
@@ -153,7 +158,7 @@ def test_a_slot_written_by_an_abandoned_save_is_not_reused_before_its_report(
     assert planner.plan_save({A: 3}) is not None
 
 
-def test_loads_are_not_abandoned_with_the_saves(planner: Planner) -> None:
+def test_loads_are_not_abandoned_with_the_saves(planner: OrderBook) -> None:
     saved(planner, A)
     order = planner.plan_load("r", [A], [1], RestoreMode.ASYNC)
     assert planner.abandon_saves() == []
@@ -162,7 +167,7 @@ def test_loads_are_not_abandoned_with_the_saves(planner: Planner) -> None:
     assert planner.index.state(A) is PageState.CPU
 
 
-def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: Planner) -> None:
+def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: OrderBook) -> None:
     assert planner.copy_seconds(10) == pytest.approx(10 * PAGE_BYTES / BANDWIDTH)
     slow = PAGE_BYTES / (BANDWIDTH / 4)
     for _ in range(60):
@@ -174,7 +179,7 @@ def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: Planner) -> Non
     assert planner.bandwidth == pytest.approx(BANDWIDTH / 4, rel=0.01)
 
 
-def test_copies_of_unknown_duration_teach_nothing(planner: Planner) -> None:
+def test_copies_of_unknown_duration_teach_nothing(planner: OrderBook) -> None:
     saved(planner, A)
     assert planner.bandwidth == BANDWIDTH
 
@@ -205,23 +210,23 @@ def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
 # -- the machine notices ---------------------------------------------------------------
 
 
-class CommitsBeforeAllRanks(Planner):
+class CommitsBeforeAllRanks(OrderBook):
     def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
         for order_id, report in reports.items():
             flight = self._flights.get(order_id)
-            if flight is not None and not isinstance(flight.order, LoadOrder):
+            if flight is not None and not isinstance(flight.order, LoadOrder | LookupOrder):
                 for i, (key, slot) in enumerate(zip(flight.keys, flight.order.slots, strict=True)):
                     if i not in report.failed and self.index.state(key) is PageState.SAVING:
                         self.index.commit(key, slot)
         return super().settle(reports)
 
 
-class IgnoresFailures(Planner):
+class IgnoresFailures(OrderBook):
     def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
         return super()._finish(flight, frozenset())
 
 
-class ForgetsAFailureOfTheOtherRank(Planner):
+class ForgetsAFailureOfTheOtherRank(OrderBook):
     def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
         for order_id in reports:
             flight = self._flights.get(order_id)
@@ -231,14 +236,14 @@ class ForgetsAFailureOfTheOtherRank(Planner):
         return super().settle(reports)
 
 
-class NeverReleases(Planner):
+class NeverReleases(OrderBook):
     def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
         if isinstance(flight.order, LoadOrder):
             return Settled(flight.order, flight.keys, failed, flight.abandoned)
         return super()._finish(flight, failed)
 
 
-class TriesAFailedPageAgain(Planner):
+class TriesAFailedPageAgain(OrderBook):
     def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
         if isinstance(flight.order, LoadOrder):
             for key, slot in zip(flight.keys, flight.order.slots, strict=True):
@@ -247,7 +252,7 @@ class TriesAFailedPageAgain(Planner):
         return super()._finish(flight, failed)
 
 
-class KeepsAbandonedPages(Planner):
+class KeepsAbandonedPages(OrderBook):
     def abandon_saves(self) -> list[Any]:
         index, self.index = self.index, PageIndex(0, LeastRecentlyUsed())
         try:
@@ -289,25 +294,25 @@ class ReadsBeforeItIsWhole(PageIndex):
         return sum(map(self.known, keys))
 
 
-class BelievesAFailedDemotion(Planner):
+class BelievesAFailedDemotion(OrderBook):
     def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
         if isinstance(flight.order, DemoteOrder):
             failed = frozenset()
         return super()._finish(flight, failed)
 
 
-class TrustsAFailedPromotion(Planner):
+class TrustsAFailedPromotion(OrderBook):
     def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
         if isinstance(flight.order, PromoteOrder):
             failed = frozenset()
         return super()._finish(flight, failed)
 
 
-class ForgetsNothingOnSsd(Planner):
+class ForgetsNothingOnSsd(OrderBook):
     def forget_all(self) -> None:
-        kept = list(self.ssd._used)
+        kept = list(self.tiers[SSD].index._used)
         super().forget_all()
-        self.ssd.add(kept)
+        self.tiers[SSD].index.add(kept)
 
 
 PLANNERS = [
@@ -326,11 +331,11 @@ HUNT = settings(max_examples=500, stateful_step_count=60, phases=QUICK, report_m
 
 
 @pytest.mark.parametrize("broken", PLANNERS)
-def test_the_machine_notices_a_broken_planner(broken: type[Planner]) -> None:
+def test_the_machine_notices_a_broken_planner(broken: type[OrderBook]) -> None:
     class Machine(OrdersMachine):
-        def make(self, num_slots: int, ranks: int) -> Planner:
+        def make(self, num_slots: int, ranks: int) -> OrderBook:
             index = PageIndex(num_slots, LeastRecentlyUsed())
-            return broken(index, ranks, PAGE_BYTES, BANDWIDTH)
+            return broken(index, ranks, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()})
 
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(Machine, settings=HUNT)
@@ -339,8 +344,14 @@ def test_the_machine_notices_a_broken_planner(broken: type[Planner]) -> None:
 @pytest.mark.parametrize("broken", INDEXES)
 def test_the_machine_notices_a_broken_index(broken: type[PageIndex]) -> None:
     class Machine(OrdersMachine):
-        def make(self, num_slots: int, ranks: int) -> Planner:
-            return Planner(broken(num_slots, LeastRecentlyUsed()), ranks, PAGE_BYTES, BANDWIDTH)
+        def make(self, num_slots: int, ranks: int) -> OrderBook:
+            return OrderBook(
+                broken(num_slots, LeastRecentlyUsed()),
+                ranks,
+                PAGE_BYTES,
+                BANDWIDTH,
+                {SSD: TierIndex()},
+            )
 
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(Machine, settings=HUNT)
@@ -361,18 +372,18 @@ def test_the_machine_notices_a_single_wrong_page() -> None:
 # -- SSD ----------------------------------------------------------------------------------
 
 
-def settle(planner: Planner, order: Order, *failed: int) -> Settled:
+def settle(planner: OrderBook, order: Order, *failed: int) -> Settled:
     report = OrderReport(1, frozenset(failed), 0, 0.0)
     (done,) = planner.settle({order.order_id: report})
     return done
 
 
-def on_ssd(planner: Planner, *keys: PageKey) -> None:
+def on_ssd(planner: OrderBook, *keys: PageKey) -> None:
     """The pages were saved, demoted, and evicted from CPU memory."""
     saved = planner.plan_save({key: block for block, key in enumerate(keys)})
     assert saved is not None
     settle(planner, saved)
-    down = planner.plan_demote(keys, due=0.0)
+    down = planner.plan_demote(SSD, keys, due=0.0)
     assert down is not None
     settle(planner, down)
     for key in keys:
@@ -380,29 +391,33 @@ def on_ssd(planner: Planner, *keys: PageKey) -> None:
 
 
 def test_a_page_stays_readable_while_it_goes_down() -> None:
-    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     saved = planner.plan_save({A: 1, B: 2})
     assert saved is not None
     settle(planner, saved)
-    order = planner.plan_demote([A, C], due=7.0)
+    order = planner.plan_demote(SSD, [A, C], due=7.0)
     assert order is not None
     assert (order.keys, order.slots, order.due) == ((A,), saved.slots[:1], 7.0)
-    assert planner.plan_demote([A], due=7.0) is None, "it is on its way already"
+    assert planner.plan_demote(SSD, [A], due=7.0) is None, "it is on its way already"
 
     assert planner.index.readable(A)
     assert planner.plan_save({C: 3}) is not None, "B makes room, A is being written"
     assert not planner.index.known(B)
     settle(planner, order)
-    assert A in planner.ssd
+    assert A in planner.tiers[SSD].index
     assert planner.index.readable(A), "a demoted page is in both places until it is evicted"
 
 
 def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
-    planner = Planner(PageIndex(3, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(3, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     saved = planner.plan_save({A: 1, B: 2, C: 3})
     assert saved is not None
     settle(planner, saved)
-    order = planner.plan_demote([B], due=0.0)
+    order = planner.plan_demote(SSD, [B], due=0.0)
     assert order is not None
     assert list(planner.index.least_valuable(3)) == [A, C]
     settle(planner, order)
@@ -410,24 +425,30 @@ def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
 
 
 def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
-    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     on_ssd(planner, A, B)
-    order = planner.plan_promote([A, C, B], due=0.0)
+    order = planner.plan_promote(SSD, [A, C, B], due=0.0)
     assert order is not None
     assert order.keys == (A, B)
     assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
     assert planner.index.state(A) is PageState.SAVING
-    assert planner.plan_promote([A], due=0.0) is None, "it is on its way already"
+    assert planner.plan_promote(SSD, [A], due=0.0) is None, "it is on its way already"
     settle(planner, order, 1)
     assert planner.index.readable(A)
     assert not planner.promoting
-    assert (A in planner.ssd, B in planner.ssd) == (True, False), "a bad page is not tried again"
+    assert (A in planner.tiers[SSD].index, B in planner.tiers[SSD].index) == (True, False), (
+        "a bad page is not tried again"
+    )
 
 
 def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
-    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     on_ssd(planner, A)
-    order = planner.plan_promote([A], due=5.0)
+    order = planner.plan_promote(SSD, [A], due=5.0)
     assert order is not None
     assert (planner.in_flight, planner.expected(now=4.9)) == (1, 0)
     assert planner.expected(now=5.0) == 1
@@ -436,44 +457,54 @@ def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
 
 
 def test_an_order_never_sent_leaves_no_trace() -> None:
-    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     on_ssd(planner, A)
-    up = planner.plan_promote([A], due=0.0)
+    up = planner.plan_promote(SSD, [A], due=0.0)
     assert up is not None
     planner.cancel(up)
     assert (planner.index.free_slots, planner.in_flight) == (2, 0)
-    assert A in planner.ssd, "nothing is known against it"
+    assert A in planner.tiers[SSD].index, "nothing is known against it"
     saved = planner.plan_save({B: 1})
     assert saved is not None
     settle(planner, saved)
-    down = planner.plan_demote([B], due=0.0)
+    down = planner.plan_demote(SSD, [B], due=0.0)
     assert down is not None
     planner.cancel(down)
     planner.index.check_integrity()
-    assert (planner.demoting, B in planner.ssd, planner.index.readable(B)) == (0, False, True)
+    assert (
+        len(planner.tiers[SSD].demoting),
+        B in planner.tiers[SSD].index,
+        planner.index.readable(B),
+    ) == (0, False, True)
 
 
 def test_what_goes_down_during_a_reset_is_not_on_ssd() -> None:
-    planner = Planner(PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     saved = planner.plan_save({A: 1})
     assert saved is not None
     settle(planner, saved)
-    order = planner.plan_demote([A], due=0.0)
+    order = planner.plan_demote(SSD, [A], due=0.0)
     assert order is not None
     planner.forget_all()
     assert settle(planner, order).abandoned
-    assert len(planner.ssd) == 0
+    assert len(planner.tiers[SSD].index) == 0
     assert planner.index.free_slots == 2
 
 
 def test_the_speed_of_promotions_is_learned_from_them_alone() -> None:
-    planner = Planner(PageIndex(16, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH)
+    planner = OrderBook(
+        PageIndex(16, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+    )
     keys = [PageKey(bytes([n]) * 20) for n in range(16)]
     on_ssd(planner, *keys)
-    before = planner.promote_seconds(16)
-    order = planner.plan_promote(keys, due=0.0)
+    before = planner.promote_seconds(SSD, 16)
+    order = planner.plan_promote(SSD, keys, due=0.0)
     assert order is not None
-    assert planner.promote_seconds(16) == 2 * before, "behind those already ordered"
+    assert planner.promote_seconds(SSD, 16) == 2 * before, "behind those already ordered"
     planner.settle({order.order_id: OrderReport(1, frozenset(), 16 * PAGE_BYTES, 1.0)})
-    assert planner.promote_seconds(16) > before
+    assert planner.promote_seconds(SSD, 16) > before
     assert planner.bandwidth == BANDWIDTH

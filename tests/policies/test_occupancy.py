@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
 from tiered_kv.policies.base import NO_TOOL, Costs, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.occupancy import Occupancy
+from tiered_kv.tiers import SSD
 
 LS = ToolUse(("bash", "ls", "ls"))
 BUILD = ToolUse(("bash", "make", "make all"))
@@ -59,7 +60,7 @@ costs = st.builds(
     Costs,
     recompute_s=st.floats(0, 1e4),
     cpu_s=st.none() | st.floats(0, 1e4),
-    ssd_s=st.none() | st.floats(0, 1e4),
+    tiers_s=st.dictionaries(st.just(SSD), st.floats(0, 1e4)),
     queue_s=st.floats(0, 1e4),
     memoryfulness=st.floats(0, 1),
     vram_price=st.floats(0, 100),

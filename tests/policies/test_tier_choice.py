@@ -10,6 +10,7 @@ import pytest
 from tests.policies.turn_ends import forecast_of, turn_end
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
 from tiered_kv.policies.tier_choice import BACK_BEFORE, choose, unpriced
+from tiered_kv.tiers import SSD
 
 QUICK = forecast_of({0.2: 1.0})
 MINUTES = forecast_of({150.0: 0.25, 200.0: 0.25, 300.0: 0.25, 400.0: 0.25})
@@ -41,39 +42,41 @@ def test_vram_that_others_want_more_is_not_held() -> None:
 
 
 def test_a_slow_tool_is_waited_for_in_cpu_memory_while_that_lasts() -> None:
-    made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, ssd_s=2))
+    made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 2}))
     assert (made.tier, made.ttl_s, made.gap_class) == (Tier.CPU, 0.0, GapClass.SLOW)
 
 
 def test_and_on_ssd_if_its_pages_would_be_evicted_before() -> None:
-    made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, ssd_s=2, cpu_stay_s=60))
-    assert made.tier is Tier.SSD
+    made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 2}, cpu_stay_s=60))
+    assert made.tier is Tier.STORE
     assert made.back_s is not None
     on_its_way_s = made.back_s + 2
     assert MINUTES.within(on_its_way_s) == pytest.approx(BACK_BEFORE, abs=0.05)
 
 
 def test_an_ssd_slower_than_prefilling_is_no_place() -> None:
-    slow = Costs(recompute_s=1, cpu_s=0.5, ssd_s=2, cpu_stay_s=60)
+    slow = Costs(recompute_s=1, cpu_s=0.5, tiers_s={SSD: 2}, cpu_stay_s=60)
     assert choose(TURN, MINUTES, slow).tier is Tier.CPU
-    assert choose(TURN, MINUTES, Costs(recompute_s=1, ssd_s=2)).tier is Tier.DROP
+    assert choose(TURN, MINUTES, Costs(recompute_s=1, tiers_s={SSD: 2})).tier is Tier.DROP
     assert choose(TURN, MINUTES, Costs(recompute_s=1)).tier is Tier.DROP
 
 
 def test_a_job_that_may_well_be_gone_is_not_brought_back() -> None:
-    made = choose(TURN, NEVER, Costs(recompute_s=10, cpu_s=0.5, ssd_s=2, cpu_stay_s=60))
-    assert (made.tier, made.back_s) == (Tier.SSD, None)
+    made = choose(TURN, NEVER, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 2}, cpu_stay_s=60))
+    assert (made.tier, made.back_s) == (Tier.STORE, None)
 
 
 def test_a_return_sooner_than_a_way_up_starts_at_once() -> None:
     soon = forecast_of({1.0: 0.3, 500.0: 0.7})
-    made = choose(TURN, soon, Costs(recompute_s=10, cpu_s=0.01, ssd_s=5, cpu_stay_s=60))
-    assert (made.tier, made.back_s) == (Tier.SSD, 0.0)
+    made = choose(TURN, soon, Costs(recompute_s=10, cpu_s=0.01, tiers_s={SSD: 5}, cpu_stay_s=60))
+    assert (made.tier, made.back_s) == (Tier.STORE, 0.0)
 
 
 def test_a_way_up_that_takes_no_time_starts_when_the_job_is_expected() -> None:
-    made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, ssd_s=0.0, cpu_stay_s=60))
-    assert (made.tier, made.back_s) == (Tier.SSD, MINUTES.quantile(BACK_BEFORE))
+    made = choose(
+        TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 0.0}, cpu_stay_s=60)
+    )
+    assert (made.tier, made.back_s) == (Tier.STORE, MINUTES.quantile(BACK_BEFORE))
 
 
 @pytest.mark.parametrize(
@@ -91,15 +94,15 @@ def test_what_no_price_decides_on(turn: TurnEnd, tier: Tier) -> None:
     assert choose(turn, QUICK, Costs(recompute_s=10)) == Decision(tier)
 
 
-def test_only_a_pin_has_a_deadline_and_only_ssd_a_way_back() -> None:
+def test_only_a_pin_has_a_deadline_and_only_a_store_has_a_way_back() -> None:
     for forecast in (QUICK, MINUTES, NEVER):
         for cpu_s in (None, 0.5):
-            for ssd_s in (None, 2.0):
+            for tiers_s in ({}, {SSD: 2.0}):
                 for stay_s in (60.0, math.inf):
-                    costs = Costs(10, cpu_s, ssd_s, cpu_stay_s=stay_s)
+                    costs = Costs(10, cpu_s, tiers_s, cpu_stay_s=stay_s)
                     made = choose(TURN, forecast, costs)
                     assert (made.ttl_s > 0) is (made.tier is Tier.PIN)
-                    assert made.back_s is None or made.tier is Tier.SSD
+                    assert made.back_s is None or made.tier is Tier.STORE
                     assert unpriced(TURN) is None
 
 

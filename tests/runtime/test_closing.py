@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_ssd_tier import CONTEXT, ask_again, tiers
+from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, tiers
 from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.testing.faults import FaultyTransfer

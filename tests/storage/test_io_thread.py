@@ -17,6 +17,7 @@ from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
 from tiered_kv.storage import io_thread
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.store import SegmentStore, StoreOptions
+from tiered_kv.tiers import SSD
 
 FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=8192, tokens=16)
 SLOTS = 100
@@ -68,13 +69,13 @@ class Bench:
     def demote(self, pages: range, due: float = 0.0) -> DemoteOrder:
         """Page ``n`` from slot ``n``."""
         self.orders += 1
-        order = DemoteOrder(OrderId(self.orders), tuple(map(key, pages)), tuple(pages), due)
+        order = DemoteOrder(OrderId(self.orders), SSD, tuple(map(key, pages)), tuple(pages), due)
         self.io.submit(order)
         return order
 
     def promote(self, pages: range, into: range, due: float = 0.0) -> PromoteOrder:
         self.orders += 1
-        order = PromoteOrder(OrderId(self.orders), tuple(map(key, pages)), tuple(into), due)
+        order = PromoteOrder(OrderId(self.orders), SSD, tuple(map(key, pages)), tuple(into), due)
         self.io.submit(order)
         return order
 
@@ -129,7 +130,7 @@ def test_a_real_clock_wakes_the_thread_by_itself(bench: Bench, tmp_path: Path) -
 
     io = IoThread(SegmentStore(*_other(tmp_path)), bench.slots)
     try:
-        order = DemoteOrder(OrderId(1), (key(1),), (1,), due=time.monotonic() + 0.05)
+        order = DemoteOrder(OrderId(1), SSD, (key(1),), (1,), due=time.monotonic() + 0.05)
         io.submit(order)
         with io._changed:
             assert io._changed.wait_for(lambda: bool(io._reports), 300)
@@ -199,7 +200,7 @@ def test_a_reset_empties_the_disk_and_fails_what_was_ordered(bench: Bench) -> No
 
     for order in (running, waiting, later):
         assert reports[order.order_id].failed == frozenset(range(len(order.keys)))
-    assert len(bench.io.store) == 0
+    assert not bench.io.store.keys()
     assert bench.io.store is not bench.store
     old = bench.open(b"f" * 16)
     assert len(old) == 0, "what was on disk is invalid"

@@ -1,4 +1,4 @@
-"""The planner: turns decisions into orders, and reports back into visible pages.
+"""The order book: turns decisions into orders, and reports back into visible pages.
 
 It owns every order in flight. An order is two-phase like the index it mutates: when it
 is planned its slots are reserved (or acquired), when all ranks have reported it is
@@ -17,22 +17,23 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
+    LookupOrder,
     Order,
     OrderId,
     OrderReport,
     PromoteOrder,
     RestoreMode,
     SaveOrder,
+    StoreOrder,
 )
+from tiered_kv.tiers import TierId
 
 from .cpu_index import PageIndex
-from .ssd_index import SsdIndex
+from .tier_index import TierIndex, TierPages
 
-ASSUMED_SSD_BANDWIDTH = 1e9
-"""Bytes of pages per second that a rank promotes, until the worker has measured it."""
 RELEASED_AT_ONCE = 16_384
 """Pages of restores that are over which are let go after a step; others stay a step longer."""
-MIN_SSD_SAMPLE = 1 << 22
+MIN_SAMPLE = 1 << 22
 """Bytes a promotion must have moved to say something about bandwidth."""
 
 
@@ -61,33 +62,38 @@ class _Flight:
     abandoned: bool = False
 
 
-class Planner:
+class OrderBook:
     """Orders in flight between the indices and ``ranks`` workers.
 
     Args:
-        index: the pages; mutated by planning and by settling.
+        index: the pages in CPU memory; mutated by planning and by settling.
         ranks: how many workers must report an order before it counts.
         page_bytes: bytes of a page on one rank, for the bandwidth estimates.
         bandwidth: bytes per second of one rank's copies, assumed until measured.
+        tiers: indices of the tiers below, fastest first.
 
     Attributes:
-        ssd: the pages on SSD; empty without an SSD tier.
-        ssd_bandwidth: bytes of pages per second that a rank promotes.
+        tiers: pages of the tiers below, fastest first.
         unsaved: pages left without a slot so far.
     """
 
-    def __init__(self, index: PageIndex, ranks: int, page_bytes: int, bandwidth: float) -> None:
+    def __init__(
+        self,
+        index: PageIndex,
+        ranks: int,
+        page_bytes: int,
+        bandwidth: float,
+        tiers: Mapping[TierId, TierIndex] | None = None,
+    ) -> None:
         self.index = index
-        self.ssd = SsdIndex()
+        self.tiers = {tier: TierPages(pages) for tier, pages in (tiers or {}).items()}
         self.bandwidth = bandwidth
-        self.ssd_bandwidth = ASSUMED_SSD_BANDWIDTH
         self.unsaved = 0
         self._ranks = ranks
         self._page_bytes = page_bytes
         self._next_id = 0
         self._flights: dict[OrderId, _Flight] = {}
         self._promoting: dict[PageKey, OrderId] = {}
-        self._demoting: set[PageKey] = set()
         self._not_yet_due: dict[OrderId, float] = {}
         self._read: deque[tuple[Sequence[PageKey], Sequence[int]]] = deque()  # not released yet
 
@@ -115,37 +121,52 @@ class Planner:
             }
         return len(self._flights) - len(self._not_yet_due)
 
-    def hurry(self, orders: Iterable[OrderId], now: float) -> list[OrderId]:
-        """Orders that were to be carried out later, and are wanted now; those due already are
-        left out."""
+    def expedite(self, orders: Iterable[OrderId], now: float) -> list[PromoteOrder]:
+        """Make promotions due that were ordered for later; those due already are left out."""
         found = [one for one in orders if self._not_yet_due.get(one, now) > now]
+        expedited = []
         for one in found:
             del self._not_yet_due[one]
-        return found
+            order = self._flights[one].order
+            assert isinstance(order, PromoteOrder)
+            expedited.append(order)
+        return expedited
+
+    def tier_of(self, order_id: OrderId) -> TierId:
+        """The tier that an order in flight goes to."""
+        order = self._flights[order_id].order
+        assert not isinstance(order, (SaveOrder, LoadOrder))
+        return order.tier
 
     @property
     def promoting(self) -> Mapping[PageKey, OrderId]:
-        """Pages on their way up from SSD, and the orders that bring them."""
+        """Pages on their way up to CPU memory, and the orders that bring them."""
         return self._promoting
-
-    @property
-    def demoting(self) -> int:
-        """Pages on their way down to SSD."""
-        return len(self._demoting)
 
     def copy_seconds(self, pages: int) -> float:
         """Time one rank needs to copy that many pages, at the bandwidth seen so far."""
         return pages * self._page_bytes / self.bandwidth
 
-    def promote_seconds(self, pages: int) -> float:
-        """Time until that many pages more are up from SSD, behind those already ordered and due."""
-        due = len(self._promoting) - self.ahead
-        return (pages + max(0, due)) * self._page_bytes / self.ssd_bandwidth
+    def promote_seconds(self, tier: TierId, pages: int) -> float:
+        """Time until that many pages more are up from a tier, behind those already ordered and
+        due."""
+        state = self.tiers[tier]
+        due = state.promoting - self.ahead(tier)
+        return (pages + max(0, due)) * self._page_bytes / state.bandwidth
 
-    @property
-    def ahead(self) -> int:
-        """Pages on their way up that were not due when last looked at (``expected``, ``hurry``)."""
-        return sum(len(self._flights[order].keys) for order in self._not_yet_due)
+    def ahead(self, tier: TierId | None = None) -> int:
+        """Pages on their way up, from one tier or all, that were not due when last looked at
+        (``expected``, ``expedite``)."""
+        orders = (self._flights[order_id].order for order_id in self._not_yet_due)
+        return sum(
+            len(order.keys)
+            for order in orders
+            if isinstance(order, PromoteOrder) and tier in (None, order.tier)
+        )
+
+    def stored(self, key: PageKey) -> bool:
+        """True if some tier below has the page."""
+        return any(key in tier.index for tier in self.tiers.values())
 
     # -- planning -----------------------------------------------------------------
 
@@ -183,58 +204,79 @@ class Planner:
         self._flights[order.order_id] = _Flight(order, tuple(keys))
         return order
 
-    def plan_demote(self, keys: Sequence[PageKey], due: float) -> DemoteOrder | None:
-        """Order a copy CPU → SSD of the pages that are readable and not on SSD already.
+    def plan_demote(self, tier: TierId, keys: Sequence[PageKey], due: float) -> DemoteOrder | None:
+        """Order a copy CPU → tier of the pages that are readable and not in the tier already.
 
         They stay readable meanwhile, and are not evicted. None if there are none.
         """
+        state = self.tiers[tier]
         wanted = tuple(
             key
             for key in dict.fromkeys(keys)
-            if key not in self.ssd and key not in self._demoting and self.index.readable(key)
+            if not state.index.stored(key)
+            and key not in state.demoting
+            and self.index.readable(key)
         )
         if not wanted:
             return None
         slots = tuple(self.index.acquire(key) for key in wanted)
-        order = DemoteOrder(self._new_id(), wanted, slots, due)
-        self._demoting.update(wanted)
-        self._send(order)
+        order = DemoteOrder(self._new_id(), tier, wanted, slots, due)
+        state.demoting.update(wanted)
+        self._send(order, due)
         return order
 
-    def plan_promote(self, keys: Sequence[PageKey], due: float) -> PromoteOrder | None:
-        """Order a copy SSD → CPU of the pages that are on SSD and not in CPU memory.
+    def plan_promote(
+        self, tier: TierId, keys: Sequence[PageKey], due: float
+    ) -> PromoteOrder | None:
+        """Order a copy tier → CPU of the pages that are in the tier and not in CPU memory.
 
         Their slots are reserved now, evicting if need be; the first pages are taken where
         slots are short. None if nothing can be ordered.
         """
-        ssd, known = self.ssd, self.index.known
-        wanted = [key for key in dict.fromkeys(keys) if key in ssd and not known(key)]
+        state, known = self.tiers[tier], self.index.known
+        wanted = [key for key in dict.fromkeys(keys) if key in state.index and not known(key)]
         slots = tuple(self.index.reserve_all(wanted)) if wanted else ()
         if not slots:
             return None
         wanted = wanted[: len(slots)]
-        order = PromoteOrder(self._new_id(), tuple(wanted), slots, due)
+        order = PromoteOrder(self._new_id(), tier, tuple(wanted), slots, due)
         self._promoting.update(dict.fromkeys(wanted, order.order_id))
-        self._send(order)
+        state.promoting += len(wanted)
+        self._send(order, due)
         return order
 
-    def _send(self, order: DemoteOrder | PromoteOrder) -> None:
-        self._flights[order.order_id] = _Flight(order, order.keys)
-        if order.due > 0:
-            self._not_yet_due[order.order_id] = order.due
+    def plan_lookup(
+        self, tier: TierId, keys: Sequence[PageKey], deadline_s: float
+    ) -> LookupOrder | None:
+        """Order a question whether the tier has these pages; None if its index can tell."""
+        wanted = tuple(self.tiers[tier].index.unanswered(keys))
+        if not wanted:
+            return None
+        order = LookupOrder(self._new_id(), tier, wanted, deadline_s)
+        self._send(order, 0.0)
+        return order
 
-    def cancel(self, order: SaveOrder | DemoteOrder | PromoteOrder) -> None:
+    def _send(self, order: StoreOrder, due: float) -> None:
+        self._flights[order.order_id] = _Flight(order, order.keys)
+        if due > 0:
+            self._not_yet_due[order.order_id] = due
+
+    def cancel(self, order: SaveOrder | StoreOrder) -> None:
         """Take back an order that was never sent: as if every page of it had failed, but
-        that nothing is known against those on SSD."""
+        that nothing is known against those in a tier."""
         flight = self._flights.pop(order.order_id)
         self._not_yet_due.pop(order.order_id, None)
+        if isinstance(order, LookupOrder):
+            return
         for key, slot in zip(flight.keys, order.slots, strict=True):
             if isinstance(order, DemoteOrder):
-                self._demoting.discard(key)
+                self.tiers[order.tier].demoting.discard(key)
                 self.index.release(key, slot, used=False)
             else:
                 self._promoting.pop(key, None)
                 self.index.abort(key, slot)
+        if isinstance(order, PromoteOrder) and not flight.abandoned:
+            self.tiers[order.tier].promoting -= len(flight.keys)
 
     def abandon_saves(self) -> list[SaveOrder]:
         """Forget the pages of every save in flight; their source blocks may be given up.
@@ -252,13 +294,15 @@ class Planner:
         return abandoned
 
     def forget_all(self) -> None:
-        """Forget every page in CPU memory and on SSD. Slots in use are freed as orders settle."""
+        """Forget every page in CPU memory and below. Slots in use are freed as orders settle."""
         for flight in self._flights.values():
             flight.abandoned = True
         self._promoting.clear()
-        self._demoting.clear()
         self.index.clear()
-        self.ssd.clear()
+        for tier in self.tiers.values():
+            tier.promoting = 0
+            tier.demoting.clear()
+            tier.index.clear()
 
     # -- settling -----------------------------------------------------------------
 
@@ -267,8 +311,8 @@ class Planner:
 
         A save's pages become readable unless their copy failed. A load's pages are
         released, and those that failed are forgotten, so that they are not tried again.
-        Demoted pages are on SSD, promoted ones readable; those that could not be promoted
-        are not on SSD. Reports of orders nobody knows are ignored.
+        Demoted pages are in their tier, promoted ones readable; those that could not be promoted
+        are not in their tier. Reports of orders nobody knows are ignored.
         """
         done = []
         for order_id, report in reports.items():
@@ -301,6 +345,12 @@ class Planner:
         if isinstance(order, LoadOrder) and not failed:
             self._read.append((flight.keys, order.slots))
             return Settled(order, flight.keys, failed, flight.abandoned)
+        if isinstance(order, LookupOrder):
+            if not flight.abandoned:
+                answers = self.tiers[order.tier].index
+                answers.answer((k for i, k in enumerate(flight.keys) if i not in failed), True)
+                answers.answer((flight.keys[i] for i in failed), False)
+            return Settled(order, flight.keys, failed, flight.abandoned)
         pages = list(zip(flight.keys, order.slots, strict=True))
         if isinstance(order, LoadOrder):
             for i, (key, slot) in enumerate(pages):
@@ -311,8 +361,9 @@ class Planner:
             for key, slot in pages:
                 index.release(key, slot, used=False)
             if not flight.abandoned:
-                self._demoting.difference_update(flight.keys)
-                self.ssd.add(key for i, key in enumerate(flight.keys) if i not in failed)
+                tier = self.tiers[order.tier]
+                tier.demoting.difference_update(flight.keys)
+                tier.index.add(key for i, key in enumerate(flight.keys) if i not in failed)
         else:
             for i in failed:
                 index.abort(*pages[i])
@@ -321,7 +372,9 @@ class Planner:
             if isinstance(order, PromoteOrder) and not flight.abandoned:
                 for key in flight.keys:
                     self._promoting.pop(key, None)
-                self.ssd.discard(flight.keys[i] for i in failed)
+                tier = self.tiers[order.tier]
+                tier.promoting -= len(flight.keys)
+                tier.index.discard(flight.keys[i] for i in failed)
         return Settled(order, flight.keys, failed, flight.abandoned)
 
     def _learn(self, order: Order, report: OrderReport) -> None:
@@ -329,9 +382,10 @@ class Planner:
             return
         seen = report.nbytes / report.seconds
         if isinstance(order, PromoteOrder):
-            if report.nbytes >= min(MIN_SSD_SAMPLE, self._page_bytes * 8):
-                self.ssd_bandwidth += 0.3 * (seen - self.ssd_bandwidth)
-        elif not isinstance(order, DemoteOrder) and report.nbytes >= self._page_bytes:
+            if report.nbytes >= min(MIN_SAMPLE, self._page_bytes * 8):
+                tier = self.tiers[order.tier]
+                tier.bandwidth += 0.3 * (seen - tier.bandwidth)
+        elif isinstance(order, (SaveOrder, LoadOrder)) and report.nbytes >= self._page_bytes:
             self.bandwidth += 0.2 * (seen - self.bandwidth)
 
     def _new_id(self) -> OrderId:

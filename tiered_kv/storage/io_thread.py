@@ -1,6 +1,6 @@
-"""The I/O thread: carries out what is ordered of SSD, when it is due, by itself.
+"""The I/O thread: carries out what is ordered of a tier's store, when it is due, by itself.
 
-It owns the segment store from the moment it is given one. Orders wait in a heap for the
+It owns the store from the moment it is given one. Orders wait in a heap for the
 time they are due; of those that are, promotions go first, since somebody waits for them.
 A demotion is written in groups, and a promotion can come between two of them.
 
@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
-from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
-from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.orders import (
+    DemoteOrder,
+    LookupOrder,
+    OrderId,
+    OrderReport,
+    PromoteOrder,
+    StoreOrder,
+)
+
+from .base import PageStore
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +77,7 @@ class IoThread:
 
     def __init__(
         self,
-        store: SegmentStore,
+        store: PageStore,
         slots: NDArray[np.uint8],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,6 +90,7 @@ class IoThread:
         self._later: list[tuple[float, int, DemoteOrder | PromoteOrder]] = []
         self._promotions: deque[PromoteOrder] = deque()
         self._demotions: deque[_Demotion] = deque()
+        self._lookups: deque[tuple[LookupOrder, Task]] = deque()
         self._tasks: deque[Task] = deque()
         self._reports: dict[OrderId, OrderReport] = {}
         self._gone: list[PageKey] = []
@@ -113,7 +122,7 @@ class IoThread:
             heapq.heappush(self._later, (due, self._submitted, order))
             self._changed.notify_all()
 
-    def hurry(self, order_ids: Collection[OrderId]) -> None:
+    def expedite(self, order_ids: Collection[OrderId]) -> None:
         """Carry these out now, whenever they were due. Those under way or over are ignored."""
         with self._changed:
             self._later = [
@@ -121,6 +130,24 @@ class IoThread:
                 for due, number, order in self._later
             ]
             heapq.heapify(self._later)
+            self._changed.notify_all()
+
+    def look_up(self, order: LookupOrder) -> None:
+        """Ask the store now: a turn waits for the answer."""
+        epoch = self._epoch
+
+        def task() -> None:
+            absent = frozenset(range(len(order.keys)))
+            try:
+                absent = self.store.exists(order.keys, order.deadline_s)
+            finally:
+                with self._changed:
+                    if epoch != self._epoch:
+                        absent = frozenset(range(len(order.keys)))
+                    self._reports[order.order_id] = OrderReport(1, absent, 0, 0.0)
+
+        with self._changed:
+            self._lookups.append((order, task))
             self._changed.notify_all()
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
@@ -140,14 +167,17 @@ class IoThread:
         """Forget pages that other ranks have lost."""
         self._add(lambda: self.store.drop(keys))
 
-    def replace_store(self, make: Callable[[], SegmentStore]) -> None:
+    def replace_store(self, make: Callable[[], PageStore]) -> None:
         """A cache reset: empty the store for good, fail what was ordered of it, and go on
         with another."""
         with self._changed:
             self._epoch += 1
-            stale = [order for _, _, order in self._later] + list(self._promotions)
-            for order in stale + [demotion.order for demotion in self._demotions]:
+            stale: list[StoreOrder] = [order for _, _, order in self._later]
+            stale += [*self._promotions, *(lookup for lookup, _ in self._lookups)]
+            stale += [demotion.order for demotion in self._demotions]
+            for order in stale:
                 self._report(order, frozenset(range(len(order.keys))), 0.0)
+            self._lookups.clear()
             self._later.clear()
             self._promotions.clear()
             self._demotions.clear()
@@ -248,10 +278,11 @@ class IoThread:
 
     @property
     def _group(self) -> int:
-        """Pages of a group; no more than a segment holds, or a small store could not make room
-        for them."""
-        segment = self.store.segment_bytes // self._page_bytes
-        return max(1, min(group_pages(self._page_bytes), segment))
+        """Pages of a group; no more than the store wants at a time."""
+        most = group_pages(self._page_bytes)
+        if (group_bytes := self.store.group_bytes) is not None:
+            most = min(most, group_bytes // self._page_bytes)
+        return max(1, most)
 
     def _add(self, task: Task) -> None:
         with self._changed:
@@ -260,7 +291,8 @@ class IoThread:
 
     def _is_idle(self) -> bool:
         due = bool(self._later) and self._later[0][0] <= self._clock()
-        return not (due or self._busy or self._promotions or self._tasks or self._demotions)
+        waiting = self._lookups or self._promotions or self._tasks or self._demotions
+        return not (due or self._busy or waiting)
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
@@ -294,6 +326,8 @@ class IoThread:
         return None
 
     def _pick(self) -> Task | None:
+        if self._lookups:
+            return self._lookups.popleft()[1]
         if self._promotions and not (self._tasks and self._promoted_last):
             self._promoted_last = True
             promotion = self._promotions.popleft()
@@ -342,9 +376,7 @@ class IoThread:
             for key, slot in zip(order.keys[start:stop], order.slots[start:stop], strict=True)
         ]
 
-    def _report(
-        self, order: DemoteOrder | PromoteOrder, failed: frozenset[int], seconds: float
-    ) -> None:
+    def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:
         good = len(order.keys) - len(failed)
         self._reports[order.order_id] = OrderReport(
             1, failed, good * int(self._slots.shape[1]), seconds

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.pages.order_book import Planner
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
     SHORTEST_S,
@@ -29,7 +29,6 @@ class Prices:
     Args:
         fit: seconds of prefills.
         pool: vLLM's block pool.
-        with_ssd: whether there is an SSD tier.
         demand: blocks that jobs are heading for if so many more are pinned for one of them, those
             that began after it left out; None if nobody counts them.
         running: requests that were given blocks and have not ended.
@@ -39,11 +38,10 @@ class Prices:
     def __init__(
         self,
         facts: EngineFacts,
-        planner: Planner,
+        planner: OrderBook,
         fit: PrefillFit,
         pins: PinTable,
         pool: BlockPool,
-        with_ssd: bool,
         demand: Callable[[int, JobKey | None], float] | None,
         running: Callable[[], int],
         clock: Callable[[], float],
@@ -57,7 +55,6 @@ class Prices:
         self._fit = fit
         self._pins = pins
         self._pool = pool
-        self._with_ssd = with_ssd
         self._demand = demand
         self._running = running
         self._clock = clock
@@ -70,7 +67,7 @@ class Prices:
         size = self._facts.block_size
         # The last token is computed always: its logits are wanted.
         had = min(turn.shared, turn.request.num_prompt_tokens - 1)
-        # With pages from SSD it waited for these, and they say nothing of CPU memory.
+        # With pages from below it waited for these, and they say nothing of CPU memory.
         if turn.vram_tokens + size >= had or turn.promotions:
             return
         self.queue.observe(self._clock() - turn.arrived_at)
@@ -96,7 +93,9 @@ class Prices:
         return Costs(
             recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
-            ssd_s=copy_s + planner.promote_seconds(blocks) if self._with_ssd else None,
+            tiers_s={
+                tier: copy_s + planner.promote_seconds(tier, blocks) for tier in planner.tiers
+            },
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
             vram_price=self._price(blocks, job, held_up),

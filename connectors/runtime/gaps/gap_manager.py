@@ -13,13 +13,13 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.job_table import Job, JobTable
-from tiered_kv.connectors.runtime.pages.ssd_tier import SsdTier
+from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
-from tiered_kv.pages.order_book import Planner
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
@@ -76,8 +76,8 @@ class Gaps:
         waits: Waits,
         prices: Prices,
         pins: PinTable,
-        planner: Planner,
-        ssd: SsdTier | None,
+        planner: OrderBook,
+        tiers: LowerTiers,
         pool: BlockPool,
         tools: ToolReader | None,
         keeper: PolicyKeeper,
@@ -93,7 +93,7 @@ class Gaps:
         self._prices = prices
         self._pins = pins
         self._planner = planner
-        self._ssd = ssd
+        self._tiers = tiers
         self._pool = pool
         self._tools = tools
         self._keeper = keeper
@@ -206,11 +206,11 @@ class Gaps:
         self._counters.add("pins_released", self._pins.release(job))
 
     def _send_down(self, wait: Wait) -> None:
-        """To SSD, if that was decided, and up again in time."""
-        if self._ssd is None or wait.decision.tier is not Tier.SSD:
+        """To the tiers below, if that was decided, and up again in time."""
+        if not self._planner.tiers or wait.decision.tier is not Tier.STORE:
             return
         saving = wait.save is not None and self._planner.under_way(wait.save)
-        self._ssd.demote(wait.pages, after=wait.save if saving else None)
+        self._tiers.demote(wait.pages, after=wait.save if saving else None)
         if wait.end.job is not None and wait.decision.back_s is not None:
             self.returns.expect(wait.end.job, wait.since + wait.decision.back_s, wait.pages)
 
@@ -269,10 +269,8 @@ class Gaps:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
 
     def _bring_back(self, until: float) -> None:
-        if self._ssd is None:
-            return
         for job, due, pages in self.returns.take(until):
-            ordered = self._ssd.promote_ahead(pages, due)
+            ordered = self._tiers.promote_ahead(pages, due)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
                 self.returns.expect(job, due, pages)
 

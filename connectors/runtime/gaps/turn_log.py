@@ -89,7 +89,7 @@ class Accounts:
                 "restore_s": costs.restore_s,
                 "recompute_s": costs.recompute_s,
                 "cpu_s": costs.cpu_s,
-                "ssd_s": costs.ssd_s,
+                "tiers_s": dict(costs.tiers_s),
                 "cpu_stay_s": _finite(costs.cpu_stay_s),
                 "survival": costs.survival,
                 "queue_s": costs.queue_s,

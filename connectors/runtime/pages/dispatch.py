@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
-from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.order_book import OrderBook, Settled
 
 from .failed_restores import FailedRestores
+from .lower_tiers import LowerTiers
 from .restores import Restores
 from .saves import Saves
-from .ssd_tier import SsdTier
 
 MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
@@ -32,10 +32,10 @@ class Exchange:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: OrderBook,
         saves: Saves,
         restores: Restores,
-        ssd: SsdTier | None,
+        tiers: LowerTiers,
         failed_restores: FailedRestores,
         turns: Mapping[str, Turn],
         clock: Callable[[], float],
@@ -45,7 +45,7 @@ class Exchange:
         self._planner = planner
         self._saves = saves
         self._restores = restores
-        self._ssd = ssd
+        self._tiers = tiers
         self._failed_restores = failed_restores
         self._turns = turns
         self._clock = clock
@@ -54,17 +54,17 @@ class Exchange:
 
     def take(self) -> Orders:
         """The orders not yet sent."""
-        ssd = self._ssd.take() if self._ssd is not None else None
-        if not (self._saves.unsent or self._restores.unsent or ssd):
+        if not (self._saves.unsent or self._restores.unsent or self._tiers.unsent):
             return self._no_orders
         self._last_word = self._clock()
-        return Orders(self._saves.take(), self._restores.take(), self.seen_failures, ssd)
+        return Orders(
+            self._saves.take(), self._restores.take(), self.seen_failures, self._tiers.take()
+        )
 
     @property
     def under_way(self) -> bool:
         """Whether a step would send orders, or could hear of those that were sent."""
-        ssd = self._ssd
-        if self._saves.unsent or self._restores.unsent or (ssd is not None and ssd.unsent):
+        if self._saves.unsent or self._restores.unsent or self._tiers.unsent:
             return True
         now = self._clock()
         return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
@@ -82,12 +82,11 @@ class Exchange:
         try:
             self._settled(settled, step)
         finally:  # what one of the two does wrong must not cost the other's blocks
-            if self._ssd is not None:
-                self._ssd.heard(reports.ssd)
-                for done in settled:
-                    self._ssd.settled(done)
-                self._ssd.unsent_saves_dropped(dropped)
-                self._ssd.demote_ahead()
+            self._tiers.on_reports(reports.tiers)
+            for done in settled:
+                self._tiers.settled(done)
+            self._tiers.unsent_saves_dropped(dropped)
+            self._tiers.demote_ahead()
 
     def _settled(self, settled: Sequence[Settled], step: int) -> None:
         """Saves and loads that every rank has reported."""

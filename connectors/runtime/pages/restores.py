@@ -10,7 +10,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Hit, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
-from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
 
@@ -29,7 +29,7 @@ class Restores:
     def __init__(
         self,
         facts: EngineFacts,
-        planner: Planner,
+        planner: OrderBook,
         tails: TailIndex,
         policy: RestorePolicy,
         counters: Counters,

@@ -16,7 +16,7 @@ from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
-from tiered_kv.pages.order_book import Planner, Settled
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 
 STRIDE_TOKENS = 256
@@ -39,7 +39,7 @@ class Saves:
     def __init__(
         self,
         facts: EngineFacts,
-        planner: Planner,
+        planner: OrderBook,
         tails: TailIndex,
         counters: Counters,
         pool: BlockPool,
@@ -121,9 +121,10 @@ class Saves:
             tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
             pages[tail.key] = block_ids[block]
             used.insert(0, tail.key)
-            index, ssd = self._planner.index, self._planner.ssd
-            if len(self._tails) > 2 * (index.num_slots + len(ssd)):
-                self._tails.prune(lambda key: index.known(key) or key in ssd)
+            index, book = self._planner.index, self._planner
+            stored = sum(len(tier.index) for tier in book.tiers.values())
+            if len(self._tails) > 2 * (index.num_slots + stored):
+                self._tails.prune(lambda key: index.known(key) or book.stored(key))
         order = self._order(pages)
         if order is None:
             self._planner.index.touch(used)

@@ -17,13 +17,15 @@ from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
-from tiered_kv.messages import Handshake, Orders, Reports, Speeds, SsdReport
+from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
+from tiered_kv.storage.tiers import make_tiers
+from tiered_kv.tiers import TierId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
 from .speed_probe import measure_copies, measure_flops
-from .ssd_worker import WorkerSsd
+from .tier_worker import TierWorker
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ class WorkerHalf:
         facts: the engine.
         config: the operator's settings.
         rank: this worker's rank.
-        fingerprint: gives the fingerprint of the engine's pages; asked only with an SSD tier.
+        fingerprint: gives the fingerprint of the engine's pages; asked only with tiers below
+            CPU memory.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class WorkerHalf:
         self._rank = rank
         self._fingerprint = fingerprint
         self._speeds = Speeds(copy=0.0, flops=0.0)
-        self.ssd: WorkerSsd | None = None
+        self.tiers: dict[TierId, TierWorker] = {}
         self._pool: CpuPool | None = None
         self.backend: TransferBackend | None = None
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
@@ -103,18 +106,18 @@ class WorkerHalf:
         )
         copy = measure_copies(self.backend, self._pool, self._facts.num_blocks)
         self._speeds = replace(self._speeds, copy=copy)
-        if self._config.ssd_path is not None:
-            try:
-                self.ssd = WorkerSsd(
-                    self._facts, self._config, self._rank, self._fingerprint(), self._pool
+        try:
+            for tier in make_tiers(self._config):
+                self.tiers[tier.spec.tier] = TierWorker(
+                    tier, self._facts, self._rank, self._fingerprint(), self._pool
                 )
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def handshake(self) -> Handshake:
-        """How fast this rank is, and what it has on SSD from before."""
-        return Handshake(self._speeds, self.ssd.stored if self.ssd is not None else None)
+        """Speeds of this rank, and the pages that its stores have from before."""
+        return Handshake(self._speeds, {name: tier.stored for name, tier in self.tiers.items()})
 
     # -- a step -----------------------------------------------------------------
 
@@ -123,8 +126,11 @@ class WorkerHalf:
         backend = self.backend
         if backend is None:
             return
-        if self.ssd is not None and orders.ssd is not None:
-            self.ssd.carry_out(orders.ssd)
+        for name, tier_orders in orders.tiers.items():
+            for promote in tier_orders.promotes:
+                self._overwrite(promote.slots)
+            if name in self.tiers:
+                self.tiers[name].carry_out(tier_orders)
         for order in orders.loads:
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots)
             self._orders[order.order_id] = order
@@ -150,8 +156,7 @@ class WorkerHalf:
                 self._reports[order.order_id] = OrderReport(1, whole, 0, 0.0)
                 continue
             self._orders[order.order_id] = order
-            if self.ssd is not None:
-                self.ssd.saving(order)
+            self._overwrite(order.slots)
             backend.submit(CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots))
 
     def finish(self) -> set[str]:
@@ -169,24 +174,30 @@ class WorkerHalf:
 
     def take_reports(self) -> Reports | None:
         """What became of orders since the last call; None if nothing."""
-        said: SsdReport | None = None
-        if self.ssd is not None:
-            settled, said = self.ssd.take_reports()
+        news: dict[TierId, dict[int, TierReport]] = {}
+        for name, tier in self.tiers.items():
+            settled, report = tier.take_reports()
             self._reports.update(settled)
-        if not self._reports and not self._newly_failed and said is None:
+            if report is not None:
+                news[name] = {self._rank: report}
+        if not self._reports and not self._newly_failed and not news:
             return None
         reports, self._reports = self._reports, {}
         self._newly_failed = False
         failures = {self._rank: self._failed_syncs} if self._failed_syncs else {}
-        return Reports(reports, failures, {self._rank: said} if said else {})
+        return Reports(reports, failures, news)
+
+    def _overwrite(self, slots: tuple[int, ...]) -> None:
+        for tier in self.tiers.values():
+            tier.forget_slots(slots)
 
     def _done(self, result: CopyResult) -> None:
         order_id = OrderId(result.job_id)
         order = self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
-            if self.ssd is not None:
-                self.ssd.saved(order, result.failed)
+            for tier in self.tiers.values():
+                tier.saved(order, result.failed)
             return
         self._bad_blocks.update(order.blocks[i] for i in result.failed)
         if order.mode is RestoreMode.ASYNC:
@@ -196,21 +207,23 @@ class WorkerHalf:
             self._newly_failed = True
 
     def close(self) -> None:
-        """Finish copies under way, flush to SSD, stop threads, free the slab. Idempotent. What
-        one of these fails to do keeps none of the others from being done."""
+        """Finish copies under way, flush to the tiers below, stop threads, free the slab.
+
+        Idempotent. What one of these fails to do keeps none of the others from being done.
+        """
         with ExitStack() as last_to_first:
             if self._pool is not None:
                 last_to_first.callback(self._pool.close)
                 self._pool = None
-            if self.ssd is not None:
-                last_to_first.callback(self.ssd.close)
+            for tier in self.tiers.values():
+                last_to_first.callback(tier.close)
             if self.backend is not None:
                 backend, self.backend = self.backend, None
                 last_to_first.callback(backend.close)
                 backend.drain()
                 for result in backend.poll():
                     self._done(result)
-        self.ssd = None
+        self.tiers = {}
 
 
 def _flops(kv_caches: Mapping[str, Any]) -> float:

@@ -96,7 +96,7 @@ def test_the_cheapest_restore_is_the_one_that_counts(rig: Rig) -> None:
     prices = rig.half.prices
     costs = prices.costs(320)
     assert costs.cpu_s == rig.half.planner.copy_seconds(20) > 0
-    assert costs.ssd_s is None
+    assert not costs.tiers_s
     rig.half.prefills.fit.observe(0, 320, 10.0)
     assert prices.costs(320).recompute_s == pytest.approx(10.0)
     assert prices.costs(320).restore_s == costs.cpu_s
@@ -106,7 +106,7 @@ def test_without_cpu_memory_prefilling_is_all_there_is(make_rig: MakeRig) -> Non
     rig = make_rig(extra={"cpu_gib": 0})
     rig.half.prefills.fit.observe(0, 320, 10.0)
     costs = rig.half.prices.costs(320)
-    assert (costs.cpu_s, costs.ssd_s) == (None, None)
+    assert (costs.cpu_s, costs.tiers_s) == (None, {})
     assert costs.restore_s == pytest.approx(10.0)
 
 

@@ -39,7 +39,7 @@ class ByTool(LearnsNothing):
         if turn.tool is None or turn.tool == FAST:
             return Decision(Tier.PIN, 30.0, GapClass.FAST, FORECAST)
         if turn.tool == LONG:
-            return Decision(Tier.SSD, 0.0, GapClass.SLOW, FORECAST, back_s=60.0)
+            return Decision(Tier.STORE, 0.0, GapClass.SLOW, FORECAST, back_s=60.0)
         return Decision(Tier.CPU, 0.0, GapClass.SLOW, FORECAST)
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:

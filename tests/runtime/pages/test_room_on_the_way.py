@@ -8,9 +8,10 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.gaps.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
-from tests.runtime.pages.test_ssd_tier import tiers
+from tests.runtime.pages.test_lower_tiers import tiers
 from tiered_kv.keys import PageKey
 from tiered_kv.testing.vllm.rig import text
+from tiered_kv.tiers import SSD
 
 
 def keys(count: int) -> list[PageKey]:
@@ -22,11 +23,11 @@ def test_what_is_due_takes_half_the_slots_at_most(
     make_rig: MakeRig, tmp_path: Path, slots: int, room: int
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=slots))
-    tier, pages = rig.half.ssd, keys(100)
-    rig.half.planner.ssd.add(pages)
+    tier, pages = rig.half.tiers, keys(100)
+    rig.half.planner.tiers[SSD].index.add(pages)
     assert rig.half.index.num_slots == slots
     assert tier.promote_ahead(pages, due=rig.now)
-    (order,) = tier.take().promotes
+    (order,) = tier.take()[SSD].promotes
     assert list(order.keys) == pages[:room]
 
 
@@ -34,19 +35,19 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     rig.ask("first", CONTEXT)
     rig.wait_for_worker()
-    tier, index = rig.half.ssd, rig.half.index
-    rig.half.planner.ssd.add(pages := keys(100))
+    tier, index = rig.half.tiers, rig.half.index
+    rig.half.planner.tiers[SSD].index.add(pages := keys(100))
     mine = list(index.least_valuable(64))
     assert len(mine) == 21
     index.clear()
-    rig.half.planner.ssd.add(mine)
+    rig.half.planner.tiers[SSD].index.add(mine)
     rig.fill()
     rig.add("again", CONTEXT)
     assert rig.half._turns["again"].ssd_keys
     coming = len(rig.half._turns["again"].ssd_keys)
     tier.take()
     assert tier.promote_ahead(pages, due=rig.now)
-    (order,) = tier.take().promotes
+    (order,) = tier.take()[SSD].promotes
     assert len(order.keys) == 32 - coming
 
 
@@ -57,8 +58,8 @@ def test_pages_go_down_once_half_the_slots_are_taken(
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     pages = keys(taken)
     rig.half.index.commit_all(pages, rig.half.index.reserve_all(pages))
-    rig.half.ssd.demote_ahead()
-    assert bool(rig.half.ssd.unsent) is goes_down
+    rig.half.tiers.demote_ahead()
+    assert bool(rig.half.tiers.unsent) is goes_down
 
 
 def test_a_busy_engine_brings_a_context_back_when_it_is_due(
@@ -75,7 +76,7 @@ def test_a_busy_engine_brings_a_context_back_when_it_is_due(
         rig.step()
         rig.wait_for_worker()
     assert pinned(rig) == 0
-    assert len(rig.half.planner.ssd) == 21
+    assert len(rig.half.planner.tiers[SSD].index) == 21
     rig.half.index.clear()
     for wait_s, ordered in ((59.0, 0), (1.5, 21)):
         rig.now += wait_s

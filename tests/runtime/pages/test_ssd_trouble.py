@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_ssd_tier import CONTEXT, ask_again, push_out, store, tiers
-from tiered_kv.connectors.runtime.pages.ssd_tier import MOST_DEMOTING
-from tiered_kv.connectors.runtime.worker import ssd_worker as worker_ssd
+from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, store, tiers
+from tiered_kv.connectors.runtime.pages.lower_tier import MOST_DEMOTING
+from tiered_kv.connectors.runtime.pages.reclaims import Reclaims
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Proposal, SsdReport
+from tiered_kv.messages import Proposal
+from tiered_kv.pages.tier_index import TierIndex
+from tiered_kv.storage import ssd
 from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.tiers import SSD
 from tiered_kv.transfer.base import Direction
 
 
@@ -79,18 +81,18 @@ def test_a_store_smaller_than_the_look_ahead_is_not_written_for_ever(
     rig.check_clean()
 
 
-def test_ranks_agree_on_who_survives(rig: Rig) -> None:
+def test_ranks_agree_on_who_survives() -> None:
     """Two ranks propose the same pages, one after the other; some of them were used."""
-    tier, ssd = rig.half.ssd, rig.half.planner.ssd
-    tier._facts = replace(rig.half.facts, ranks=2)
+    pages = TierIndex()
+    reclaims = Reclaims(pages, 2, lambda _: 0.0, lambda: 0.0)
     keys = tuple(PageKey(bytes([n]) * 48) for n in range(20))
-    ssd.add(keys)
-    ssd.touch(keys[:6])
+    pages.add(keys)
+    pages.touch(keys[:6])
     for rank in (0, 1):
-        tier.heard({rank: SsdReport(proposal=Proposal(7, keys))})
-    reclaims = tier.take().reclaims
-    assert set(reclaims[0].survivors) == set(reclaims[1].survivors) == set(keys[:6])
-    assert tier._verdicts == {}
+        reclaims.answer(rank, Proposal(7, keys))
+    sent = reclaims.take()
+    assert set(sent[0].survivors) == set(sent[1].survivors) == set(keys[:6])
+    assert reclaims._verdicts == {}
 
 
 def test_a_reclaim_that_fails_is_asked_for_again(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
     def broken() -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.half.ssd, "demote_ahead", broken)
+    monkeypatch.setattr(rig.half.tiers, "demote_ahead", broken)
     assert rig.ask("first", CONTEXT) == expected(CONTEXT, 4)
     rig.run()
     assert rig.count("hook_errors") > 0
@@ -125,7 +127,7 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
 def test_a_proposal_of_before_a_reset_is_void(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
-    io = rig.worker.worker_half.ssd.io
+    io = rig.worker.worker_half.tiers[SSD].io
     io._proposal = Proposal(1, (PageKey(b"k" * 48),))
     assert rig.scheduler.reset_prefix_cache()
     rig.step()
@@ -139,7 +141,7 @@ def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(worker_ssd, "measure_disk", full)
+    monkeypatch.setattr(ssd, "measure_disk", full)
     rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
     rig.ask("first", CONTEXT)
     push_out(rig)
@@ -152,7 +154,7 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.half.prefills.fit.observe(0, 1000, 1e-3)
-    rig.half.planner.ssd_bandwidth = 1000.0
+    rig.half.planner.tiers[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
-    assert rig.half.planner.ssd_bandwidth > 1000.0
+    assert rig.half.planner.tiers[SSD].bandwidth > 1000.0

@@ -25,6 +25,7 @@ from pathlib import Path
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
+from tiered_kv.storage.base import PageStore
 from tiered_kv.storage.disk.aligned import BufferPool
 from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_direct
 
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 _TOUCH_S = 60.0
 
 
-class SegmentStore:
+class SegmentStore(PageStore):
     """Pages of one rank on disk.
 
     Opening makes the folders, takes the lock and finds every page that is there.
@@ -139,6 +140,18 @@ class SegmentStore:
         """Bytes of the live pages on disk, without headers and padding."""
         return self._catalogue.stored_bytes
 
+    def counters(self) -> dict[str, int]:
+        """Totals so far, by names of ``metrics.COUNTERS``."""
+        stats = self.stats
+        return {
+            "ssd_bytes_written": stats.bytes_written,
+            "ssd_bytes_read": stats.bytes_read,
+            "ssd_pages_bad": stats.pages_bad,
+            "ssd_segments_bad": stats.segments_bad,
+            "ssd_pages_refused": stats.pages_refused,
+            "ssd_errors": stats.write_errors + stats.read_errors,
+        }
+
     @property
     def codec(self) -> Codec:
         """What new pages are encoded with."""
@@ -176,6 +189,10 @@ class SegmentStore:
         self._lock.touch(_TOUCH_S)
         return failed
 
+    def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
+        """Look pages up in memory; the deadline is met always."""
+        return frozenset(i for i, key in enumerate(keys) if key not in self)
+
     def drop(self, keys: Iterable[PageKey]) -> None:
         """Forget pages; a segment whose last page goes is deleted. Unknown keys are ignored.
 
@@ -191,6 +208,11 @@ class SegmentStore:
     def segment_bytes(self) -> int:
         """What the next segment will take."""
         return self._capacity.segment_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a segment: a small store could not make room for more at a time."""
+        return self.segment_bytes
 
     def proposal(self) -> Proposal | None:
         """The segment that should die next, if less than about two segments' room is left or

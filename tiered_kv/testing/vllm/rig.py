@@ -115,8 +115,8 @@ class Rig:
             from tiered_kv.connectors.vllm.envelopes import TieredHandshake
 
             said = self.worker_half.handshake()
-            if self.worker_half.ssd is not None:
-                self.worker_half.ssd.io._clock = lambda: self.now
+            for tier in self.worker_half.tiers.values():
+                tier.io._clock = lambda: self.now
             # Its model computes nothing, so that no estimate of a prefill fits it.
             said = replace(said, speeds=replace(said.speeds, flops=0.0))
             self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
@@ -273,10 +273,10 @@ class Rig:
         half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
-        if half.ssd is not None:
-            with half.ssd.io._changed:  # the rig's clock went on: some may be due
-                half.ssd.io._changed.notify_all()
-            assert half.ssd.io.wait_idle(300.0), "the I/O thread is stuck"
+        for tier in half.tiers.values():
+            with tier.io._changed:  # the rig's clock went on: some may be due
+                tier.io._changed.notify_all()
+            assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
         """Send one request, run until idle, return its output."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
 from tiered_kv.errors import ConfigError
-from tiered_kv.messages import Reports
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.vllm.rig import Rig, expected, text
 from tiered_kv.testing.vllm.runner import CELL
+from tiered_kv.tiers import SSD, TierSpec
 
 PAGE = 16 * CELL
 CONTEXT = text(320, seed=1)
@@ -40,7 +43,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def store(rig: Rig) -> Any:
-    return rig.worker.worker_half.ssd.io.store
+    return rig.worker.worker_half.tiers[SSD].io.store
 
 
 def push_out(rig: Rig) -> None:
@@ -84,7 +87,7 @@ def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
 def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
     rig.policy = Long()
     rig.ask("first", CONTEXT, params={"job_id": "j"})
-    assert len(rig.half.planner.ssd) == 21
+    assert len(rig.half.planner.tiers[SSD].index) == 21
     rig.half.index.clear()
     ask_again(rig)
     assert rig.count("pages_promoted") == 0
@@ -247,7 +250,7 @@ def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.half.prefills.fit.observe(0, 1000, 1e-3)
-    rig.half.planner.ssd_bandwidth = 1000.0
+    rig.half.planner.tiers[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
     assert rig.count("pages_promoted") == 0
@@ -304,7 +307,7 @@ def test_what_the_store_counted_is_told_once_whatever_is_reset(
         patch.setattr(SegmentStore, "put", fails)
         rig.ask("first", CONTEXT)
         push_out(rig)
-    failures = rig.worker.worker_half.ssd.io.failures
+    failures = rig.worker.worker_half.tiers[SSD].io.failures
     assert failures > 0
     rig.now += 100.0
     rig.fill(2)
@@ -314,7 +317,7 @@ def test_what_the_store_counted_is_told_once_whatever_is_reset(
     push_out(rig)
     rig.fill(2)
     assert store(rig) is not old
-    assert rig.count("ssd_errors") == rig.worker.worker_half.ssd.io.failures == failures
+    assert rig.count("ssd_errors") == rig.worker.worker_half.tiers[SSD].io.failures == failures
     written = old.stats.bytes_written + store(rig).stats.bytes_written
     assert rig.count("ssd_bytes_written") == written > 0
     rig.check_clean()
@@ -335,7 +338,7 @@ class Long(LearnsNothing):
     """Every turn is followed by a long one."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(Tier.SSD)
+        return Decision(Tier.STORE)
 
 
 def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: Rig) -> None:
@@ -385,15 +388,11 @@ def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_pat
 
 
 def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
-    from dataclasses import replace
-
-    from tiered_kv.keys import PageKey
-    from tiered_kv.messages import StoredPages
-
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
-    tier = rig.half.ssd
-    tier._facts = replace(rig.half.facts, ranks=2)
-    tier.recovered({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
-    assert [key in rig.half.planner.ssd for key in (a, b, c)] == [False, True, False]
+    facts, book = replace(rig.half.facts, ranks=2), rig.half.planner
+    counters = rig.half.counters.of_tier(SSD)
+    tier = LowerTier(TierSpec(SSD), facts, book, counters, lambda _: 0.0, lambda: 0.0)
+    tier.on_handshake({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
+    assert [key in book.tiers[SSD].index for key in (a, b, c)] == [False, True, False]
     assert set(tier.take().lost) == {a, c}
-    assert rig.half.planner.ssd_bandwidth == 1e9, "the slower rank's"
+    assert book.tiers[SSD].bandwidth == 1e9, "the slower rank's"

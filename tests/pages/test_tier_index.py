@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.ssd_index import SsdIndex
+from tiered_kv.pages.tier_index import TierIndex
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(8)]
 
@@ -12,8 +12,8 @@ def unknown(key: PageKey) -> float:
     return 0.0
 
 
-def full() -> SsdIndex:
-    index = SsdIndex()
+def full() -> TierIndex:
+    index = TierIndex()
     index.add(KEYS)
     return index
 

@@ -1,0 +1,292 @@
+"""One tier below CPU memory: its orders, its demotions and the reports of its stores.
+
+Pages go down when CPU slots run short, before they would be evicted, and when a turn's
+decision says so. Orders are for the workers' I/O threads, which carry them out by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import StoredPages, TierOrders, TierReport
+from tiered_kv.metrics import TierCounters
+from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
+from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.tiers import TierSpec
+
+from .reclaims import Reclaims
+
+logger = logging.getLogger(__name__)
+
+MOST_AHEAD = 4096
+"""Pages next in line for eviction that are kept in the tier as well, at most; three quarters of
+the slots if that is less. A page evicted before it is there is lost, and a demotion is
+reported a step after it was ordered: so this must be several steps' saves. It does not cost
+writes: under pressure every page is evicted, and written, once."""
+MOST_DEMOTING = 256
+"""Pages under way down at a time, half of those ahead if that is less: they cannot be
+evicted, and younger ones would be in their place."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Seconds without demotions after one failed: doubled each time."""
+NOW = 0.0
+"""Due at once, on any machine's clock."""
+STALLED_S = 5.0
+"""Seconds after which an order that a turn no longer waits for stops further ones: the store
+does not answer, and each would keep CPU slots reserved."""
+
+
+class LowerTier:
+    """Demotions, lookups and the answers to the stores of one tier. Owns its unsent orders.
+
+    Args:
+        spec: the tier.
+        counters: counters of this tier.
+        chance: probability that a waiting job comes back for a page.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        facts: EngineFacts,
+        book: OrderBook,
+        counters: TierCounters,
+        chance: Callable[[PageKey], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self.spec = spec
+        self.pages = book.tiers[spec.tier]
+        self.stored_bytes: dict[int, int] = {}
+        self._facts = facts
+        self._book = book
+        self._index = book.index
+        self.counters = counters
+        self._clock = clock
+        most = MOST_AHEAD
+        if spec.capacity_bytes is not None:
+            most = min(most, spec.capacity_bytes // (2 * facts.ranks * facts.page_bytes))
+        self._window = max(1, min(self._index.num_slots * 3 // 4, most))
+        self._looked_at = -self._window  # slots taken then
+        self._ahead = 0  # pages demoted ahead: at most as many as slots were taken, or a store
+        # smaller than the look-ahead would be written over and over
+        self._expected_bandwidth = self.pages.bandwidth
+        self._pause_until = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._given_up: dict[OrderId, float] = {}
+        self._backlog: deque[PageKey] = deque()
+        self._demotes: list[DemoteOrder] = []
+        self._promotes: list[PromoteOrder] = []
+        self._lookups: list[LookupOrder] = []
+        self._expedited: list[OrderId] = []
+        self._fingerprint: bytes | None = None
+        self._lost: list[PageKey] = []
+        self._invalidated: list[OrderId] = []
+        self._reclaims = Reclaims(self.pages.index, facts.ranks, chance, clock)
+
+    @property
+    def unsent(self) -> bool:
+        """True if there is something to send."""
+        return bool(
+            self._demotes
+            or self._promotes
+            or self._lookups
+            or self._expedited
+            or self._lost
+            or self._invalidated
+            or self._reclaims
+            or self._fingerprint is not None
+        )
+
+    def take(self) -> TierOrders:
+        """Hand over the unsent orders."""
+        timed: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
+        orders = TierOrders(
+            demotes=tuple(self._demotes),
+            promotes=tuple(self._promotes),
+            lookups=tuple(self._lookups),
+            fingerprint=self._fingerprint,
+            lost=tuple(self._lost),
+            reclaims=self._reclaims.take(),
+            invalidated=tuple(self._invalidated),
+            expedited=tuple(self._expedited),
+            sent_at=self._clock() if any(one.due > 0 for one in timed) else None,
+        )
+        self._clear_orders()
+        self._invalidated.clear()
+        self._fingerprint = None
+        return orders
+
+    def _clear_orders(self) -> None:
+        self._demotes.clear()
+        self._promotes.clear()
+        self._lookups.clear()
+        self._expedited.clear()
+        self._lost.clear()
+
+    # -- up -----------------------------------------------------------------------
+
+    def has(self, key: PageKey) -> bool:
+        """True if the tier has the page."""
+        return key in self.pages.index
+
+    @property
+    def answers(self) -> bool:
+        """False while the store keeps an order that its turn gave up long ago."""
+        if not self._given_up:
+            return True
+        self._given_up = {o: at for o, at in self._given_up.items() if self._book.under_way(o)}
+        now = self._clock()
+        return all(now - at < STALLED_S for at in self._given_up.values())
+
+    def give_up(self, order_id: OrderId) -> None:
+        """Note that no turn waits for the order any longer."""
+        self._given_up.setdefault(order_id, self._clock())
+
+    def ask(self, keys: Sequence[PageKey], deadline_s: float) -> OrderId | None:
+        """Ask the stores for pages that the index cannot tell of; None if there are none."""
+        order = self._book.plan_lookup(self.spec.tier, keys, deadline_s)
+        if order is None:
+            return None
+        self._lookups.append(order)
+        return order.order_id
+
+    def promote_seconds(self, pages: int) -> float:
+        """Time until that many pages more are up."""
+        return self._book.promote_seconds(self.spec.tier, pages)
+
+    def promote(self, keys: Sequence[PageKey], due: float) -> PromoteOrder | None:
+        """Order pages up for a time; None if there are none to order, or no slots."""
+        order = self._book.plan_promote(self.spec.tier, keys, due)
+        if order is not None:
+            self._promotes.append(order)
+        return order
+
+    def expedite(self, order_id: OrderId) -> None:
+        """Have a promotion carried out now."""
+        self._expedited.append(order_id)
+
+    def refused(self) -> None:
+        """Forget a little of the measured bandwidth: nothing is learned from what is not done."""
+        known = self.pages.bandwidth
+        self.pages.bandwidth = max(known, min(1.1 * known, self._expected_bandwidth))
+
+    # -- down ---------------------------------------------------------------------
+
+    def demote(self, keys: Sequence[PageKey]) -> None:
+        """Order pages down, as far as they are in CPU memory."""
+        if self._clock() >= self._pause_until:
+            self._backlog += keys
+            self._feed()
+
+    def demote_ahead(self) -> None:
+        """Keep the pages that would be evicted next in the tier as well.
+
+        Only once half the slots are taken, and after enough were since the last look.
+        """
+        self._feed()
+        index = self._index
+        taken = index.taken
+        roomy = index.free_slots > index.num_slots // 2
+        if roomy or taken - self._looked_at < self._window // 8 or self._ahead >= taken:
+            return
+        room = self._most_demoting - len(self.pages.demoting)
+        if room <= 0 or self._clock() < self._pause_until:
+            return
+        stored = self.pages.index.stored
+        victims = [key for key in index.least_valuable(self._window) if not stored(key)]
+        if len(victims) <= room:
+            self._looked_at = taken
+        self._ahead += min(len(victims), room)
+        self.demote(victims[:room])
+
+    @property
+    def _most_demoting(self) -> int:
+        return min(MOST_DEMOTING, -(-self._window // 2))
+
+    def _feed(self) -> None:
+        """Order the backlog down, but not so much at a time that nothing can be evicted."""
+        while self._backlog and (room := self._most_demoting - len(self.pages.demoting)) > 0:
+            keys = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
+            order = self._book.plan_demote(self.spec.tier, keys, NOW)
+            if order is not None:
+                self._demotes.append(order)
+
+    # -- reports ------------------------------------------------------------------
+
+    def settled(self, done: Settled) -> None:
+        """Take in a store's order that is over on every rank."""
+        failed, good = len(done.failed), len(done.keys) - len(done.failed)
+        if isinstance(done.order, PromoteOrder):
+            self.counters.add("pages_promoted", good)
+            self.counters.add("promotion_failures", 0 if done.abandoned else failed)
+            self._lose(done)
+        elif isinstance(done.order, DemoteOrder):
+            self.counters.add("pages_demoted", good)
+            if failed and not done.abandoned:
+                self.counters.add("demotion_failures", failed)
+                self._pause_until = self._clock() + self._pause_s
+                self._backlog.clear()
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                self._lose(done)
+            elif good:
+                self._pause_s = FIRST_PAUSE_S
+
+    def _lose(self, done: Settled) -> None:
+        if self._facts.ranks > 1:  # a page that one rank lacks is of no use to the others
+            self._lost += [done.keys[i] for i in done.failed]
+
+    def on_reports(self, reports: Mapping[int, TierReport]) -> None:
+        """Take in the news of the ranks' stores."""
+        for rank, report in reports.items():
+            self.stored_bytes[rank] = report.stored_bytes
+            for name, amount in report.counters.items():
+                self.counters.add(name, amount)
+            if report.gone:
+                self.counters.add("ssd_pages_reclaimed", len(report.gone))
+                self.pages.index.discard(report.gone)
+                self._reclaims.forget(report.gone)
+                if self._facts.ranks > 1:
+                    self._lost += report.gone
+            if report.proposal is not None:
+                self._reclaims.answer(rank, report.proposal)
+
+    def invalidate(self, saves: Iterable[OrderId]) -> None:
+        """Have the slots of these saves not flushed: they may hold anything."""
+        self._invalidated += saves
+
+    def on_handshake(self, ranks: Mapping[int, StoredPages]) -> None:
+        """Take in the content of the stores at start: every rank must have a page."""
+        tier = self.spec.tier
+        lists = [stored.keys for stored in ranks.values()]
+        if len(lists) < self._facts.ranks:
+            logger.warning("%d of %d ranks have tier %s", len(lists), self._facts.ranks, tier)
+            return
+        everywhere = set(lists[0]).intersection(*lists[1:])
+        self.pages.index.add(key for key in lists[0] if key in everywhere)
+        partial = set().union(*lists) - everywhere
+        self._lost += sorted(partial)
+        self._expected_bandwidth = min(stored.bandwidth for stored in ranks.values())
+        self.pages.bandwidth = self._expected_bandwidth
+        self.stored_bytes.update({rank: stored.stored_bytes for rank, stored in ranks.items()})
+        if everywhere:
+            logger.info("tier %s has %d pages from before", tier, len(everywhere))
+
+    def close(self) -> None:
+        """Log the tier's totals."""
+        if totals := {name: n for name, n in sorted(self.counters.totals.items()) if n}:
+            logger.info("tier %s: %s", self.spec.tier, totals)
+
+    def reset(self, fingerprint: bytes) -> None:
+        """Begin a new generation: stored pages and orders are invalid. Before the order book
+        forgets its pages."""
+        unsent: list[StoreOrder] = [*self._demotes, *self._promotes, *self._lookups]
+        for order in unsent:
+            self._book.cancel(order)
+        self._clear_orders()
+        self._backlog.clear()
+        self._reclaims.clear()
+        self._fingerprint = fingerprint

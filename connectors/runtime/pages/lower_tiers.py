@@ -1,0 +1,357 @@
+"""The tiers below CPU memory, taken as one: promotions for turns, demotions, orders and reports.
+
+Pages come up when the request that wants them arrives, each from the fastest tier that has it.
+Each page that goes down goes to every tier.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import Handshake, TierOrders, TierReport
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder, SaveOrder
+from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
+from tiered_kv.policies.pricing.estimators import PrefillFit
+from tiered_kv.tiers import Knowledge, TierId
+
+from .lower_tier import NOW, LowerTier
+
+logger = logging.getLogger(__name__)
+
+AHEAD_SHARE = 4
+"""One slot in this many may be reserved for promotions that are not due yet."""
+TRIES = 2
+"""Promotions planned for a turn: when it arrives, and when it is asked for if that was
+not enough (slots were short, or the pages were evicted again)."""
+FIRST_LOOKUP = 64
+"""Pages of a turn that a store is asked for first; the others once all of these are there."""
+LOOKUP_S = 0.05
+"""Seconds that a turn waits for a store's answer; less if computing takes less."""
+
+
+class LowerTiers:
+    """Promotions for turns, and the way of orders and reports to each tier. None is a tier too
+    few: without tiers nothing comes up and nothing goes down.
+
+    Args:
+        tiers: the tiers, fastest first.
+        cached: True if VRAM holds the block of a block hash.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[LowerTier],
+        facts: EngineFacts,
+        book: OrderBook,
+        tails: TailIndex,
+        counters: Counters,
+        cached: Callable[[bytes], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = {tier.spec.tier: tier for tier in tiers}
+        self._asked = [tier for tier in tiers if tier.spec.knowledge is Knowledge.ASKED]
+        self._facts = facts
+        self._book = book
+        self._index = book.index
+        self._tails = tails
+        self._counters = counters
+        self._cached = cached
+        self._clock = clock
+        self._unclaimed = 0
+        self._after_save: dict[OrderId, Sequence[PageKey]] = {}
+
+    @property
+    def unsent(self) -> bool:
+        """True if there is something to send."""
+        return any(tier.unsent for tier in self._tiers.values())
+
+    def take(self) -> dict[TierId, TierOrders]:
+        """Hand over the unsent orders, by tier."""
+        return {name: tier.take() for name, tier in self._tiers.items() if tier.unsent}
+
+    # -- up -----------------------------------------------------------------------
+
+    def promote(self, turn: Turn, prefill: PrefillFit) -> None:
+        """Order the pages up that the turn's prompt wants and only a lower tier has.
+
+        Args:
+            prefill: time that computing their tokens takes instead.
+        """
+        room = max(1, self._index.num_slots // 2) - self._unclaimed
+        if turn.promotions == TRIES or room <= 0:
+            return
+        if self._asked and self._ask(turn, prefill):
+            return
+        if not any(len(tier.pages.index) for tier in self._tiers.values()):
+            return
+        turn.promotions += 1
+        wanted, behind, tokens = self._find(turn)
+        if not wanted:
+            return
+        if len(wanted) > room:
+            wanted, tokens = wanted[:room], tokens * room // len(wanted)
+        now = self._clock()
+        promotion, fresh = self._worth_it(wanted, behind, tokens, prefill)
+        if promotion is None:
+            self._counters.add("promotions_refused")
+            return
+        for name, keys in fresh.items():
+            self._tiers[name].promote(keys, NOW)
+        coming = self._book.promoting
+        mine = [key for key in wanted if key in coming]
+        orders = {coming[key] for key in mine}
+        for order in self._book.expedite(orders, now):
+            self._tiers[order.tier].expedite(order.order_id)
+        turn.awaits |= orders
+        turn.wait_until = now + promotion.longest_wait_s
+        self._unclaimed += len(set(mine) - turn.ssd_keys)
+        turn.ssd_keys.update(mine)
+
+    def promote_ahead(self, keys: Sequence[PageKey], due: float) -> bool:
+        """Order a waiting job's pages up, for when it is expected back; False if there are none
+        to order, or no slots."""
+        index, book = self._index, self._book
+        if due > self._clock():
+            # Their slots are of no use to anybody until then: nothing is evicted for them.
+            room = min(index.free_slots, index.num_slots // AHEAD_SHARE - book.ahead())
+        else:
+            room = max(1, index.num_slots // 2) - self._unclaimed
+        if room <= 0:
+            return False
+        ordered = 0
+        for name, fresh in self._by_tier(keys[:room]).items():
+            order = self._tiers[name].promote(fresh, due)
+            ordered += len(order.keys) if order is not None else 0
+        self._counters.add("pages_promoted_ahead", ordered)
+        return ordered > 0
+
+    def _by_tier(self, keys: Iterable[PageKey]) -> dict[TierId, list[PageKey]]:
+        """Pages by the fastest tier that has them and answers, fastest first."""
+        usable = [(name, tier) for name, tier in self._tiers.items() if tier.answers]
+        split: dict[TierId, list[PageKey]] = {name: [] for name, _ in usable}
+        for key in keys:
+            for name, tier in usable:
+                if tier.has(key):
+                    split[name].append(key)
+                    break
+        return {name: found for name, found in split.items() if found}
+
+    def _worth_it(
+        self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit
+    ) -> tuple[Promotion | None, dict[TierId, list[PageKey]]]:
+        """The promotion that is worth its time, and the pages to order for it, by tier.
+
+        ``wanted`` is cut before the first page of a tier that is too slow, until what is left is
+        worth it.
+        """
+        coming = self._book.promoting
+        while wanted:
+            fresh = self._by_tier(key for key in wanted if key not in coming)
+            involved = set(fresh) | {self._book.tier_of(coming[k]) for k in wanted if k in coming}
+            # The tiers work side by side.
+            seconds = {
+                name: self._tiers[name].promote_seconds(len(fresh.get(name, ())))
+                for name in involved
+            }
+            promotion = Promotion(
+                promote_s=max(seconds.values(), default=0.0),
+                # An estimate is no reason to leave pages where they are.
+                recompute_s=prefill.seconds(behind, tokens) if prefill.measured else 0.0,
+            )
+            if worth_promoting(promotion):
+                return promotion, fresh
+            slowest = max(seconds, key=seconds.__getitem__)
+            self._tiers[slowest].refused()
+            kept = wanted.index(fresh[slowest][0]) if slowest in fresh else 0
+            tokens = tokens * kept // len(wanted)
+            del wanted[kept:]
+        return None, {}
+
+    def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
+        """Pages to come up for the turn, in order, the prompt tokens before them, and the tokens
+        that they make usable.
+
+        What the prompt shares with VRAM or CPU memory is passed over, up to the first page
+        that is nowhere. All of it counts as used.
+        """
+        size, limit = self._facts.block_size, turn.request.num_tokens - 1
+        keys = turn.page_keys()
+        stop = min(len(keys), limit // size + 1)
+        end = self._in_vram(turn, stop)
+        first, wanted = stop, list[PageKey]()
+        somewhere = self._somewhere()
+        while end < stop and somewhere(keys[end]):
+            if not self._index.readable(keys[end]):
+                first = min(first, end)
+                wanted.append(keys[end])
+            end += 1
+        self._touch(keys[:end])
+        self._index.touch(reversed(keys[:end]))  # so that what comes up does not evict them
+        tokens = (end - first) * size if wanted else 0
+        if tail := turn.find_tail(self._tails, end, size, limit, somewhere):
+            self._touch([tail[0]])
+            tokens += tail[1]
+            if not self._index.readable(tail[0]):
+                wanted.append(tail[0])
+        return wanted, first * size, tokens
+
+    def _in_vram(self, turn: Turn, stop: int) -> int:
+        hashes, end = turn.request.block_hashes, 0
+        while end < stop and self._cached(hashes[end]):
+            end += 1
+        return end
+
+    def _touch(self, keys: Sequence[PageKey]) -> None:
+        for tier in self._tiers.values():
+            tier.pages.index.touch(keys)
+
+    def _somewhere(self) -> Callable[[PageKey], bool]:
+        """A test whether a page is in CPU memory, on its way there, or in a tier that answers."""
+        readable, coming = self._index.readable, self._book.promoting
+        indices = [tier.pages.index for tier in self._tiers.values() if tier.answers]
+        silent = {name for name, tier in self._tiers.items() if not tier.answers}
+
+        def on_its_way(key: PageKey) -> bool:
+            return key in coming and self._book.tier_of(coming[key]) not in silent
+
+        def somewhere(key: PageKey) -> bool:
+            return readable(key) or any(key in pages for pages in indices) or on_its_way(key)
+
+        return somewhere
+
+    def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
+        """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
+        True if the turn waits for an answer."""
+        if turn.lookups == 2:
+            return False
+        keys = turn.page_keys()
+        size, limit = self._facts.block_size, turn.request.num_tokens - 1
+        stop = min(len(keys), limit // size + 1)
+        end, somewhere = self._in_vram(turn, stop), self._somewhere()
+        while end < stop and somewhere(keys[end]):
+            end += 1
+        unknown = keys[end : min(stop, end + FIRST_LOOKUP) if turn.lookups == 0 else stop]
+        if not unknown:
+            return False
+        compute_s = prefill.seconds(end * size, len(unknown) * size)
+        wait_s = min(LOOKUP_S, compute_s) if prefill.measured else LOOKUP_S
+        asked = {tier: tier.ask(unknown, wait_s) for tier in self._asked if tier.answers}
+        orders = {order for order in asked.values() if order is not None}
+        if not orders:
+            return False
+        turn.lookups += 1
+        turn.asking = True
+        turn.awaits |= orders
+        turn.wait_until = self._clock() + wait_s
+        return True
+
+    def still_coming(self, turn: Turn, prefill: PrefillFit) -> bool:
+        """Promote for the turn, and tell whether the engine shall ask again later: pages worth
+        waiting for, or answers, are under way."""
+        if not turn.awaits:
+            self.promote(turn, prefill)
+        self._look_at_awaited(turn)
+        if turn.asking and not turn.awaits:
+            turn.asking = False
+            self.promote(turn, prefill)
+            self._look_at_awaited(turn)
+        return bool(turn.awaits)
+
+    def _look_at_awaited(self, turn: Turn) -> None:
+        if not turn.awaits:
+            return
+        turn.awaits = {order for order in turn.awaits if self._book.under_way(order)}
+        if turn.awaits and self._clock() >= turn.wait_until:
+            self._counters.add("lookups_overdue" if turn.asking else "promotions_overdue")
+            for order in turn.awaits:
+                self._tiers[self._book.tier_of(order)].give_up(order)
+            turn.awaits.clear()
+
+    def claimed(self, turn: Turn) -> None:
+        """Let go of what came up for the turn: it was admitted, or is over."""
+        self._unclaimed -= len(turn.ssd_keys)
+        turn.ssd_keys.clear()
+        turn.awaits.clear()
+        turn.asking = False
+
+    # -- down ---------------------------------------------------------------------
+
+    def demote(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
+        """Order a turn's pages down, once their save ``after`` has settled."""
+        if after is not None:
+            self._after_save[after] = keys
+        else:
+            self._demote(keys)
+
+    def unsent_saves_dropped(self, saves: Iterable[OrderId]) -> None:
+        """Demote what was to go down behind these saves and is in CPU memory by now. The rest
+        goes down once slots run short."""
+        for order_id in saves:
+            self._demote(self._after_save.pop(order_id, ()))
+
+    def demote_ahead(self) -> None:
+        """Keep the pages that would be evicted next in the tiers as well."""
+        for tier in self._tiers.values():
+            tier.demote_ahead()
+
+    def _demote(self, keys: Sequence[PageKey]) -> None:
+        for tier in self._tiers.values():
+            tier.demote(keys)
+
+    # -- reports ------------------------------------------------------------------
+
+    def settled(self, done: Settled) -> None:
+        """Take in an order that is over on every rank."""
+        order = done.order
+        if isinstance(order, SaveOrder):
+            self._demote(self._after_save.pop(order.order_id, ()))
+        elif isinstance(order, (DemoteOrder, PromoteOrder)):
+            self._tiers[order.tier].settled(done)
+
+    def on_reports(self, reports: Mapping[TierId, Mapping[int, TierReport]]) -> None:
+        """Take in the news of the ranks' stores."""
+        for name, ranks in reports.items():
+            if name in self._tiers:
+                self._tiers[name].on_reports(ranks)
+
+    def invalidate(self, saves: Sequence[OrderId]) -> None:
+        """Have the slots of these saves not flushed: their blocks were given up under way."""
+        for tier in self._tiers.values():
+            tier.invalidate(saves)
+        self._after_save.clear()  # of saves that were never sent, as well
+
+    def on_handshake(self, ranks: Mapping[int, Handshake]) -> None:
+        """Take in the content of the stores at start."""
+        for name, tier in self._tiers.items():
+            found = {rank: one.stored[name] for rank, one in ranks.items() if name in one.stored}
+            tier.on_handshake(found)
+
+    def reset(self, fingerprint: bytes) -> None:
+        """Begin a new generation of pages. Before the order book forgets them."""
+        self._after_save.clear()
+        for tier in self._tiers.values():
+            tier.reset(fingerprint)
+
+    def close(self) -> None:
+        """Log the totals of each tier."""
+        for tier in self._tiers.values():
+            tier.close()
+
+    def gauges(self) -> dict[str, Any]:
+        """Gauges of all tiers together; none without tiers."""
+        if not self._tiers:
+            return {}
+        tiers = self._tiers.values()
+        return {
+            "ssd_pages": sum(len(tier.pages.index) for tier in tiers),
+            "ssd_bytes": sum(sum(tier.stored_bytes.values()) for tier in tiers),
+        }

@@ -1,0 +1,167 @@
+"""One rank's side of a tier below CPU memory: its store, the thread that serves it, and its
+last flush."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.messages import StoredPages, TierOrders, TierReport
+from tiered_kv.orders import OrderId, OrderReport, SaveOrder
+from tiered_kv.storage.base import PageStore, StoreSite, StoreTier
+from tiered_kv.storage.io_thread import IoThread
+from tiered_kv.tiers import Knowledge
+from tiered_kv.transfer.cpu_pool import CpuPool
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 3.0
+"""Seconds for the last flush. vLLM gives a worker 5 seconds to end, then tells it again (which
+disturbs no flush) and kills it 4 seconds later; Python alone takes 2 of them to end one."""
+
+
+class TierWorker:
+    """The store of one tier, on one rank.
+
+    Args:
+        tier: the tier.
+        rank: index of this worker.
+        fingerprint: fingerprint of the engine's pages.
+        pool: slots that pages come from and go to.
+
+    Raises:
+        ConfigError: the store cannot be opened; the sentence says what to do.
+    """
+
+    def __init__(
+        self,
+        tier: StoreTier,
+        facts: EngineFacts,
+        rank: int,
+        fingerprint: Fingerprint,
+        pool: CpuPool,
+    ) -> None:
+        self.name = tier.spec.tier
+        self._tier = tier
+        self._site = StoreSite(
+            fingerprint=fingerprint.digest(),
+            rank=rank,
+            ranks=facts.ranks,
+            replica=facts.replica,
+            page_format=facts.page_format,
+            cores=max(1, len(CORES) // facts.ranks),
+        )
+        with _on_all_cores():
+            store = tier.open(self._site)
+            self.io = IoThread(store, pool.slots)
+        self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
+        self._known = tier.spec.knowledge is Knowledge.KNOWN
+        self._lasting = fingerprint.lasting
+        # What slots hold that is perhaps nowhere else, by whose save; the newest last.
+        self._holds: dict[int, tuple[PageKey, OrderId]] = {}
+        self._invalidated: set[OrderId] = set()
+        self._counted = Counter[str]()
+        self._counted_of = store
+        self._failures = 0
+        self._said = TierReport()
+
+    # -- orders in ----------------------------------------------------------------
+
+    def carry_out(self, orders: TierOrders) -> None:
+        """Hand a step's orders to the I/O thread."""
+        if orders.fingerprint is not None:
+            self._site = replace(self._site, fingerprint=orders.fingerprint)
+            self._lasting = False
+            self._holds.clear()
+            site = self._site
+            self.io.replace_store(lambda: self._tier.open(site))
+        if orders.invalidated:
+            self._invalidated.update(orders.invalidated)
+            for slot, (_, order_id) in list(self._holds.items()):
+                if order_id in self._invalidated:
+                    del self._holds[slot]
+        if orders.lost:
+            self.io.drop(orders.lost)
+        if (dying := orders.reclaims.get(self._site.rank)) is not None:
+            self.io.reclaim(dying.segment, dying.survivors)
+        for lookup in orders.lookups:
+            self.io.look_up(lookup)
+        # Each machine's clock began at a time of its own.
+        ahead_s = 0.0 if orders.sent_at is None else self.io.now() - orders.sent_at
+        for promote in orders.promotes:
+            self.io.submit(promote, ahead_s)
+        for demote in orders.demotes:
+            self.io.submit(demote, ahead_s)
+        if orders.expedited:
+            self.io.expedite(orders.expedited)
+
+    def saved(self, order: SaveOrder, failed: frozenset[int]) -> None:
+        """Note that slots now hold pages that are perhaps nowhere else."""
+        for i, (slot, key) in enumerate(zip(order.slots, order.keys, strict=True)):
+            if i not in failed and order.order_id not in self._invalidated:
+                self._holds[slot] = (key, order.order_id)
+
+    def forget_slots(self, slots: tuple[int, ...]) -> None:
+        """Note that slots are about to be written."""
+        for slot in slots:
+            self._holds.pop(slot, None)
+
+    # -- reports out ----------------------------------------------------------------
+
+    def take_reports(self) -> tuple[dict[OrderId, OrderReport], TierReport | None]:
+        """Results of orders, and the store's news; None without news."""
+        reports, gone = self.io.take_reports(), self.io.take_gone()
+        proposal = self.io.proposal
+        if not reports and not gone and proposal == self._said.proposal:
+            return reports, None
+        store, added = self.io.store, Counter[str]()
+        if store is not self._counted_of:  # a reset came between
+            added += self._count_up(self._counted_of)
+            self._counted, self._counted_of = Counter(), store
+        added += self._count_up(store)
+        failures = self.io.failures
+        added["ssd_errors"] += failures - self._failures
+        self._failures = failures
+        self._said = TierReport(tuple(gone), proposal, dict(+added), store.stored_bytes)
+        return reports, self._said
+
+    def _count_up(self, store: PageStore) -> Counter[str]:
+        """Events of one store since the last call."""
+        totals = Counter(store.counters())
+        added, self._counted = totals - self._counted, totals
+        return added
+
+    def close(self) -> None:
+        """Flush what the time allows, the newest pages first; release the store.
+
+        A store that others write to as well gets no flush: it has what was ordered down.
+        """
+        last: list[tuple[PageKey, int]] = []
+        if self._lasting and self._known:
+            stored = set(self.io.store.keys())
+            newest: dict[PageKey, int] = {}
+            for slot, (key, _) in reversed(self._holds.items()):
+                newest.setdefault(key, slot)
+            last = [(key, slot) for key, slot in newest.items() if key not in stored]
+        written = self.io.close(last, FLUSH_S, discard=not self._lasting)
+        if last:
+            logger.info("flushed %d of %d pages to tier %s", written, len(last), self.name)
+
+
+@contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Threads started within may run on all cores of the process, whatever core this one is
+    bound to."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CORES)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)

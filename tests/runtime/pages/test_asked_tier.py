@@ -1,0 +1,203 @@
+"""A tier out of tree that must be asked: its answers come late, in part, wrongly or never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.pages import shared_store
+from tests.runtime.pages.shared_store import SHARED, Place
+from tests.runtime.pages.test_lower_tiers import CONTEXT, push_out, tiers
+from tiered_kv.connectors.runtime.pages.lower_tier import STALLED_S
+from tiered_kv.errors import ConfigError
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import OrderReport
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
+from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.testing.vllm.rig import Rig, expected
+
+OURS = "tests.runtime.pages.shared_store:SharedTier"
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = shared_store.renew()
+    yield place
+    place.open.set()
+
+
+def shared(path: Path, **more: Any) -> dict[str, Any]:
+    """Settings with the shared tier alone below CPU memory."""
+    settings = {**tiers(path), "tiers": OURS, **more}
+    return {name: value for name, value in settings.items() if not name.startswith("ssd")}
+
+
+def ask(rig: Rig, name: str) -> None:
+    """Another engine's context, with waits for whatever is under way."""
+    rig.add(name, CONTEXT)
+    while rig.scheduler.has_requests():
+        rig.step()
+        rig.wait_for_worker()
+        rig.now += 0.001
+    assert rig.outputs[name] == expected(CONTEXT, 4)
+
+
+def write(make_rig: MakeRig, path: Path) -> None:
+    """An engine computes the context, writes it to the place, and is gone."""
+    rig = make_rig(extra=shared(path), max_batched_tokens=64)
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    rig.run()
+    rig.close()
+
+
+def test_one_engines_pages_come_up_in_another(
+    make_rig: MakeRig, tmp_path: Path, place: Place
+) -> None:
+    write(make_rig, tmp_path)
+    assert len(place.pages) > 20
+    place.asked.clear()
+    rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
+    ask(rig, "again")
+    assert rig.count("prompt_tokens_ssd") >= 256, "the counter of all tiers below"
+    assert rig.half.counters.of_tier(SHARED).totals["pages_promoted"] >= 16
+    assert len(place.asked) == len(set(place.asked)), "a fresh answer is not asked for again"
+    rig.check_clean()
+
+
+def test_a_page_that_is_nowhere_is_computed(
+    make_rig: MakeRig, tmp_path: Path, place: Place
+) -> None:
+    rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
+    ask(rig, "first")
+    assert place.asked
+    assert rig.count("prompt_tokens_recomputed") == len(CONTEXT)
+    assert rig.count("promotion_failures") == 0
+
+
+@pytest.mark.parametrize("fault", ["in part", "wrongly"])
+def test_pages_that_turn_out_lost_or_bad_are_computed(
+    make_rig: MakeRig, tmp_path: Path, place: Place, fault: str
+) -> None:
+    write(make_rig, tmp_path)
+    rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
+    rig.add("again", CONTEXT)
+    keys = rig.half._turns["again"].page_keys()
+    if fault == "in part":
+        place.lost.update(keys[7:9])
+    else:
+        place.corrupt(keys[7:9])
+    while rig.scheduler.has_requests():
+        rig.step()
+        rig.wait_for_worker()
+        rig.now += 0.001
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    assert rig.count("promotion_failures") == 2
+    assert rig.count("prompt_tokens_ssd") == 7 * 16, "up to the first that is missing"
+    rig.check_clean()
+
+
+def test_answers_that_never_come_hold_nobody_up(
+    make_rig: MakeRig, tmp_path: Path, place: Place
+) -> None:
+    """The place hangs. A turn waits for a moment, then computes; later ones do not even ask."""
+    write(make_rig, tmp_path)
+    rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
+    rig.add("again", CONTEXT)
+    rig.step()
+    place.open.clear()
+    steps = 0
+    while rig.scheduler.has_requests():
+        rig.step()
+        rig.now += 0.5
+        steps += 1
+        assert steps < 100
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    rig.now += STALLED_S + 60
+    free = rig.half.index.free_slots
+    for i in range(3):
+        rig.add(f"later{i}", CONTEXT[: 320 - i])
+        while rig.scheduler.has_requests():
+            rig.step()
+            rig.now += 0.02
+    assert free - rig.half.index.free_slots <= 20, "no slots for a store that does not answer"
+    place.open.set()
+    rig.run()
+    rig.check_clean()
+
+
+def test_both_tiers_are_used_and_the_fastest_first(
+    make_rig: MakeRig, tmp_path: Path, place: Place
+) -> None:
+    extra = {**tiers(tmp_path), "tiers": OURS}
+    rig = make_rig(extra=extra, max_batched_tokens=64)
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    assert place.pages
+    ask(rig, "again")
+    by_tier = {tier: rig.half.counters.of_tier(tier).totals for tier in rig.half.planner.tiers}
+    assert by_tier["ssd"]["pages_promoted"] >= 16
+    assert "pages_promoted" not in by_tier[SHARED]
+    rig.check_clean()
+
+
+def test_a_page_that_one_rank_lacks_is_not_there() -> None:
+    now = 0.0
+    pages = AskedIndex(lambda: now)
+    book = OrderBook(PageIndex(4, LeastRecentlyUsed()), 2, 256, 1e9, {SHARED: pages})
+    a, b = (PageKey(bytes([n]) * 48) for n in range(2))
+    order = book.plan_lookup(SHARED, [a, b], 0.05)
+    assert order is not None
+    book.settle({order.order_id: OrderReport(1, frozenset(), 0, 0.0)})
+    assert a not in pages, "the other rank has not answered"
+    book.settle({order.order_id: OrderReport(1, frozenset({1}), 0, 0.0)})
+    assert (a in pages, b in pages) == (True, False)
+    assert book.plan_lookup(SHARED, [a, b], 0.05) is None
+    now = PRESENT_S
+    assert (a in pages, pages.unanswered([a, b])) == (False, [a]), "it may have been evicted"
+    now = ABSENT_S
+    assert pages.unanswered([a, b]) == [a, b], "it may have been written"
+
+
+def test_a_reset_voids_what_was_asked(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
+    write(make_rig, tmp_path)
+    rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
+    rig.add("again", CONTEXT)
+    rig.step()
+    rig.half.before_reset()
+    while rig.scheduler.has_requests():
+        rig.step()
+        rig.wait_for_worker()
+        rig.now += 0.02
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    assert rig.count("prompt_tokens_ssd") == 0, "of the generation before"
+    rig.check_clean()
+
+
+def test_stores_are_closed_with_the_engine(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
+    rig = make_rig(extra=shared(tmp_path))
+    assert place.stores > 0
+    rig.close()
+    assert place.stores == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("floppy", "known are ssd"),
+        ("nowhere.at_all:Tier", "install its package"),
+        ("tests.runtime.pages.shared_store:Missing", "has no class Missing"),
+        (f"{OURS},{OURS}", "name it once"),
+    ],
+)
+def test_a_tier_that_cannot_be_had_is_refused(
+    make_rig: MakeRig, tmp_path: Path, place: Place, name: str, advice: str
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        make_rig(extra=shared(tmp_path, tiers=name))

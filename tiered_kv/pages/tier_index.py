@@ -1,0 +1,163 @@
+"""The pages of a tier below CPU memory, as the scheduler half knows them.
+
+A page is here once its bytes are in the store of every rank. The stores own the bytes, and
+report when pages are gone or when a segment should die; the index picks the pages of a dying
+segment that are worth writing again. A tier that others write to as well is known by its
+answers only, and an answer grows old.
+
+One thread, no locks, O(1) per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tiered_kv.keys import PageKey
+from tiered_kv.tiers import Knowledge, TierSpec
+
+ASSUMED_BANDWIDTH = 1e9
+"""Bytes of pages per second that a rank promotes, until the worker has measured it."""
+LIKELY = 0.5
+"""Chance of a return that is worth a second write."""
+PRESENT_S, ABSENT_S = 5.0, 10.0
+"""Ages at which an answer is asked for again: a page that was there may be evicted by others, one
+that was not may be written by others."""
+MOST_ANSWERS = 1 << 20
+"""Answers kept; the oldest goes first."""
+
+
+class TierIndex:
+    """Keys of pages in a tier's stores, and whether each was used since it was written."""
+
+    def __init__(self) -> None:
+        self._used: dict[PageKey, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._used
+
+    def stored(self, key: PageKey) -> bool:
+        """True if writing the page again is of no use."""
+        return key in self._used
+
+    def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
+        """Pages of which the store must be asked whether it has them."""
+        return []
+
+    def answer(self, keys: Iterable[PageKey], present: bool) -> None:
+        """Take in whether the stores of all ranks have these pages."""
+        (self.add if present else self.discard)(keys)
+
+    def add(self, keys: Iterable[PageKey]) -> None:
+        """Take in pages that the stores of all ranks have."""
+        for key in keys:
+            self._used.setdefault(key, False)
+
+    def discard(self, keys: Iterable[PageKey]) -> None:
+        """Drop pages that are gone, or bad, on some rank."""
+        for key in keys:
+            self._used.pop(key, None)
+
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """Mark pages as used. Those not in the tier are passed over."""
+        used = self._used
+        for key in keys:
+            if key in used:
+                used[key] = True
+
+    def survivors(
+        self, dying: Sequence[PageKey], chance: Callable[[PageKey], float]
+    ) -> tuple[PageKey, ...]:
+        """Pages of a dying segment to be written again: those that a waiting job is likely to
+        come back for, and those that were used.
+
+        At most half of them, the likeliest and then the last written ones, so that a segment's
+        death frees at least half a segment. A used page must be used again to survive again.
+
+        Args:
+            chance: probability that somebody comes back for a page; 0 if unknown.
+        """
+        chances = {key: chance(key) for key in dying}
+        kept = [key for key in dying if self._used.get(key) or chances[key] >= LIKELY]
+        kept.sort(key=chances.__getitem__)
+        chosen = set(kept[len(kept) - min(len(kept), len(dying) // 2) :])
+        for key in chosen:
+            if key in self._used:
+                self._used[key] = False
+        return tuple(key for key in dying if key in chosen)
+
+    def clear(self) -> None:
+        """Drop every page."""
+        self._used.clear()
+
+
+class AskedIndex(TierIndex):
+    """Answers of a tier's stores, each good for some seconds.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._until: dict[PageKey, float] = {}  # present or absent, oldest answer first
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._used and self._fresh(key)
+
+    def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
+        return [key for key in keys if not self._fresh(key)]
+
+    def add(self, keys: Iterable[PageKey]) -> None:
+        keys = list(keys)
+        super().add(keys)
+        self._answered(keys, PRESENT_S)
+
+    def discard(self, keys: Iterable[PageKey]) -> None:
+        keys = list(keys)
+        super().discard(keys)
+        self._answered(keys, ABSENT_S)
+
+    def clear(self) -> None:
+        super().clear()
+        self._until.clear()
+
+    def _fresh(self, key: PageKey) -> bool:
+        until = self._until.get(key)
+        return until is not None and self._clock() < until
+
+    def _answered(self, keys: Iterable[PageKey], good_s: float) -> None:
+        until = self._clock() + good_s
+        for key in keys:
+            self._until.pop(key, None)
+            self._until[key] = until
+        while len(self._until) > MOST_ANSWERS:
+            oldest = next(iter(self._until))
+            del self._until[oldest]
+            self._used.pop(oldest, None)
+
+
+def make_index(spec: TierSpec, clock: Callable[[], float]) -> TierIndex:
+    """Make the index that a tier needs."""
+    return TierIndex() if spec.knowledge is Knowledge.KNOWN else AskedIndex(clock)
+
+
+@dataclass(slots=True)
+class TierPages:
+    """Pages of one tier below CPU memory, and those on their way. The order book writes it.
+
+    Attributes:
+        index: the tier's pages.
+        bandwidth: rate at which a rank promotes, bytes of pages per second.
+        promoting: number of pages on their way up.
+        demoting: pages on their way down.
+    """
+
+    index: TierIndex
+    bandwidth: float = ASSUMED_BANDWIDTH
+    promoting: int = 0
+    demoting: set[PageKey] = field(default_factory=set)

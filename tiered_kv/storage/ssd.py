@@ -1,0 +1,93 @@
+"""The SSD tier: segment stores on a local disk, with the codec that suits it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tiered_kv.codecs.base import Codec, PageFormat
+from tiered_kv.codecs.choice import (
+    choose,
+    codec_from,
+    make_codec,
+    measure_codec,
+    synthetic_page,
+)
+from tiered_kv.config import TierConfig
+from tiered_kv.errors import ConfigError
+from tiered_kv.storage.disk.files import RealFiles
+from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
+from tiered_kv.storage.store.options import StoreOptions, io_threads
+from tiered_kv.storage.store.store import SegmentStore, StoreError
+from tiered_kv.tiers import SSD, Knowledge, TierSpec
+
+from .base import PageStore, StoreSite
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_SPEED = DiskSpeed(read=1e9, write=1e9)
+
+
+class SsdTier:
+    """The SSD tier under ``config.ssd_path``."""
+
+    def __init__(self, config: TierConfig) -> None:
+        self.spec = TierSpec(SSD, Knowledge.KNOWN, config.ssd_bytes)
+        self.bandwidth = 0.0
+        self._config = config
+        self._codec: Codec | None = None
+
+    def open(self, site: StoreSite) -> PageStore:
+        """Open the rank's store; the first time the disk is measured and the codec chosen."""
+        config = self._config
+        assert config.ssd_path is not None
+        threads = config.io_threads or io_threads(site.cores)
+        options = StoreOptions(
+            root=config.ssd_path,
+            fingerprint=site.fingerprint,
+            replica=site.replica,
+            rank=site.rank,
+            ranks=site.ranks,
+            page_format=site.page_format,
+            capacity_bytes=config.ssd_bytes,
+            io_threads=threads,
+        )
+        try:
+            if self._codec is None:
+                RealFiles().make_folders(config.ssd_path)
+                disk = _measure(config.ssd_path, threads)
+                self._codec, self.bandwidth = _choose(
+                    config.codec, site.page_format, disk, min(site.cores, threads)
+                )
+            return SegmentStore(options, self._codec, codec_from)
+        except StoreError as error:
+            raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"TIERED_KV_SSD_PATH={config.ssd_path} cannot be used ({error.strerror}): "
+                "make it writable for the server, or name another folder"
+            ) from error
+
+
+def _measure(folder: Path, threads: int) -> DiskSpeed:
+    try:
+        return measure_disk(folder, threads)
+    except OSError as error:  # a full disk can still give what it has
+        logger.warning("the disk under %s cannot be measured (%s)", folder, error)
+        return ASSUMED_SPEED
+
+
+def _choose(name: str, page_format: PageFormat, disk: DiskSpeed, cores: int) -> tuple[Codec, float]:
+    """The codec, and the rate of promotions with it, bytes of pages per second."""
+    if name == "auto":
+        choice = choose(page_format, disk.read / 1e6, disk.write / 1e6, cores)
+        logger.info("TIERED_KV_CODEC=auto: %s", choice.reason)
+        codec = choice.codec
+    else:
+        try:
+            codec = make_codec(name, page_format)
+        except ValueError as error:
+            raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
+    one = measure_codec(codec, synthetic_page(page_format))
+    seconds = max(one.stored_bytes / disk.read, one.decode_s / cores)
+    return codec, page_format.page_bytes / seconds

@@ -1,0 +1,38 @@
+"""The tiers below CPU memory that an engine is configured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tiered_kv.config import TierConfig
+from tiered_kv.errors import ConfigError
+from tiered_kv.plugins import load
+from tiered_kv.tiers import TierSpec
+
+from .base import StoreTier
+from .ssd import SsdTier
+
+TIERS: Mapping[str, Callable[[TierConfig], StoreTier]] = {"ssd": SsdTier}
+"""The tiers of this package, by the name in ``TIERED_KV_TIERS``."""
+
+
+def make_tiers(config: TierConfig) -> tuple[StoreTier, ...]:
+    """Make the configured tiers, fastest first.
+
+    Raises:
+        ConfigError: a tier cannot be found, or two have one name.
+    """
+    tiers = tuple(load("tier", name, TIERS)(config) for name in config.tier_names)
+    names = [tier.spec.tier for tier in tiers]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"TIERED_KV_TIERS names a tier twice ({', '.join(names)}): name it once")
+    return tiers
+
+
+def tiers_below(config: TierConfig) -> tuple[TierSpec, ...]:
+    """Specs of the configured tiers, fastest first.
+
+    Raises:
+        ConfigError: as ``make_tiers``.
+    """
+    return tuple(tier.spec for tier in make_tiers(config))
