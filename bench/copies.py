@@ -120,7 +120,7 @@ class CpuSide(Side):
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
         from tiered_kv.transfer.cpu import CpuTransfer
 
-        return CpuTransfer(layout, self._bytes, pool)
+        return CpuTransfer([layout], self._bytes, pool)
 
     def one_copy_s(self, way: Way, nbytes: int) -> float:
         assert self.pool is not None
@@ -175,7 +175,7 @@ class CudaSide(Side):
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
         from tiered_kv.transfer.cuda.backend import CudaTransfer
 
-        return CudaTransfer(layout, self._bytes, pool, self._by, self._blocks)
+        return CudaTransfer([layout], self._bytes, pool, self._by, self._blocks)
 
     def one_copy_s(self, way: Way, nbytes: int) -> float:
         assert self.pool is not None

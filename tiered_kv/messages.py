@@ -15,7 +15,7 @@ from .orders import (
     PromoteOrder,
     SaveOrder,
 )
-from .tiers import TierId
+from .tiers import StoreId
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Reclaim:
 
 @dataclass(frozen=True, slots=True)
 class TierOrders:
-    """Orders for the workers' I/O threads of one tier.
+    """Orders for the workers' I/O threads of one store.
 
     Attributes:
         fingerprint: digest of the new generation of pages, after a cache reset: what the store
@@ -119,11 +119,11 @@ class Handshake:
 
     Attributes:
         speeds: speeds of its machine.
-        stored: content of its stores, by tier.
+        stored: content of its stores.
     """
 
     speeds: Speeds
-    stored: Mapping[TierId, StoredPages] = field(default_factory=dict)
+    stored: Mapping[StoreId, StoredPages] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,13 @@ class Orders:
         seen_failures: failed sync restores of each rank that the scheduler knows of. Saves
             that a worker makes before its failures are seen may hold KV computed from bytes
             that never arrived, so the worker fails them.
-        tiers: orders for stores, by tier.
+        stores: orders for stores.
     """
 
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     seen_failures: Mapping[int, int] = field(default_factory=dict)
-    tiers: Mapping[TierId, TierOrders] = field(default_factory=dict)
+    stores: Mapping[StoreId, TierOrders] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class Reports:
     Attributes:
         orders: reports by order, merged over ranks.
         failures: failed sync restores so far, by rank.
-        tiers: news of stores, by tier and rank.
+        stores: news of stores, by store and rank.
     """
 
     orders: Mapping[OrderId, OrderReport] = field(default_factory=dict)
     failures: Mapping[int, int] = field(default_factory=dict)
-    tiers: Mapping[TierId, Mapping[int, TierReport]] = field(default_factory=dict)
+    stores: Mapping[StoreId, Mapping[int, TierReport]] = field(default_factory=dict)
 
     def merge(self, other: Reports) -> Reports:
         """Reports of this rank and another."""
@@ -163,7 +163,7 @@ class Reports:
         for order_id, report in other.orders.items():
             mine = orders.get(order_id)
             orders[order_id] = mine.merge(report) if mine else report
-        tiers = dict(self.tiers)
-        for tier, ranks in other.tiers.items():
-            tiers[tier] = {**tiers.get(tier, {}), **ranks}
-        return Reports(orders, {**self.failures, **other.failures}, tiers)
+        stores = dict(self.stores)
+        for store, ranks in other.stores.items():
+            stores[store] = {**stores.get(store, {}), **ranks}
+        return Reports(orders, {**self.failures, **other.failures}, stores)

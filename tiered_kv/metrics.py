@@ -19,6 +19,7 @@ COUNTERS: Mapping[str, str] = {
     "pages_saved": "Pages saved from VRAM to CPU memory.",
     "pages_restored": "Pages restored from CPU memory to VRAM.",
     "bytes_saved": "Bytes saved, over all ranks.",
+    "slot_bytes_unused": "Bytes of CPU slots that saved pages left unused, over all ranks.",
     "bytes_restored": "Bytes restored, over all ranks.",
     "restores_sync": "Restores made before the forward pass.",
     "restores_async": "Restores made beside the forward passes.",

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NewType, TypeAlias
 
 from .keys import PageKey
-from .tiers import TierId
+from .tiers import StoreId
 
 OrderId = NewType("OrderId", int)
 
@@ -33,10 +33,14 @@ class RestoreMode(Enum):
 class SaveOrder:
     """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward.
 
-    ``keys`` tell the worker what its slots hold, for the flush when the engine is stopped.
+    Attributes:
+        group: position of the pages' group.
+        keys: keys of the pages; they tell the worker what its slots hold, for the flush when the
+            engine is stopped.
     """
 
     order_id: OrderId
+    group: int
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     keys: tuple[PageKey, ...]
@@ -44,9 +48,14 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Copy ``slots[i]`` of the CPU pool to ``blocks[i]`` of VRAM for one request."""
+    """Copy ``slots[i]`` of the CPU pool to ``blocks[i]`` of VRAM for one request.
+
+    Attributes:
+        group: position of the pages' group.
+    """
 
     order_id: OrderId
+    group: int
     request_id: str
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
@@ -55,7 +64,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class DemoteOrder:
-    """Write ``slots[i]`` of the CPU pool to a tier as page ``keys[i]``.
+    """Write ``slots[i]`` of the CPU pool to a store as page ``keys[i]``.
 
     The slots stay as they are until the order is reported. ``due``: the worker's I/O thread
     begins by itself at that time (the scheduler half's clock; at once if 0), since an idle engine
@@ -63,7 +72,7 @@ class DemoteOrder:
     """
 
     order_id: OrderId
-    tier: TierId
+    store: StoreId
     keys: tuple[PageKey, ...]
     slots: tuple[int, ...]
     due: float
@@ -71,13 +80,13 @@ class DemoteOrder:
 
 @dataclass(frozen=True, slots=True)
 class PromoteOrder:
-    """Read page ``keys[i]`` from a tier into ``slots[i]`` of the CPU pool, reserved for it.
+    """Read page ``keys[i]`` from a store into ``slots[i]`` of the CPU pool, reserved for it.
 
     ``due`` as for ``DemoteOrder``.
     """
 
     order_id: OrderId
-    tier: TierId
+    store: StoreId
     keys: tuple[PageKey, ...]
     slots: tuple[int, ...]
     due: float
@@ -85,14 +94,14 @@ class PromoteOrder:
 
 @dataclass(frozen=True, slots=True)
 class LookupOrder:
-    """Ask a tier whether it has page ``keys[i]``; those it has not are reported as failed.
+    """Ask a store whether it has page ``keys[i]``; those it has not are reported as failed.
 
     Attributes:
         deadline_s: time for the answer, seconds; without one all are reported as failed.
     """
 
     order_id: OrderId
-    tier: TierId
+    store: StoreId
     keys: tuple[PageKey, ...]
     deadline_s: float
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 TierId = NewType("TierId", str)
 """Name of a tier; unique within an engine."""
 
 SSD = TierId("ssd")
 """The tier of segment stores on a local disk."""
+
+
+class StoreId(NamedTuple):
+    """A tier's stores of one page group: one on each rank.
+
+    Attributes:
+        tier: the tier.
+        group: position of the page group among the engine's.
+    """
+
+    tier: TierId
+    group: int
 
 
 class Knowledge(Enum):

@@ -17,10 +17,11 @@ from typing import Any
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
-from tiered_kv.tiers import SSD
+from tiered_kv.tiers import SSD, StoreId
 
 from .lookups import RememberedLookups
 from .machines import Machine
@@ -170,7 +171,7 @@ class Engine:
         if policy is not None:
             half.gaps.waits.policy = policy
         half.gaps._keeper = InlineKeeper(half.gaps.waits.policy)
-        stored = {SSD: StoredPages((), machine.ssd_read)} if server.ssd else {}
+        stored = {StoreId(SSD, CONTEXT): StoredPages((), machine.ssd_read)} if server.ssd else {}
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
         said = TieredHandshake(Handshake(speeds, stored))
         self.scheduler.connector.set_xfer_handshake_metadata({0: said})

@@ -23,11 +23,13 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.tiers import SSD
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.tiers import SSD, StoreId
 
 from .links import Link
 from .machines import Machine
 
+STORE = StoreId(SSD, CONTEXT)
 SEGMENTS = 32
 """That an SSD store is divided into."""
 
@@ -125,7 +127,7 @@ class SimWorker:
 
     def restore(self, orders: Orders, now: float) -> float:
         """Begin restores; returns when the step may compute: after its sync ones."""
-        if (ssd := orders.tiers.get(SSD)) is not None:
+        if (ssd := orders.stores.get(STORE)) is not None:
             self._carry_out(ssd, now)
         ready = now
         for load in orders.loads:
@@ -157,7 +159,7 @@ class SimWorker:
         said = self._say()
         if not reports and said is None:
             return Heard(arrived, None)
-        return Heard(arrived, Reports(reports, {}, {SSD: {0: said}} if said else {}))
+        return Heard(arrived, Reports(reports, {}, {STORE: {0: said}} if said else {}))
 
     # -- orders -----------------------------------------------------------------------
 

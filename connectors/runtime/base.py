@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import Fingerprint
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageGroup, slot_bytes
 
 ParseToolCalls = Callable[[str], Sequence[tuple[str, str]]]
 """Tool calls in an answer: names, and arguments as JSON."""
@@ -146,13 +145,12 @@ class BlockPool(Protocol):
 class Fingerprints(Protocol):
     """Fingerprints of the engine's pages, for the current generation."""
 
-    @property
-    def base(self) -> Fingerprint:
-        """The base model's; it names the workers' segment stores."""
+    def base(self, group: int) -> Fingerprint:
+        """The base model's pages of a group; it names the workers' stores."""
         ...
 
-    def of(self, adapter: object | None) -> bytes | None:
-        """Digest for requests with that adapter; None while it is not known."""
+    def of(self, adapter: object | None, group: int) -> bytes | None:
+        """Digest of a group's pages of requests with that adapter; None while it is not known."""
         ...
 
     def next_generation(self) -> None:
@@ -172,10 +170,7 @@ class EngineFacts:
         ranks: tensor-parallel workers, each of which must report an order.
         block_size: tokens of a block.
         num_blocks: blocks of the VRAM pool, the engine's placeholder included.
-        layout: where a block's bytes lie on a rank; None if pages cannot be offloaded.
-        element: type of the elements of K and V.
-        arrangement: what decides how K, V, heads and tokens lie within a block; a backend may
-            arrange them as it likes, and sizes do not tell.
+        groups: page groups that can be offloaded; empty if there are none.
         replica: index of this engine among data-parallel ones.
         ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
         sync_restores: whether restores may be sync.
@@ -184,24 +179,16 @@ class EngineFacts:
     ranks: int
     block_size: int
     num_blocks: int
-    layout: PageLayout | None
-    element: ElementType = ElementType.OPAQUE
-    arrangement: str = ""
+    groups: tuple[PageGroup, ...] = ()
     replica: int = 0
-    group: int = 0
     ahead: bool = False
     sync_restores: bool = True
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of a page on a rank; 0 if pages cannot be offloaded."""
-        return self.layout.page_bytes if self.layout else 0
-
-    @property
-    def page_format(self) -> PageFormat:
-        """Format of a page on a rank."""
-        return PageFormat(self.element, self.page_bytes, self.block_size)
+    def slot_bytes(self) -> int:
+        """Size of a CPU slot on a rank, bytes; 0 if pages cannot be offloaded."""
+        return slot_bytes(self.groups)
 
     def slots(self, cpu_bytes_per_rank: int) -> int:
         """Page slots of a rank's CPU tier."""
-        return cpu_bytes_per_rank // self.page_bytes if self.layout else 0
+        return cpu_bytes_per_rank // self.slot_bytes if self.groups else 0

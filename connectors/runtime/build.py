@@ -35,6 +35,7 @@ from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.storage.tiers import tiers_below
+from tiered_kv.tiers import StoreId
 from tiered_kv.trace import TraceWriter
 
 from .base import BlockPool, EngineFacts
@@ -115,11 +116,15 @@ def wire(
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     specs = tiers_below(config) if slots else ()
     below = sum(spec.capacity_bytes or 0 for spec in specs)
-    stored = below // max(1, facts.ranks * facts.page_bytes)
+    stored = below // max(1, facts.ranks * facts.slot_bytes)
     order = ByWorth(clock, lambda: prices.cpu_stay_s(), 2 * (slots + stored))
     index = PageIndex(slots, order)
-    indices = {spec.tier: make_index(spec, clock) for spec in specs}
-    planner = OrderBook(index, facts.ranks, facts.page_bytes, ASSUMED_BANDWIDTH, indices)
+    stores = {
+        StoreId(spec.tier, group): spec for spec in specs for group in range(len(facts.groups))
+    }
+    indices = {store: make_index(spec, clock) for store, spec in stores.items()}
+    page_bytes = [group.page_bytes for group in facts.groups]
+    planner = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex()
     restores = Restores(facts, planner, tails, given.restores, counters)
     saves = Saves(facts, planner, tails, counters, pool)
@@ -149,6 +154,7 @@ def wire(
     tiers = LowerTiers(
         [
             LowerTier(
+                store,
                 spec,
                 facts,
                 planner,
@@ -156,7 +162,7 @@ def wire(
                 lambda key: order.chance(key, math.inf),
                 clock,
             )
-            for spec in specs
+            for store, spec in stores.items()
         ],
         facts,
         planner,

@@ -18,6 +18,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
 from .base import BlockPool, Fingerprints, Request
@@ -124,7 +125,7 @@ class SchedulerHalf:
     def _fingerprint(self, request: Request) -> bytes | None:
         if self.index.num_slots == 0:
             return None
-        return self._fingerprints.of(request.adapter)
+        return self._fingerprints.of(request.adapter, CONTEXT)
 
     def _may_restore(self, turn: Turn) -> bool:
         return turn.fingerprint is not None and turn.request.reads_cache
@@ -356,7 +357,7 @@ class SchedulerHalf:
         self.counters.add("resets")
         self.let_go()
         self._fingerprints.next_generation()
-        self.tiers.reset(self._fingerprints.base.digest())
+        self.tiers.reset(lambda group: self._fingerprints.base(group).digest())
         self.planner.forget_all()
         self.tails.clear()
         self.gaps.reset()

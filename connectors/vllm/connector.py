@@ -33,6 +33,7 @@ from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
@@ -40,7 +41,7 @@ from .beside import refuse_company
 from .block_pool import VllmBlockPool
 from .engine_config import check_version, read_engine, refuse_unsupported, why_not_offloadable
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
-from .fingerprints import Fingerprints, base_fingerprint
+from .fingerprints import Fingerprints, base_fingerprints
 from .plugin import share_logging
 from .requests import VllmRequest, hints_of
 from .resets import Resets
@@ -112,7 +113,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 time.monotonic,
                 time.time,
             )
-            fingerprints = Fingerprints(base_fingerprint(vllm_config, facts))
+            fingerprints = Fingerprints(base_fingerprints(vllm_config, facts))
             work = prefill_work(vllm_config.model_config)
             self.scheduler_half = SchedulerHalf(given, fingerprints, work)
         else:
@@ -120,7 +121,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 facts,
                 config,
                 vllm_config.parallel_config.rank,
-                lambda: base_fingerprint(vllm_config, facts),
+                lambda: base_fingerprints(vllm_config, facts),
             )
 
     @property
@@ -154,7 +155,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         half = self._scheduler
-        pool = VllmBlockPool(kv_cache_manager, half.facts.group)
+        pool = VllmBlockPool(kv_cache_manager, CONTEXT)
         half.bind(pool)
         Resets(kv_cache_manager, pool.tables, half.before_reset)
 
@@ -172,7 +173,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half, block_ids = self._scheduler, ()
         if num_external_tokens > 0:
-            block_ids = blocks.get_block_ids()[half.facts.group]
+            block_ids = blocks.get_block_ids()[CONTEXT]
         try:
             half.allocated(request.request_id, block_ids, num_external_tokens)
         except Exception:
@@ -219,7 +220,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         half = self._scheduler
-        return False, half.finished(request.request_id, block_ids[half.facts.group])
+        return False, half.finished(request.request_id, block_ids[CONTEXT])
 
     @_never_raises(lambda self: False)
     def has_pending_block_frees(self) -> bool:

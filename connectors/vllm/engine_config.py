@@ -10,6 +10,7 @@ from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.layout import Placement, page_layout
+from tiered_kv.page_group import PageGroup
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +98,20 @@ def is_diffusion(vllm_config: Any) -> bool:
 
 def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Turn vLLM's configuration into ours. Both halves get the same answer."""
-    layout = None
+    groups: tuple[PageGroup, ...] = ()
     if why_not_offloadable(vllm_config, kv_cache_config) is None:
         placements = [
             Placement(len(t.layers), t.layer_stride, t.block_stride, t.offset)
             for t in kv_cache_config.kv_cache_tensors
         ]
-        layout = page_layout(placements, kv_cache_config.num_blocks)
+        group = PageGroup(
+            index=0,
+            block_size=vllm_config.cache_config.block_size,
+            layout=page_layout(placements, kv_cache_config.num_blocks),
+            element=_element(vllm_config),
+            arrangement=_arrangement(vllm_config, kv_cache_config),
+        )
+        groups = (group,)
     ahead = bool(vllm_config.scheduler_config.async_scheduling)
     # vLLM rewinds a request whose sync restore failed only where no later step was scheduled yet,
     # and only for its older model runner (vllm-project/vllm#49250); elsewhere it would go on with
@@ -112,9 +120,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         ranks=vllm_config.parallel_config.world_size,
         block_size=vllm_config.cache_config.block_size,
         num_blocks=kv_cache_config.num_blocks,
-        layout=layout,
-        element=_element(vllm_config),
-        arrangement=_arrangement(vllm_config, kv_cache_config),
+        groups=groups,
         replica=vllm_config.parallel_config.data_parallel_index,
         ahead=ahead,
         sync_restores=not (ahead or vllm_config.use_v2_model_runner),

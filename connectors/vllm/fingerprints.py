@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,28 +25,28 @@ class Fingerprints:
     saved nor restored, since hashing files has no place on the scheduler's thread.
     """
 
-    def __init__(self, base: Fingerprint) -> None:
-        self._base = base
+    def __init__(self, base: Sequence[Fingerprint]) -> None:
+        self._base = list(base)
         self._adapters: dict[tuple[int, str], Future[str]] = {}
-        self._digests: dict[str, bytes] = {}
+        self._digests: dict[tuple[str, int], bytes] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
 
-    @property
-    def base(self) -> Fingerprint:
-        """Of the base model, in this generation. It names the segment stores of the workers:
+    def base(self, group: int) -> Fingerprint:
+        """The base model's pages of a group, in this generation. It names the workers' stores:
         pages of adapters lie there under keys of their own."""
-        return self._base
+        return self._base[group]
 
     def next_generation(self) -> None:
         """Make every key so far unreachable."""
-        self._base = replace(self._base, generation=secrets.token_hex(8))
+        generation = secrets.token_hex(8)
+        self._base = [replace(one, generation=generation) for one in self._base]
         self._digests.clear()
 
-    def of(self, adapter: Any | None) -> bytes | None:
-        """Digest for requests with that adapter (vLLM's ``LoRARequest``); None while (or if) its
-        files are unknown."""
+    def of(self, adapter: Any | None, group: int) -> bytes | None:
+        """Digest of a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
+        while (or if) its files are unknown."""
         if adapter is None:
-            return self._digest("")
+            return self._digest("", group)
         where = (adapter.lora_int_id, adapter.lora_path)
         if getattr(adapter, "load_inplace", False) or where not in self._adapters:
             path = Path(adapter.lora_path).expanduser()
@@ -53,35 +54,45 @@ class Fingerprints:
         digest = self._adapters[where]
         if not digest.done() or digest.exception() is not None:
             return None
-        return self._digest(digest.result())
+        return self._digest(digest.result(), group)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _digest(self, adapter: str) -> bytes:
-        digest = self._digests.get(adapter)
+    def _digest(self, adapter: str, group: int) -> bytes:
+        digest = self._digests.get((adapter, group))
         if digest is None:
-            digest = replace(self._base, adapter=adapter).digest()
-            self._digests[adapter] = digest
+            digest = replace(self._base[group], adapter=adapter).digest()
+            self._digests[adapter, group] = digest
         return digest
 
 
-def base_fingerprint(vllm_config: Any, facts: EngineFacts) -> Fingerprint:
-    """Fingerprint of the engine's base model. Reads the model's files, unless cached."""
+def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint, ...]:
+    """Fingerprints of the base model's pages, one for each group. Reads the model's files, unless
+    cached."""
+    if not facts.groups:
+        return ()
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    return Fingerprint(
-        model=_model_digest(vllm_config),
-        adapter="",
-        dtype=str(model.dtype),
-        cache_dtype=str(cache.cache_dtype),
-        kv_scales="checkpoint",
-        config=_config(model),
-        group=facts.group,
-        block_size=facts.block_size,
-        layout=f"{facts.layout.describe()} {facts.arrangement}" if facts.layout else "",
-        ranks=facts.ranks,
-        hash_algorithm=_hash_algorithm(cache),
-        generation="",
+    config = _config(model)
+    if len(facts.groups) > 1:  # a page of one group says nothing without those of the others
+        config["groups"] = [f"{group.index} {group.describe()}" for group in facts.groups]
+    digest = _model_digest(vllm_config)
+    return tuple(
+        Fingerprint(
+            model=digest,
+            adapter="",
+            dtype=str(model.dtype),
+            cache_dtype=str(cache.cache_dtype),
+            kv_scales="checkpoint",
+            config=config,
+            group=group.index,
+            block_size=group.block_size,
+            layout=group.describe(),
+            ranks=facts.ranks,
+            hash_algorithm=_hash_algorithm(cache),
+            generation="",
+        )
+        for group in facts.groups
     )
 
 

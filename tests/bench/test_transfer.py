@@ -22,7 +22,8 @@ def test_pages_are_those_of_the_models() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_an_order_decides_how_many_runs_a_page_has(shape: Shape) -> None:
-    layers, blocks = (page_runs(shape.layout(order, 8)) for order in ORDERS)
+    layouts = [shape.layout(order, 8) for order in ORDERS]
+    layers, blocks = (page_runs(layout, layout.page_bytes) for layout in layouts)
     assert [len(layers), len(blocks)] == [shape.layers, 1]
     assert layers.page_bytes == blocks.page_bytes
 

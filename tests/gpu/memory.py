@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +25,13 @@ NEEDS_CUDA = [
 
 
 def make_backend(
-    way: str, layout: PageLayout, storage: torch.Tensor, pool: CpuPool
+    way: str, layouts: Sequence[PageLayout], storage: torch.Tensor, pool: CpuPool
 ) -> TransferBackend:
     from tiered_kv.transfer.cuda.backend import CopyBy, CudaTransfer
 
     if way == "kernel":
         pytest.importorskip("cupy", reason="the kernel needs cupy")
-    return CudaTransfer(layout, storage, pool, CopyBy(way))
+    return CudaTransfer(layouts, storage, pool, CopyBy(way))
 
 
 def pinned_pool(num_slots: int, page_bytes: int) -> CpuPool:
@@ -81,7 +81,7 @@ def vram(way: str, layout: PageLayout, num_slots: int) -> Iterator[Vram]:
     pool = pinned_pool(num_slots, layout.page_bytes)
     try:
         pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
-        backend = make_backend(way, layout, storage, pool)
+        backend = make_backend(way, [layout], storage, pool)
         try:
             yield Vram(layout, storage, pool, backend, rng)
         finally:

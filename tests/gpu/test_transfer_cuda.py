@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -39,8 +40,10 @@ LAYOUTS = {
 class OnCuda(TransferConformance):
     way: str
 
-    def make_backend(self, layout: PageLayout, storage: Any, pool: CpuPool) -> TransferBackend:
-        return make_backend(self.way, layout, storage, pool)
+    def make_backend(
+        self, layouts: Sequence[PageLayout], storage: Any, pool: CpuPool
+    ) -> TransferBackend:
+        return make_backend(self.way, layouts, storage, pool)
 
     def make_pool(self, num_slots: int, page_bytes: int) -> CpuPool:
         return pinned_pool(num_slots, page_bytes)
@@ -135,7 +138,7 @@ def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
     assert layout.storage_bytes > 2 << 32
     with closing(pinned_pool(66, layout.page_bytes)) as pool:
         assert pool.slots.nbytes > 1 << 32
-        with closing(make_backend(way, layout, storage, pool)) as backend:
+        with closing(make_backend(way, [layout], storage, pool)) as backend:
             halves = storage[(5 << 30) :], storage
             for number, block in enumerate((0, 33, 65), 1):
                 for half, where in enumerate(halves):
@@ -172,9 +175,9 @@ def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
     storage = torch.zeros(639, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="has 639 bytes, its layout spans 640"):
-        CudaTransfer(layout, storage, CpuPool(1, 128))
+        CudaTransfer([layout], storage, CpuPool(1, 128))
     with pytest.raises(ValueError, match="slots of 127 B for pages of 128 B"):
-        CudaTransfer(layout, torch.zeros(640, dtype=torch.uint8, device="cuda"), CpuPool(1, 127))
+        CudaTransfer([layout], torch.zeros(640, dtype=torch.uint8, device="cuda"), CpuPool(1, 127))
 
 
 def test_what_copies_cost_was_measured_both_ways() -> None:

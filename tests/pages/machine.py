@@ -29,7 +29,7 @@ from tiered_kv.pages.cpu_index import PageIndex, PageState
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.testing.eviction import LeastRecentlyUsed
-from tiered_kv.tiers import SSD
+from tiered_kv.testing.stores import SSD
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]
 BLOCKS = range(1, 15)
@@ -79,7 +79,7 @@ class OrdersMachine(RuleBasedStateMachine):
 
     def make(self, num_slots: int, ranks: int) -> OrderBook:
         index = PageIndex(num_slots, LeastRecentlyUsed())
-        return OrderBook(index, ranks, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()})
+        return OrderBook(index, ranks, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()})
 
     @initialize(num_slots=st.sampled_from([4, 5, 3, 2, 1, 0]), ranks=st.integers(1, 3))
     def start(self, num_slots: int, ranks: int) -> None:
@@ -399,9 +399,9 @@ class OrdersMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_on_ssd_is_whole_on_every_rank(self) -> None:
-        assert len(self.planner.tiers[SSD].index) == len(self.on_ssd)
+        assert len(self.planner.stores[SSD].index) == len(self.on_ssd)
         for key, serial in self.on_ssd.items():
-            assert key in self.planner.tiers[SSD].index
+            assert key in self.planner.stores[SSD].index
             for rank in self.ranks:
                 assert self.ssd[rank][key] == Page(key, serial, 0).bytes_of(rank)
 

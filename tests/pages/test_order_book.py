@@ -26,7 +26,7 @@ from tiered_kv.pages.cpu_index import PageIndex, PageState
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.testing.eviction import LeastRecentlyUsed
-from tiered_kv.tiers import SSD
+from tiered_kv.testing.stores import SSD
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
 
@@ -42,7 +42,7 @@ TestOrders.settings = settings(stateful_step_count=60, phases=list(Phase) if THO
 def planner() -> OrderBook:
     """Two ranks, two slots."""
     return OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 2, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(2, LeastRecentlyUsed()), 2, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
 
 
@@ -310,9 +310,9 @@ class TrustsAFailedPromotion(OrderBook):
 
 class ForgetsNothingOnSsd(OrderBook):
     def forget_all(self) -> None:
-        kept = list(self.tiers[SSD].index._used)
+        kept = list(self.stores[SSD].index._used)
         super().forget_all()
-        self.tiers[SSD].index.add(kept)
+        self.stores[SSD].index.add(kept)
 
 
 PLANNERS = [
@@ -335,7 +335,7 @@ def test_the_machine_notices_a_broken_planner(broken: type[OrderBook]) -> None:
     class Machine(OrdersMachine):
         def make(self, num_slots: int, ranks: int) -> OrderBook:
             index = PageIndex(num_slots, LeastRecentlyUsed())
-            return broken(index, ranks, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()})
+            return broken(index, ranks, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()})
 
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(Machine, settings=HUNT)
@@ -348,7 +348,7 @@ def test_the_machine_notices_a_broken_index(broken: type[PageIndex]) -> None:
             return OrderBook(
                 broken(num_slots, LeastRecentlyUsed()),
                 ranks,
-                PAGE_BYTES,
+                [PAGE_BYTES],
                 BANDWIDTH,
                 {SSD: TierIndex()},
             )
@@ -392,7 +392,7 @@ def on_ssd(planner: OrderBook, *keys: PageKey) -> None:
 
 def test_a_page_stays_readable_while_it_goes_down() -> None:
     planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     saved = planner.plan_save({A: 1, B: 2})
     assert saved is not None
@@ -406,13 +406,13 @@ def test_a_page_stays_readable_while_it_goes_down() -> None:
     assert planner.plan_save({C: 3}) is not None, "B makes room, A is being written"
     assert not planner.index.known(B)
     settle(planner, order)
-    assert A in planner.tiers[SSD].index
+    assert A in planner.stores[SSD].index
     assert planner.index.readable(A), "a demoted page is in both places until it is evicted"
 
 
 def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
     planner = OrderBook(
-        PageIndex(3, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(3, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     saved = planner.plan_save({A: 1, B: 2, C: 3})
     assert saved is not None
@@ -426,7 +426,7 @@ def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
 
 def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
     planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     on_ssd(planner, A, B)
     order = planner.plan_promote(SSD, [A, C, B], due=0.0)
@@ -438,14 +438,14 @@ def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
     settle(planner, order, 1)
     assert planner.index.readable(A)
     assert not planner.promoting
-    assert (A in planner.tiers[SSD].index, B in planner.tiers[SSD].index) == (True, False), (
+    assert (A in planner.stores[SSD].index, B in planner.stores[SSD].index) == (True, False), (
         "a bad page is not tried again"
     )
 
 
 def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
     planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     on_ssd(planner, A)
     order = planner.plan_promote(SSD, [A], due=5.0)
@@ -458,14 +458,14 @@ def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
 
 def test_an_order_never_sent_leaves_no_trace() -> None:
     planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     on_ssd(planner, A)
     up = planner.plan_promote(SSD, [A], due=0.0)
     assert up is not None
     planner.cancel(up)
     assert (planner.index.free_slots, planner.in_flight) == (2, 0)
-    assert A in planner.tiers[SSD].index, "nothing is known against it"
+    assert A in planner.stores[SSD].index, "nothing is known against it"
     saved = planner.plan_save({B: 1})
     assert saved is not None
     settle(planner, saved)
@@ -474,15 +474,15 @@ def test_an_order_never_sent_leaves_no_trace() -> None:
     planner.cancel(down)
     planner.index.check_integrity()
     assert (
-        len(planner.tiers[SSD].demoting),
-        B in planner.tiers[SSD].index,
+        len(planner.stores[SSD].demoting),
+        B in planner.stores[SSD].index,
         planner.index.readable(B),
     ) == (0, False, True)
 
 
 def test_what_goes_down_during_a_reset_is_not_on_ssd() -> None:
     planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     saved = planner.plan_save({A: 1})
     assert saved is not None
@@ -491,13 +491,13 @@ def test_what_goes_down_during_a_reset_is_not_on_ssd() -> None:
     assert order is not None
     planner.forget_all()
     assert settle(planner, order).abandoned
-    assert len(planner.tiers[SSD].index) == 0
+    assert len(planner.stores[SSD].index) == 0
     assert planner.index.free_slots == 2
 
 
 def test_the_speed_of_promotions_is_learned_from_them_alone() -> None:
     planner = OrderBook(
-        PageIndex(16, LeastRecentlyUsed()), 1, PAGE_BYTES, BANDWIDTH, {SSD: TierIndex()}
+        PageIndex(16, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
     keys = [PageKey(bytes([n]) * 20) for n in range(16)]
     on_ssd(planner, *keys)

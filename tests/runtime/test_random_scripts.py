@@ -19,9 +19,9 @@ from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig, RigOptions, expected, text
 from tiered_kv.testing.vllm.runner import CELL, VOCABULARY
-from tiered_kv.tiers import SSD
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 150
@@ -133,8 +133,8 @@ def play(rig: Rig, rng: random.Random) -> None:
         elif what < 0.95:
             if faulty is not None:
                 faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
-            if rig.worker.worker_half.tiers:
-                break_once(rig.worker.worker_half.tiers[SSD].io.store, rng)
+            if rig.worker.worker_half.stores:
+                break_once(rig.worker.worker_half.stores[SSD].io.store, rng)
         else:
             rig.scheduler.reset_prefix_cache()
     rig.run()

@@ -17,7 +17,7 @@ from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
 from tiered_kv.storage import io_thread
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.store import SegmentStore, StoreOptions
-from tiered_kv.tiers import SSD
+from tiered_kv.testing.stores import SSD
 
 FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=8192, tokens=16)
 SLOTS = 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ from tiered_kv.transfer.cpu_pool import CpuPool
 class TestFaultyTransferWithoutFaults(TransferConformance):
     """Until a fault is asked for, it is the backend it wraps."""
 
-    def make_backend(self, layout: PageLayout, storage: Any, pool: CpuPool) -> TransferBackend:
-        return FaultyTransfer(CpuTransfer(layout, storage, pool))
+    def make_backend(
+        self, layouts: Sequence[PageLayout], storage: Any, pool: CpuPool
+    ) -> TransferBackend:
+        return FaultyTransfer(CpuTransfer(layouts, storage, pool))
 
 
 class Copies:
@@ -34,7 +36,7 @@ class Copies:
         self.pool.slots[:] = np.arange(11, 15, dtype=np.uint8)[:, None]
         self.storage = np.repeat(np.arange(1, 5, dtype=np.uint8), 8)
         layout = page_layout([Placement(1, 32, 8, 0)], 4)
-        self.faulty = FaultyTransfer(CpuTransfer(layout, self.storage, self.pool))
+        self.faulty = FaultyTransfer(CpuTransfer([layout], self.storage, self.pool))
 
     def run(self, direction: Direction, blocks: list[int], slots: list[int]) -> set[int]:
         return set(self.faulty.run(CopyJob(1, direction, blocks, slots)).failed)

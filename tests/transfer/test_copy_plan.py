@@ -40,7 +40,7 @@ def byte_pairs(copies: Copies) -> list[tuple[int, int]]:
 def test_every_byte_of_every_page_is_moved_once_and_to_its_place(move: Move) -> None:
     pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
 
-    moved = byte_pairs(plan_copies(page_runs(move.layout), pages))
+    moved = byte_pairs(plan_copies(page_runs(move.layout, move.layout.page_bytes), pages))
 
     size = move.layout.page_bytes
     assert sorted(moved) == sorted(
@@ -52,7 +52,7 @@ def test_every_byte_of_every_page_is_moved_once_and_to_its_place(move: Move) -> 
 
 @given(moves())
 def test_copies_are_counted_without_being_planned(move: Move) -> None:
-    runs = page_runs(move.layout)
+    runs = page_runs(move.layout, move.layout.page_bytes)
     pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
     assert count_copies(runs, pages) == len(plan_copies(runs, pages))
 
@@ -61,7 +61,7 @@ def test_copies_are_counted_without_being_planned(move: Move) -> None:
 def test_pieces_are_short_and_still_every_byte_of_the_page(
     layout: PageLayout, longest: int
 ) -> None:
-    runs = page_runs(layout)
+    runs = page_runs(layout, layout.page_bytes)
     pieces = cut(runs, longest)
     assert 1 <= pieces.nbytes.min() <= pieces.nbytes.max() <= longest
     one = Pages(np.array([layout.num_blocks - 1]), np.array([2]), frozenset())
@@ -90,7 +90,7 @@ def test_what_does_not_exist_is_set_aside_and_the_rest_is_kept(job: list[tuple[i
 
 
 def test_neighbours_on_both_sides_become_one_copy_where_a_block_is_one_run() -> None:
-    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100))
+    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100), 48)
 
     copies = plan_copies(runs, pages_of([4, 5, 6, 8, 9, 3], [0, 1, 2, 3, 5, 6]))
 
@@ -100,17 +100,25 @@ def test_neighbours_on_both_sides_become_one_copy_where_a_block_is_one_run() -> 
 
 
 def test_layers_apart_stay_apart_however_the_blocks_lie() -> None:
-    runs = page_runs(page_layout([Placement(3, 100 * 16, 16, 0)], 100))
+    runs = page_runs(page_layout([Placement(3, 100 * 16, 16, 0)], 100), 48)
     assert plan_copies(runs, pages_of([4, 5], [0, 1])).nbytes.tolist() == [16] * 6
 
 
 def test_runs_that_touch_within_a_block_are_one() -> None:
     layout = PageLayout((Region(0, 4, 16, 80, 16), Region(64, 1, 0, 80, 16)), 3)
-    assert page_runs(layout).nbytes.tolist() == [80]
+    assert page_runs(layout, layout.page_bytes).nbytes.tolist() == [80]
     apart = PageLayout((Region(0, 4, 16, 80, 16), Region(65, 1, 0, 80, 15)), 3)
-    assert page_runs(apart).nbytes.tolist() == [64, 15]
+    assert page_runs(apart, apart.page_bytes).nbytes.tolist() == [64, 15]
 
 
 def test_no_pages_are_no_copies() -> None:
-    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100))
+    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100), 48)
     assert len(plan_copies(runs, pages_of([], []))) == count_copies(runs, pages_of([], [])) == 0
+
+
+def test_pages_smaller_than_their_slots_keep_to_their_own_bytes() -> None:
+    runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100), 64)
+    copies = plan_copies(runs, pages_of([4, 5, 6], [0, 1, 2]))
+    assert copies.nbytes.tolist() == [48, 48, 48]
+    assert copies.slab.tolist() == [0, 64, 128]
+    assert count_copies(runs, pages_of([4, 5, 6], [0, 1, 2])) == 3

@@ -21,6 +21,7 @@ from tiered_kv.connectors.vllm.engine_config import (
 )
 from tiered_kv.errors import TieredKVError, UnsupportedError
 from tiered_kv.layout import Placement, page_layout
+from tiered_kv.page_group import PageGroup
 
 # -- versions ---------------------------------------------------------------------------
 
@@ -220,11 +221,17 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
         ranks=2,
         block_size=16,
         num_blocks=10,
-        layout=page_layout([Placement(2, 640, 64, 0)], 10),
-        element=ElementType.BF16,
-        arrangement=facts.arrangement,
+        groups=(
+            PageGroup(
+                index=0,
+                block_size=16,
+                layout=page_layout([Placement(2, 640, 64, 0)], 10),
+                element=ElementType.BF16,
+                arrangement=facts.groups[0].arrangement,
+            ),
+        ),
     )
-    assert facts.page_bytes == 128
+    assert facts.slot_bytes == 128
     assert not caplog.records
 
 
@@ -249,8 +256,9 @@ def test_blocks_of_one_size_can_be_arranged_differently() -> None:
     """Heads before tokens or behind them: the same regions, and pages that must not mix."""
     one, other = kv_config(FullAttentionSpec), kv_config(FullAttentionSpec)
     one.kv_cache_layout, other.kv_cache_layout = "LBNHC", "LBHNC"
-    assert read_engine(config(), one).layout == read_engine(config(), other).layout
-    assert read_engine(config(), one).arrangement != read_engine(config(), other).arrangement
+    (mine,), (theirs,) = (read_engine(config(), cache).groups for cache in (one, other))
+    assert mine.layout == theirs.layout
+    assert mine.arrangement != theirs.arrangement
 
 
 @pytest.mark.usefixtures("without_vllm")
@@ -267,12 +275,15 @@ def test_what_cannot_be_offloaded_is_left_to_vllm_with_a_reason(
     cache: SimpleNamespace, reason: str
 ) -> None:
     facts = read_engine(config(), cache)
-    assert facts.layout is None
-    assert facts.page_bytes == facts.slots(1 << 30) == 0
+    assert facts.groups == ()
+    assert facts.slot_bytes == facts.slots(1 << 30) == 0
     assert reason in str(why_not_offloadable(config(), cache))
 
 
 def test_slots_are_whole_pages_of_the_memory_given() -> None:
-    layout = page_layout([Placement(2, 640, 64, 0)], 10)
-    facts = EngineFacts(1, 16, 10, layout)
+    small, large = (
+        PageGroup(i, 16, page_layout([Placement(2, 640, size, 0)], 10))
+        for i, size in enumerate((32, 64))
+    )
+    facts = EngineFacts(1, 16, 10, (small, large))
     assert [facts.slots(nbytes) for nbytes in (0, 127, 128, 1000)] == [0, 0, 1, 7]

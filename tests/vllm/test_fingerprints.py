@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,24 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.vllm.fingerprints import Fingerprints, base_fingerprint
+from tiered_kv.connectors.vllm.fingerprints import Fingerprints, base_fingerprints
+from tiered_kv.keys import Fingerprint
+from tiered_kv.page_group import CONTEXT, PageGroup
+from tiered_kv.testing.vllm.rig import Rig
 
 
 @pytest.fixture
 def fingerprints(make_rig: MakeRig) -> Iterator[Fingerprints]:
     rig = make_rig()
-    made = Fingerprints(base_fingerprint(rig.config, rig.half.facts))
+    made = Fingerprints(base_fingerprints(rig.config, rig.half.facts))
     yield made
     made.close()
+
+
+def fingerprint(rig: Rig) -> Fingerprint:
+    """The fingerprint of the one page group."""
+    (only,) = base_fingerprints(rig.config, rig.half.facts)
+    return only
 
 
 def adapter(path: Path | str, number: int = 1) -> Any:
@@ -26,9 +36,9 @@ def adapter(path: Path | str, number: int = 1) -> Any:
 
 
 def digested(fingerprints: Fingerprints, request: Any) -> bytes | None:
-    fingerprints.of(request)
+    fingerprints.of(request, CONTEXT)
     fingerprints._threads.submit(int).result()  # behind the digest, on the same thread
-    return fingerprints.of(request)
+    return fingerprints.of(request, CONTEXT)
 
 
 def test_adapters_are_told_apart_by_their_files(fingerprints: Fingerprints, tmp_path: Path) -> None:
@@ -38,7 +48,7 @@ def test_adapters_are_told_apart_by_their_files(fingerprints: Fingerprints, tmp_
         folder.mkdir()
         (folder / "adapter_model.safetensors").write_bytes(weights)
         found.add(digested(fingerprints, adapter(folder, number)))
-    assert len(found | {None, fingerprints.of(None)}) == 4
+    assert len(found | {None, fingerprints.of(None, CONTEXT)}) == 4
 
 
 @pytest.mark.parametrize("name", ["org/adapter", "empty"])
@@ -63,10 +73,10 @@ def test_an_adapter_in_the_home_folder_is_found(
 def test_models_whose_configuration_was_overridden_are_told_apart(make_rig: MakeRig) -> None:
     """By ``--hf-overrides``: the files are the same."""
     rig = make_rig()
-    before = base_fingerprint(rig.config, rig.half.facts).config
-    assert before == base_fingerprint(rig.config, rig.half.facts).config
+    before = fingerprint(rig).config
+    assert before == fingerprint(rig).config
     rig.config.model_config.hf_text_config.num_experts_per_tok = 4
-    assert before != base_fingerprint(rig.config, rig.half.facts).config
+    assert before != fingerprint(rig).config
 
 
 @pytest.mark.parametrize(
@@ -84,10 +94,10 @@ def test_overrides_beside_the_text_model_count_where_there_are_any(
     """And nowhere else: pages of others stay valid."""
     rig = make_rig()
     model = rig.config.model_config
-    before = base_fingerprint(rig.config, rig.half.facts).digest()
+    before = fingerprint(rig).digest()
     model.hf_config = SimpleNamespace(to_dict=lambda: {"vision_config": {"patch_size": 16}})
     model.hf_overrides = overrides
-    assert (base_fingerprint(rig.config, rig.half.facts).digest() != before) == told_apart
+    assert (fingerprint(rig).digest() != before) == told_apart
 
 
 @pytest.mark.parametrize(("load_format", "found"), [("auto", True), ("dummy", False)])
@@ -98,7 +108,7 @@ def test_weights_that_were_not_loaded_from_their_files_are_not_told_by_them(
     rig = make_rig()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     rig.config.load_config.load_format = load_format
-    one, other = (base_fingerprint(rig.config, rig.half.facts) for _ in range(2))
+    one, other = (fingerprint(rig) for _ in range(2))
     assert one.lasting is found
     assert (one == other) is found
 
@@ -108,8 +118,42 @@ def test_a_model_whose_weights_lie_elsewhere_is_not_told_by_its_configuration(
 ) -> None:
     """As of one in object storage: what was trained further has the same configuration."""
     rig = make_rig()
-    assert base_fingerprint(rig.config, rig.half.facts).lasting
+    assert fingerprint(rig).lasting
     (tmp_path / "model" / "model.safetensors").unlink()
-    one, other = (base_fingerprint(rig.config, rig.half.facts) for _ in range(2))
+    one, other = (fingerprint(rig) for _ in range(2))
     assert not one.lasting
     assert one != other
+
+
+def test_each_page_group_has_a_fingerprint_that_names_all_of_them(make_rig: MakeRig) -> None:
+    """A page of one group is of no use beside pages of others than it was made with."""
+    rig = make_rig()
+    (first,) = rig.half.facts.groups
+    second = replace(first, index=1, block_size=first.block_size * 2)
+    third = replace(second, arrangement="another")
+
+    def of(*groups: PageGroup) -> list[bytes]:
+        facts = replace(rig.half.facts, groups=groups)
+        return [one.digest() for one in base_fingerprints(rig.config, facts)]
+
+    assert len({*of(first), *of(first, second), *of(first, third)}) == 5
+    assert of(first) == [fingerprint(rig).digest()]
+
+
+def test_the_fingerprint_of_one_group_is_what_it_always_was() -> None:
+    """Else every store on every disk is cold."""
+    written = Fingerprint(
+        model="m",
+        adapter="",
+        dtype="torch.bfloat16",
+        cache_dtype="auto",
+        kv_scales="checkpoint",
+        config={"layers": 2},
+        group=0,
+        block_size=16,
+        layout="2x64 NHD",
+        ranks=1,
+        hash_algorithm="sha256/0",
+        generation="",
+    )
+    assert written.digest().hex() == "d52af457f1ac16555a959bbef6575bfd"

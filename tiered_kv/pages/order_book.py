@@ -26,7 +26,8 @@ from tiered_kv.orders import (
     SaveOrder,
     StoreOrder,
 )
-from tiered_kv.tiers import TierId
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.tiers import StoreId
 
 from .cpu_index import PageIndex
 from .tier_index import TierIndex, TierPages
@@ -68,12 +69,12 @@ class OrderBook:
     Args:
         index: the pages in CPU memory; mutated by planning and by settling.
         ranks: how many workers must report an order before it counts.
-        page_bytes: bytes of a page on one rank, for the bandwidth estimates.
+        page_bytes: size of a page of each group on one rank, bytes, for the bandwidth estimates.
         bandwidth: bytes per second of one rank's copies, assumed until measured.
-        tiers: indices of the tiers below, fastest first.
+        stores: indices of the tiers below, fastest first.
 
     Attributes:
-        tiers: pages of the tiers below, fastest first.
+        stores: pages of the tiers below, fastest first.
         unsaved: pages left without a slot so far.
     """
 
@@ -81,12 +82,12 @@ class OrderBook:
         self,
         index: PageIndex,
         ranks: int,
-        page_bytes: int,
+        page_bytes: Sequence[int],
         bandwidth: float,
-        tiers: Mapping[TierId, TierIndex] | None = None,
+        stores: Mapping[StoreId, TierIndex] | None = None,
     ) -> None:
         self.index = index
-        self.tiers = {tier: TierPages(pages) for tier, pages in (tiers or {}).items()}
+        self.stores = {store: TierPages(pages) for store, pages in (stores or {}).items()}
         self.bandwidth = bandwidth
         self.unsaved = 0
         self._ranks = ranks
@@ -132,45 +133,45 @@ class OrderBook:
             expedited.append(order)
         return expedited
 
-    def tier_of(self, order_id: OrderId) -> TierId:
-        """The tier that an order in flight goes to."""
+    def store_of(self, order_id: OrderId) -> StoreId:
+        """The store that an order in flight goes to."""
         order = self._flights[order_id].order
         assert not isinstance(order, (SaveOrder, LoadOrder))
-        return order.tier
+        return order.store
 
     @property
     def promoting(self) -> Mapping[PageKey, OrderId]:
         """Pages on their way up to CPU memory, and the orders that bring them."""
         return self._promoting
 
-    def copy_seconds(self, pages: int) -> float:
+    def copy_seconds(self, pages: int, group: int = CONTEXT) -> float:
         """Time one rank needs to copy that many pages, at the bandwidth seen so far."""
-        return pages * self._page_bytes / self.bandwidth
+        return pages * self._page_bytes[group] / self.bandwidth
 
-    def promote_seconds(self, tier: TierId, pages: int) -> float:
-        """Time until that many pages more are up from a tier, behind those already ordered and
+    def promote_seconds(self, store: StoreId, pages: int) -> float:
+        """Time until that many pages more are up from a store, behind those already ordered and
         due."""
-        state = self.tiers[tier]
-        due = state.promoting - self.ahead(tier)
-        return (pages + max(0, due)) * self._page_bytes / state.bandwidth
+        state = self.stores[store]
+        due = state.promoting - self.ahead(store)
+        return (pages + max(0, due)) * self._page_bytes[store.group] / state.bandwidth
 
-    def ahead(self, tier: TierId | None = None) -> int:
-        """Pages on their way up, from one tier or all, that were not due when last looked at
+    def ahead(self, store: StoreId | None = None) -> int:
+        """Pages on their way up, from one store or all, that were not due when last looked at
         (``expected``, ``expedite``)."""
         orders = (self._flights[order_id].order for order_id in self._not_yet_due)
         return sum(
             len(order.keys)
             for order in orders
-            if isinstance(order, PromoteOrder) and tier in (None, order.tier)
+            if isinstance(order, PromoteOrder) and store in (None, order.store)
         )
 
     def stored(self, key: PageKey) -> bool:
         """True if some tier below has the page."""
-        return any(key in tier.index for tier in self.tiers.values())
+        return any(key in tier.index for tier in self.stores.values())
 
     # -- planning -----------------------------------------------------------------
 
-    def plan_save(self, pages: Mapping[PageKey, int]) -> SaveOrder | None:
+    def plan_save(self, pages: Mapping[PageKey, int], group: int = CONTEXT) -> SaveOrder | None:
         """Order a copy VRAM → CPU of pages, from the blocks given; known ones are left out.
 
         Returns None if nothing needs saving or no slot can be had. Pages left without a
@@ -185,12 +186,17 @@ class OrderBook:
         if not slots:
             return None
         keys = keys[: len(slots)]
-        order = SaveOrder(self._new_id(), tuple(fresh.values())[: len(slots)], slots, keys)
+        order = SaveOrder(self._new_id(), group, tuple(fresh.values())[: len(slots)], slots, keys)
         self._flights[order.order_id] = _Flight(order, keys)
         return order
 
     def plan_load(
-        self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], mode: RestoreMode
+        self,
+        request_id: str,
+        keys: Sequence[PageKey],
+        blocks: Sequence[int],
+        mode: RestoreMode,
+        group: int = CONTEXT,
     ) -> LoadOrder:
         """Order a copy CPU → VRAM; every page must be readable and stays so until settled.
 
@@ -200,16 +206,18 @@ class OrderBook:
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
         slots = self.index.acquire_all(keys)
-        order = LoadOrder(self._new_id(), request_id, tuple(blocks), tuple(slots), mode)
+        order = LoadOrder(self._new_id(), group, request_id, tuple(blocks), tuple(slots), mode)
         self._flights[order.order_id] = _Flight(order, tuple(keys))
         return order
 
-    def plan_demote(self, tier: TierId, keys: Sequence[PageKey], due: float) -> DemoteOrder | None:
+    def plan_demote(
+        self, store: StoreId, keys: Sequence[PageKey], due: float
+    ) -> DemoteOrder | None:
         """Order a copy CPU → tier of the pages that are readable and not in the tier already.
 
         They stay readable meanwhile, and are not evicted. None if there are none.
         """
-        state = self.tiers[tier]
+        state = self.stores[store]
         wanted = tuple(
             key
             for key in dict.fromkeys(keys)
@@ -220,39 +228,39 @@ class OrderBook:
         if not wanted:
             return None
         slots = tuple(self.index.acquire(key) for key in wanted)
-        order = DemoteOrder(self._new_id(), tier, wanted, slots, due)
+        order = DemoteOrder(self._new_id(), store, wanted, slots, due)
         state.demoting.update(wanted)
         self._send(order, due)
         return order
 
     def plan_promote(
-        self, tier: TierId, keys: Sequence[PageKey], due: float
+        self, store: StoreId, keys: Sequence[PageKey], due: float
     ) -> PromoteOrder | None:
         """Order a copy tier → CPU of the pages that are in the tier and not in CPU memory.
 
         Their slots are reserved now, evicting if need be; the first pages are taken where
         slots are short. None if nothing can be ordered.
         """
-        state, known = self.tiers[tier], self.index.known
+        state, known = self.stores[store], self.index.known
         wanted = [key for key in dict.fromkeys(keys) if key in state.index and not known(key)]
         slots = tuple(self.index.reserve_all(wanted)) if wanted else ()
         if not slots:
             return None
         wanted = wanted[: len(slots)]
-        order = PromoteOrder(self._new_id(), tier, tuple(wanted), slots, due)
+        order = PromoteOrder(self._new_id(), store, tuple(wanted), slots, due)
         self._promoting.update(dict.fromkeys(wanted, order.order_id))
         state.promoting += len(wanted)
         self._send(order, due)
         return order
 
     def plan_lookup(
-        self, tier: TierId, keys: Sequence[PageKey], deadline_s: float
+        self, store: StoreId, keys: Sequence[PageKey], deadline_s: float
     ) -> LookupOrder | None:
         """Order a question whether the tier has these pages; None if its index can tell."""
-        wanted = tuple(self.tiers[tier].index.unanswered(keys))
+        wanted = tuple(self.stores[store].index.unanswered(keys))
         if not wanted:
             return None
-        order = LookupOrder(self._new_id(), tier, wanted, deadline_s)
+        order = LookupOrder(self._new_id(), store, wanted, deadline_s)
         self._send(order, 0.0)
         return order
 
@@ -270,13 +278,13 @@ class OrderBook:
             return
         for key, slot in zip(flight.keys, order.slots, strict=True):
             if isinstance(order, DemoteOrder):
-                self.tiers[order.tier].demoting.discard(key)
+                self.stores[order.store].demoting.discard(key)
                 self.index.release(key, slot, used=False)
             else:
                 self._promoting.pop(key, None)
                 self.index.abort(key, slot)
         if isinstance(order, PromoteOrder) and not flight.abandoned:
-            self.tiers[order.tier].promoting -= len(flight.keys)
+            self.stores[order.store].promoting -= len(flight.keys)
 
     def abandon_saves(self) -> list[SaveOrder]:
         """Forget the pages of every save in flight; their source blocks may be given up.
@@ -299,7 +307,7 @@ class OrderBook:
             flight.abandoned = True
         self._promoting.clear()
         self.index.clear()
-        for tier in self.tiers.values():
+        for tier in self.stores.values():
             tier.promoting = 0
             tier.demoting.clear()
             tier.index.clear()
@@ -347,7 +355,7 @@ class OrderBook:
             return Settled(order, flight.keys, failed, flight.abandoned)
         if isinstance(order, LookupOrder):
             if not flight.abandoned:
-                answers = self.tiers[order.tier].index
+                answers = self.stores[order.store].index
                 answers.answer((k for i, k in enumerate(flight.keys) if i not in failed), True)
                 answers.answer((flight.keys[i] for i in failed), False)
             return Settled(order, flight.keys, failed, flight.abandoned)
@@ -361,7 +369,7 @@ class OrderBook:
             for key, slot in pages:
                 index.release(key, slot, used=False)
             if not flight.abandoned:
-                tier = self.tiers[order.tier]
+                tier = self.stores[order.store]
                 tier.demoting.difference_update(flight.keys)
                 tier.index.add(key for i, key in enumerate(flight.keys) if i not in failed)
         else:
@@ -372,7 +380,7 @@ class OrderBook:
             if isinstance(order, PromoteOrder) and not flight.abandoned:
                 for key in flight.keys:
                     self._promoting.pop(key, None)
-                tier = self.tiers[order.tier]
+                tier = self.stores[order.store]
                 tier.promoting -= len(flight.keys)
                 tier.index.discard(flight.keys[i] for i in failed)
         return Settled(order, flight.keys, failed, flight.abandoned)
@@ -382,10 +390,13 @@ class OrderBook:
             return
         seen = report.nbytes / report.seconds
         if isinstance(order, PromoteOrder):
-            if report.nbytes >= min(MIN_SAMPLE, self._page_bytes * 8):
-                tier = self.tiers[order.tier]
+            if report.nbytes >= min(MIN_SAMPLE, self._page_bytes[order.store.group] * 8):
+                tier = self.stores[order.store]
                 tier.bandwidth += 0.3 * (seen - tier.bandwidth)
-        elif isinstance(order, (SaveOrder, LoadOrder)) and report.nbytes >= self._page_bytes:
+        elif (
+            isinstance(order, (SaveOrder, LoadOrder))
+            and report.nbytes >= self._page_bytes[order.group]
+        ):
             self.bandwidth += 0.2 * (seen - self.bandwidth)
 
     def _new_id(self) -> OrderId:

@@ -35,7 +35,8 @@ class SsdTier:
         self.spec = TierSpec(SSD, Knowledge.KNOWN, config.ssd_bytes)
         self.bandwidth = 0.0
         self._config = config
-        self._codec: Codec | None = None
+        self._disk: DiskSpeed | None = None
+        self._codecs: dict[PageFormat, Codec] = {}
 
     def open(self, site: StoreSite) -> PageStore:
         """Open the rank's store; the first time the disk is measured and the codec chosen."""
@@ -53,13 +54,14 @@ class SsdTier:
             io_threads=threads,
         )
         try:
-            if self._codec is None:
+            if self._disk is None:
                 RealFiles().make_folders(config.ssd_path)
-                disk = _measure(config.ssd_path, threads)
-                self._codec, self.bandwidth = _choose(
-                    config.codec, site.page_format, disk, min(site.cores, threads)
+                self._disk = _measure(config.ssd_path, threads)
+            if site.page_format not in self._codecs:
+                self._codecs[site.page_format], self.bandwidth = _choose(
+                    config.codec, site.page_format, self._disk, min(site.cores, threads)
                 )
-            return SegmentStore(options, self._codec, codec_from)
+            return SegmentStore(options, self._codecs[site.page_format], codec_from)
         except StoreError as error:
             raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
         except OSError as error:

@@ -86,7 +86,9 @@ class TransferConformance:
     ``write`` as well; one that needs pinned memory, ``make_pool``.
     """
 
-    def make_backend(self, layout: PageLayout, storage: Any, pool: CpuPool) -> TransferBackend:
+    def make_backend(
+        self, layouts: Sequence[PageLayout], storage: Any, pool: CpuPool
+    ) -> TransferBackend:
         """The backend under test."""
         raise NotImplementedError
 
@@ -117,7 +119,7 @@ class TransferConformance:
         pool = self.make_pool(NUM_SLOTS, layout.page_bytes)
         with closing(pool):  # also if there is no backend: pinned memory must not stay so
             pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
-            with closing(self.make_backend(layout, storage, pool)) as backend:
+            with closing(self.make_backend([layout], storage, pool)) as backend:
                 yield TransferBench(
                     layout,
                     pool,
@@ -302,6 +304,31 @@ class TransferConformance:
         assert len(bench.backend.poll()) == 20
         assert bench.backend.poll() == []
 
+    def test_pages_of_a_smaller_group_leave_the_rest_of_their_slots(self) -> None:
+        """Two groups alias the same blocks, as attention and state do in one pool."""
+        whole = page_layout([Placement(3, NUM_BLOCKS * 64, 64, 0)], NUM_BLOCKS)
+        part = page_layout([Placement(1, NUM_BLOCKS * 64, 64, NUM_BLOCKS * 64)], NUM_BLOCKS)
+        content = np.random.default_rng(1).integers(0, 256, whole.storage_bytes, dtype=np.uint8)
+        storage = self.make_storage(whole.storage_bytes)
+        self.write(storage, content)
+        with closing(self.make_pool(NUM_SLOTS, whole.page_bytes)) as pool:
+            pool.slots[:] = 9
+            with closing(self.make_backend([whole, part], storage, pool)) as backend:
+                blocks, slots = (1, 2, 4), (5, 6, 0)
+                result = backend.run(CopyJob(1, Direction.SAVE, blocks, slots, group=1))
+                backend.drain()
+                assert (result.failed, result.nbytes) == (frozenset(), 3 * part.page_bytes)
+                for block, slot in zip(blocks, slots, strict=True):
+                    mine = content[addresses(part, block)]
+                    assert (pool.slots[slot, : part.page_bytes] == mine).all()
+                    assert (pool.slots[slot, part.page_bytes :] == 9).all()
+                backend.run(CopyJob(2, Direction.LOAD, (3, 0, 6), slots, group=1))
+                backend.drain()
+                after = content.copy()
+                for block, other in zip(blocks, (3, 0, 6), strict=True):
+                    after[addresses(part, other)] = content[addresses(part, block)]
+                assert (self.read(storage) == after).all()
+
     def test_close_finishes_what_was_submitted_and_leaves_no_thread(
         self, layout: PageLayout
     ) -> None:
@@ -309,7 +336,7 @@ class TransferConformance:
         storage = self.make_storage(layout.storage_bytes)
         self.write(storage, np.full(layout.storage_bytes, 7, dtype=np.uint8))
         with closing(self.make_pool(NUM_SLOTS, layout.page_bytes)) as pool:
-            backend = self.make_backend(layout, storage, pool)
+            backend = self.make_backend([layout], storage, pool)
             backend.submit(CopyJob(1, Direction.SAVE, (0, 1), (2, 3)))
 
             backend.close()

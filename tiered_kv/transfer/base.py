@@ -22,7 +22,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """Copy ``blocks[i]`` to ``slots[i]``, or the other way round.
+    """Copy ``blocks[i]`` of a page group to ``slots[i]``, or the other way round.
 
     No two jobs under way may write the same block or slot, nor one write what another
     reads: the planner's two phases see to that.
@@ -32,6 +32,7 @@ class CopyJob:
     direction: Direction
     blocks: Sequence[int]
     slots: Sequence[int]
+    group: int = 0
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.slots):

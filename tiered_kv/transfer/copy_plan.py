@@ -63,7 +63,8 @@ class PageRuns:
     ``start[r]`` of the slot.
 
     Attributes:
-        page_bytes: bytes of a slot.
+        page_bytes: size of a page, bytes.
+        slot_bytes: distance of one slot from the next, bytes.
     """
 
     offset: Numbers
@@ -71,13 +72,14 @@ class PageRuns:
     start: Numbers
     nbytes: Numbers
     page_bytes: int
+    slot_bytes: int
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
 
-def page_runs(layout: PageLayout) -> PageRuns:
-    """The fewest runs that make up a page."""
+def page_runs(layout: PageLayout, slot_bytes: int) -> PageRuns:
+    """The fewest runs that make up a page, in slots of ``slot_bytes``."""
     runs: list[tuple[int, int, int, int]] = []
     start = 0
     for region in layout.regions:
@@ -89,7 +91,23 @@ def page_runs(layout: PageLayout) -> PageRuns:
             else:
                 runs.append((offset, region.block_stride, start, region.nbytes))
             start += region.nbytes
-    return _page_runs(runs, layout.page_bytes)
+    return _page_runs(runs, layout.page_bytes, slot_bytes)
+
+
+def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes: int) -> None:
+    """Check that the pages of all groups lie within the storage, and fit into slots.
+
+    Raises:
+        ValueError: no groups, storage too small, or slots of another size than the largest page.
+    """
+    if not layouts:
+        raise ValueError("there is no page group to copy")
+    spans = max(layout.storage_bytes for layout in layouts)
+    if storage_bytes < spans:
+        raise ValueError(f"the KV cache has {storage_bytes} bytes, its layout spans {spans}")
+    largest = max(layout.page_bytes for layout in layouts)
+    if slot_bytes != largest:
+        raise ValueError(f"slots of {slot_bytes} B for pages of {largest} B")
 
 
 def cut(runs: PageRuns, longest: int) -> PageRuns:
@@ -105,12 +123,12 @@ def cut(runs: PageRuns, longest: int) -> PageRuns:
         )
         for done in range(0, nbytes, longest)
     ]
-    return _page_runs(pieces, runs.page_bytes)
+    return _page_runs(pieces, runs.page_bytes, runs.slot_bytes)
 
 
-def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int) -> PageRuns:
+def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int, slot_bytes: int) -> PageRuns:
     offset, stride, start, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 4).T.copy()
-    return PageRuns(offset, stride, start, nbytes, page_bytes)
+    return PageRuns(offset, stride, start, nbytes, page_bytes, slot_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +157,8 @@ def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
     """
     end = runs.offset[-1] + pages.blocks[:-1] * runs.stride[-1] + runs.nbytes[-1]
     begin = runs.offset[0] + pages.blocks[1:] * runs.stride[0]
+    if runs.page_bytes < runs.slot_bytes:  # there is a gap between two slots' pages
+        return np.zeros(len(end), dtype=np.bool_)
     joined: NDArray[np.bool_] = (end == begin) & (np.diff(pages.slots) == 1)
     return joined
 
@@ -151,7 +171,7 @@ def count_copies(runs: PageRuns, pages: Pages) -> int:
 def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
     """Every byte of the pages once. What is contiguous on both sides is one copy."""
     storage = (runs.offset + pages.blocks[:, None] * runs.stride).ravel()
-    slab = (runs.start + pages.slots[:, None] * runs.page_bytes).ravel()
+    slab = (runs.start + pages.slots[:, None] * runs.slot_bytes).ravel()
     nbytes = np.broadcast_to(runs.nbytes, (len(pages), len(runs))).ravel()
     joined = joints(runs, pages)
     if not joined.any():

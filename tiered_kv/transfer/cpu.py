@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from tiered_kv.layout import PageLayout
 
 from .base import CopyJob, CopyResult, Direction, TransferBackend
-from .copy_plan import Pages, page_runs, plan_copies, sort_out
+from .copy_plan import PageRuns, Pages, check_layouts, page_runs, plan_copies, sort_out
 from .cpu_pool import CpuPool
 from .streaming import copy_runs
 
@@ -30,25 +31,22 @@ class CpuTransfer(TransferBackend):
     """Copies between ``storage`` and ``pool``.
 
     Args:
-        layout: where a block's bytes lie in the storage.
+        layouts: places of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]``, contiguous.
-        pool: slots of ``layout.page_bytes`` bytes.
+        pool: slots as large as the largest page.
 
     Raises:
         ValueError: storage or slots too small for the layout.
     """
 
-    def __init__(self, layout: PageLayout, storage: Bytes, pool: CpuPool) -> None:
-        if storage.nbytes < layout.storage_bytes:
-            raise ValueError(
-                f"the KV cache has {storage.nbytes} bytes, its layout spans {layout.storage_bytes}"
-            )
-        if pool.slots.shape[1] != layout.page_bytes:
-            raise ValueError(f"slots of {pool.slots.shape[1]} B for pages of {layout.page_bytes} B")
+    def __init__(self, layouts: Sequence[PageLayout], storage: Bytes, pool: CpuPool) -> None:
+        slot_bytes = pool.slots.shape[1]
+        check_layouts(layouts, storage.nbytes, slot_bytes)
         self._storage = storage.reshape(-1)
         self._slab = pool.slots.reshape(-1)
-        self._num_blocks, self._num_slots = layout.num_blocks, len(pool.slots)
-        self._runs = page_runs(layout)
+        self._num_blocks = [layout.num_blocks for layout in layouts]
+        self._num_slots = len(pool.slots)
+        self._runs = [page_runs(layout, slot_bytes) for layout in layouts]
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
         self._pending = 0
@@ -90,21 +88,22 @@ class CpuTransfer(TransferBackend):
     def _copy(self, job: CopyJob) -> CopyResult:
         """Copy the pages that exist; the others are reported."""
         began = time.perf_counter()
-        pages = sort_out(job, self._num_blocks, self._num_slots)
+        runs = self._runs[job.group]
+        pages = sort_out(job, self._num_blocks[job.group], self._num_slots)
         failed = pages.failed
         if failed:
             logger.error("%s: %d pages do not exist", job.direction, len(failed))
         try:
             if len(pages):
-                self._copy_pages(job.direction, pages)
+                self._copy_pages(job.direction, runs, pages)
         except Exception:
             logger.exception("%s of %d pages failed", job.direction, len(pages))
             failed = frozenset(range(len(job.blocks)))
-        nbytes = (len(job.blocks) - len(failed)) * self._runs.page_bytes
+        nbytes = (len(job.blocks) - len(failed)) * runs.page_bytes
         return CopyResult(job.job_id, failed, nbytes, time.perf_counter() - began)
 
-    def _copy_pages(self, direction: Direction, pages: Pages) -> None:
-        copies = plan_copies(self._runs, pages)
+    def _copy_pages(self, direction: Direction, runs: PageRuns, pages: Pages) -> None:
+        copies = plan_copies(runs, pages)
         if direction is Direction.SAVE:
             copy_runs(self._slab, copies.slab, self._storage, copies.storage, copies.nbytes)
         else:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
@@ -94,7 +95,9 @@ class Prices:
             recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
             tiers_s={
-                tier: copy_s + planner.promote_seconds(tier, blocks) for tier in planner.tiers
+                store.tier: copy_s + planner.promote_seconds(store, blocks)
+                for store in planner.stores
+                if store.group == CONTEXT
             },
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,

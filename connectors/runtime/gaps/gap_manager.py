@@ -207,7 +207,7 @@ class Gaps:
 
     def _send_down(self, wait: Wait) -> None:
         """To the tiers below, if that was decided, and up again in time."""
-        if not self._planner.tiers or wait.decision.tier is not Tier.STORE:
+        if not self._planner.stores or wait.decision.tier is not Tier.STORE:
             return
         saving = wait.save is not None and self._planner.under_way(wait.save)
         self._tiers.demote(wait.pages, after=wait.save if saving else None)

@@ -82,7 +82,7 @@ class Exchange:
         try:
             self._settled(settled, step)
         finally:  # what one of the two does wrong must not cost the other's blocks
-            self._tiers.on_reports(reports.tiers)
+            self._tiers.on_reports(reports.stores)
             for done in settled:
                 self._tiers.settled(done)
             self._tiers.unsent_saves_dropped(dropped)

@@ -16,7 +16,7 @@ from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.tiers import TierSpec
+from tiered_kv.tiers import StoreId, TierSpec
 
 from .reclaims import Reclaims
 
@@ -43,6 +43,7 @@ class LowerTier:
     """Demotions, lookups and the answers to the stores of one tier. Owns its unsent orders.
 
     Args:
+        store: the tier's stores of one page group.
         spec: the tier.
         counters: counters of this tier.
         chance: probability that a waiting job comes back for a page.
@@ -51,6 +52,7 @@ class LowerTier:
 
     def __init__(
         self,
+        store: StoreId,
         spec: TierSpec,
         facts: EngineFacts,
         book: OrderBook,
@@ -58,17 +60,19 @@ class LowerTier:
         chance: Callable[[PageKey], float],
         clock: Callable[[], float],
     ) -> None:
+        self.store = store
         self.spec = spec
-        self.pages = book.tiers[spec.tier]
+        self.pages = book.stores[store]
         self.stored_bytes: dict[int, int] = {}
         self._facts = facts
         self._book = book
         self._index = book.index
         self.counters = counters
         self._clock = clock
+        page_bytes = facts.groups[store.group].page_bytes
         most = MOST_AHEAD
         if spec.capacity_bytes is not None:
-            most = min(most, spec.capacity_bytes // (2 * facts.ranks * facts.page_bytes))
+            most = min(most, spec.capacity_bytes // (2 * facts.ranks * page_bytes))
         self._window = max(1, min(self._index.num_slots * 3 // 4, most))
         self._looked_at = -self._window  # slots taken then
         self._ahead = 0  # pages demoted ahead: at most as many as slots were taken, or a store
@@ -148,7 +152,7 @@ class LowerTier:
 
     def ask(self, keys: Sequence[PageKey], deadline_s: float) -> OrderId | None:
         """Ask the stores for pages that the index cannot tell of; None if there are none."""
-        order = self._book.plan_lookup(self.spec.tier, keys, deadline_s)
+        order = self._book.plan_lookup(self.store, keys, deadline_s)
         if order is None:
             return None
         self._lookups.append(order)
@@ -156,11 +160,11 @@ class LowerTier:
 
     def promote_seconds(self, pages: int) -> float:
         """Time until that many pages more are up."""
-        return self._book.promote_seconds(self.spec.tier, pages)
+        return self._book.promote_seconds(self.store, pages)
 
     def promote(self, keys: Sequence[PageKey], due: float) -> PromoteOrder | None:
         """Order pages up for a time; None if there are none to order, or no slots."""
-        order = self._book.plan_promote(self.spec.tier, keys, due)
+        order = self._book.plan_promote(self.store, keys, due)
         if order is not None:
             self._promotes.append(order)
         return order
@@ -211,7 +215,7 @@ class LowerTier:
         """Order the backlog down, but not so much at a time that nothing can be evicted."""
         while self._backlog and (room := self._most_demoting - len(self.pages.demoting)) > 0:
             keys = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
-            order = self._book.plan_demote(self.spec.tier, keys, NOW)
+            order = self._book.plan_demote(self.store, keys, NOW)
             if order is not None:
                 self._demotes.append(order)
 

@@ -20,7 +20,7 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
 from tiered_kv.policies.pricing.estimators import PrefillFit
-from tiered_kv.tiers import Knowledge, TierId
+from tiered_kv.tiers import Knowledge, StoreId
 
 from .lower_tier import NOW, LowerTier
 
@@ -57,7 +57,7 @@ class LowerTiers:
         cached: Callable[[bytes], bool],
         clock: Callable[[], float],
     ) -> None:
-        self._tiers = {tier.spec.tier: tier for tier in tiers}
+        self._tiers = {tier.store: tier for tier in tiers}
         self._asked = [tier for tier in tiers if tier.spec.knowledge is Knowledge.ASKED]
         self._facts = facts
         self._book = book
@@ -74,7 +74,7 @@ class LowerTiers:
         """True if there is something to send."""
         return any(tier.unsent for tier in self._tiers.values())
 
-    def take(self) -> dict[TierId, TierOrders]:
+    def take(self) -> dict[StoreId, TierOrders]:
         """Hand over the unsent orders, by tier."""
         return {name: tier.take() for name, tier in self._tiers.items() if tier.unsent}
 
@@ -110,7 +110,7 @@ class LowerTiers:
         mine = [key for key in wanted if key in coming]
         orders = {coming[key] for key in mine}
         for order in self._book.expedite(orders, now):
-            self._tiers[order.tier].expedite(order.order_id)
+            self._tiers[order.store].expedite(order.order_id)
         turn.awaits |= orders
         turn.wait_until = now + promotion.longest_wait_s
         self._unclaimed += len(set(mine) - turn.ssd_keys)
@@ -134,10 +134,10 @@ class LowerTiers:
         self._counters.add("pages_promoted_ahead", ordered)
         return ordered > 0
 
-    def _by_tier(self, keys: Iterable[PageKey]) -> dict[TierId, list[PageKey]]:
+    def _by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
         """Pages by the fastest tier that has them and answers, fastest first."""
         usable = [(name, tier) for name, tier in self._tiers.items() if tier.answers]
-        split: dict[TierId, list[PageKey]] = {name: [] for name, _ in usable}
+        split: dict[StoreId, list[PageKey]] = {name: [] for name, _ in usable}
         for key in keys:
             for name, tier in usable:
                 if tier.has(key):
@@ -147,7 +147,7 @@ class LowerTiers:
 
     def _worth_it(
         self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit
-    ) -> tuple[Promotion | None, dict[TierId, list[PageKey]]]:
+    ) -> tuple[Promotion | None, dict[StoreId, list[PageKey]]]:
         """The promotion that is worth its time, and the pages to order for it, by tier.
 
         ``wanted`` is cut before the first page of a tier that is too slow, until what is left is
@@ -156,7 +156,7 @@ class LowerTiers:
         coming = self._book.promoting
         while wanted:
             fresh = self._by_tier(key for key in wanted if key not in coming)
-            involved = set(fresh) | {self._book.tier_of(coming[k]) for k in wanted if k in coming}
+            involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
             # The tiers work side by side.
             seconds = {
                 name: self._tiers[name].promote_seconds(len(fresh.get(name, ())))
@@ -221,7 +221,7 @@ class LowerTiers:
         silent = {name for name, tier in self._tiers.items() if not tier.answers}
 
         def on_its_way(key: PageKey) -> bool:
-            return key in coming and self._book.tier_of(coming[key]) not in silent
+            return key in coming and self._book.store_of(coming[key]) not in silent
 
         def somewhere(key: PageKey) -> bool:
             return readable(key) or any(key in pages for pages in indices) or on_its_way(key)
@@ -273,7 +273,7 @@ class LowerTiers:
         if turn.awaits and self._clock() >= turn.wait_until:
             self._counters.add("lookups_overdue" if turn.asking else "promotions_overdue")
             for order in turn.awaits:
-                self._tiers[self._book.tier_of(order)].give_up(order)
+                self._tiers[self._book.store_of(order)].give_up(order)
             turn.awaits.clear()
 
     def claimed(self, turn: Turn) -> None:
@@ -315,9 +315,9 @@ class LowerTiers:
         if isinstance(order, SaveOrder):
             self._demote(self._after_save.pop(order.order_id, ()))
         elif isinstance(order, (DemoteOrder, PromoteOrder)):
-            self._tiers[order.tier].settled(done)
+            self._tiers[order.store].settled(done)
 
-    def on_reports(self, reports: Mapping[TierId, Mapping[int, TierReport]]) -> None:
+    def on_reports(self, reports: Mapping[StoreId, Mapping[int, TierReport]]) -> None:
         """Take in the news of the ranks' stores."""
         for name, ranks in reports.items():
             if name in self._tiers:
@@ -335,11 +335,15 @@ class LowerTiers:
             found = {rank: one.stored[name] for rank, one in ranks.items() if name in one.stored}
             tier.on_handshake(found)
 
-    def reset(self, fingerprint: bytes) -> None:
-        """Begin a new generation of pages. Before the order book forgets them."""
+    def reset(self, fingerprint: Callable[[int], bytes]) -> None:
+        """Begin a new generation of pages. Before the order book forgets them.
+
+        Args:
+            fingerprint: gives the digest of a group's pages.
+        """
         self._after_save.clear()
         for tier in self._tiers.values():
-            tier.reset(fingerprint)
+            tier.reset(fingerprint(tier.store.group))
 
     def close(self) -> None:
         """Log the totals of each tier."""

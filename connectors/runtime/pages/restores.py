@@ -10,6 +10,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Hit, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
@@ -128,15 +129,19 @@ class Restores:
         """
         mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
         bad, order_id = tuple(block_ids[first:]), OrderId(next(self._refusals))
-        self.unsent.append(LoadOrder(order_id, request_id, bad, (NO_SLOT,) * len(bad), mode))
+        self.unsent.append(
+            LoadOrder(order_id, CONTEXT, request_id, bad, (NO_SLOT,) * len(bad), mode)
+        )
         return bad
 
     def settled(self, done: Settled) -> tuple[int, ...]:
         """A restore is over on every rank; returns the blocks of its request that vLLM hashed
         before it was made, and those behind."""
+        assert isinstance(done.order, LoadOrder)
         good = len(done.keys) - len(done.failed)
         self._counters.add("pages_restored", good)
-        self._counters.add("bytes_restored", good * self._facts.page_bytes * self._facts.ranks)
+        page_bytes = self._facts.groups[done.order.group].page_bytes
+        self._counters.add("bytes_restored", good * page_bytes * self._facts.ranks)
         self._counters.add("restore_failures", len(done.failed))
         if done.failed:
             logger.warning("%d pages could not be restored and are recomputed", len(done.failed))

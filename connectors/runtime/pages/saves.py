@@ -122,7 +122,7 @@ class Saves:
             pages[tail.key] = block_ids[block]
             used.insert(0, tail.key)
             index, book = self._planner.index, self._planner
-            stored = sum(len(tier.index) for tier in book.tiers.values())
+            stored = sum(len(tier.index) for tier in book.stores.values())
             if len(self._tails) > 2 * (index.num_slots + stored):
                 self._tails.prune(lambda key: index.known(key) or book.stored(key))
         order = self._order(pages)
@@ -152,7 +152,10 @@ class Saves:
             return
         good = len(done.keys) - failed
         self._counters.add("pages_saved", good)
-        self._counters.add("bytes_saved", good * self._facts.page_bytes * self._facts.ranks)
+        page_bytes = self._facts.groups[done.order.group].page_bytes
+        unused = self._facts.slot_bytes - page_bytes
+        self._counters.add("bytes_saved", good * page_bytes * self._facts.ranks)
+        self._counters.add("slot_bytes_unused", good * unused * self._facts.ranks)
         self._give_up(done.order.blocks)
 
     def free_some(self) -> bool:

@@ -15,6 +15,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.orders import OrderId, OrderReport, SaveOrder
+from tiered_kv.page_group import PageGroup
 from tiered_kv.storage.base import PageStore, StoreSite, StoreTier
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.tiers import Knowledge
@@ -28,12 +29,13 @@ disturbs no flush) and kills it 4 seconds later; Python alone takes 2 of them to
 
 
 class TierWorker:
-    """The store of one tier, on one rank.
+    """The store of one tier and page group, on one rank.
 
     Args:
         tier: the tier.
+        group: the page group.
         rank: index of this worker.
-        fingerprint: fingerprint of the engine's pages.
+        fingerprint: fingerprint of the group's pages.
         pool: slots that pages come from and go to.
 
     Raises:
@@ -43,6 +45,7 @@ class TierWorker:
     def __init__(
         self,
         tier: StoreTier,
+        group: PageGroup,
         facts: EngineFacts,
         rank: int,
         fingerprint: Fingerprint,
@@ -55,12 +58,12 @@ class TierWorker:
             rank=rank,
             ranks=facts.ranks,
             replica=facts.replica,
-            page_format=facts.page_format,
+            page_format=group.page_format,
             cores=max(1, len(CORES) // facts.ranks),
         )
         with _on_all_cores():
             store = tier.open(self._site)
-            self.io = IoThread(store, pool.slots)
+            self.io = IoThread(store, pool.slots[:, : group.page_bytes])
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
         self._known = tier.spec.knowledge is Knowledge.KNOWN
         self._lasting = fingerprint.lasting

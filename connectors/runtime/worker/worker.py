@@ -8,7 +8,7 @@ the worker's thread; the backend has threads or streams of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from tiered_kv.keys import Fingerprint
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
 from tiered_kv.storage.tiers import make_tiers
-from tiered_kv.tiers import TierId
+from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool, memory
 
@@ -37,7 +37,7 @@ class WorkerHalf:
         facts: the engine.
         config: the operator's settings.
         rank: this worker's rank.
-        fingerprint: gives the fingerprint of the engine's pages; asked only with tiers below
+        fingerprints: gives the fingerprint of each page group; asked only with tiers below
             CPU memory.
     """
 
@@ -46,14 +46,14 @@ class WorkerHalf:
         facts: EngineFacts,
         config: TierConfig,
         rank: int,
-        fingerprint: Callable[[], Fingerprint],
+        fingerprints: Callable[[], Sequence[Fingerprint]],
     ) -> None:
         self._facts = facts
         self._config = config
         self._rank = rank
-        self._fingerprint = fingerprint
+        self._fingerprints = fingerprints
         self._speeds = Speeds(copy=0.0, flops=0.0)
-        self.tiers: dict[TierId, TierWorker] = {}
+        self.stores: dict[StoreId, TierWorker] = {}
         self._pool: CpuPool | None = None
         self.backend: TransferBackend | None = None
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
@@ -71,14 +71,15 @@ class WorkerHalf:
             UnsupportedError: the engine's KV cache lies in several allocations.
         """
         self._speeds = replace(self._speeds, flops=_flops(kv_caches))
-        layout, ranks = self._facts.layout, self._facts.ranks
-        if layout is None or self._config.cpu_gib == 0:
+        groups, ranks = self._facts.groups, self._facts.ranks
+        if not groups or self._config.cpu_gib == 0:
             return
         slots = self._facts.slots(self._config.cpu_bytes_per_rank(ranks))
         if slots == 0:
             raise ConfigError(
                 f"TIERED_KV_CPU_GIB={self._config.cpu_gib:g} holds no page: one takes "
-                f"{layout.page_bytes / (1 << 20):g} MiB on each of {ranks} ranks. Give more, or 0."
+                f"{self._facts.slot_bytes / (1 << 20):g} MiB on each of {ranks} ranks. Give "
+                "more, or 0."
             )
         import torch
 
@@ -86,38 +87,43 @@ class WorkerHalf:
         on_gpu = storage.device.type == "cuda"
         local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
         check_cpu_size(self._config, ranks, local_ranks, *memory())
-        self._pool = CpuPool(slots, layout.page_bytes, pin=on_gpu)
+        slot_bytes = self._facts.slot_bytes
+        layouts = [group.layout for group in groups]
+        self._pool = CpuPool(slots, slot_bytes, pin=on_gpu)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if on_gpu:
             from tiered_kv.transfer.cuda.backend import CudaTransfer
 
-            self.backend = CudaTransfer(layout, raw, self._pool)
+            self.backend = CudaTransfer(layouts, raw, self._pool)
         else:
             from tiered_kv.transfer.cpu import CpuTransfer
 
-            self.backend = CpuTransfer(layout, raw.numpy(), self._pool)
+            self.backend = CpuTransfer(layouts, raw.numpy(), self._pool)
         logger.info(
             "CPU tier of rank %d: %d slots of %d KiB, %.2f GiB%s",
             self._rank,
             slots,
-            layout.page_bytes >> 10,
-            slots * layout.page_bytes / (1 << 30),
+            slot_bytes >> 10,
+            slots * slot_bytes / (1 << 30),
             ", pinned" if self._pool.pinned else "",
         )
         copy = measure_copies(self.backend, self._pool, self._facts.num_blocks)
         self._speeds = replace(self._speeds, copy=copy)
         try:
-            for tier in make_tiers(self._config):
-                self.tiers[tier.spec.tier] = TierWorker(
-                    tier, self._facts, self._rank, self._fingerprint(), self._pool
-                )
+            tiers = make_tiers(self._config)
+            fingerprints = self._fingerprints() if tiers else ()
+            for tier in tiers:
+                for i, (group, fingerprint) in enumerate(zip(groups, fingerprints, strict=True)):
+                    self.stores[StoreId(tier.spec.tier, i)] = TierWorker(
+                        tier, group, self._facts, self._rank, fingerprint, self._pool
+                    )
         except BaseException:
             self.close()
             raise
 
     def handshake(self) -> Handshake:
         """Speeds of this rank, and the pages that its stores have from before."""
-        return Handshake(self._speeds, {name: tier.stored for name, tier in self.tiers.items()})
+        return Handshake(self._speeds, {name: tier.stored for name, tier in self.stores.items()})
 
     # -- a step -----------------------------------------------------------------
 
@@ -126,13 +132,13 @@ class WorkerHalf:
         backend = self.backend
         if backend is None:
             return
-        for name, tier_orders in orders.tiers.items():
+        for name, tier_orders in orders.stores.items():
             for promote in tier_orders.promotes:
                 self._overwrite(promote.slots)
-            if name in self.tiers:
-                self.tiers[name].carry_out(tier_orders)
+            if name in self.stores:
+                self.stores[name].carry_out(tier_orders)
         for order in orders.loads:
-            job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots)
+            job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
             self._orders[order.order_id] = order
             if order.mode is RestoreMode.SYNC:
                 self._done(backend.run(job))
@@ -157,7 +163,8 @@ class WorkerHalf:
                 continue
             self._orders[order.order_id] = order
             self._overwrite(order.slots)
-            backend.submit(CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots))
+            job = CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots, order.group)
+            backend.submit(job)
 
     def finish(self) -> set[str]:
         """Requests whose async restore is over, well or not, since the last call."""
@@ -174,8 +181,8 @@ class WorkerHalf:
 
     def take_reports(self) -> Reports | None:
         """What became of orders since the last call; None if nothing."""
-        news: dict[TierId, dict[int, TierReport]] = {}
-        for name, tier in self.tiers.items():
+        news: dict[StoreId, dict[int, TierReport]] = {}
+        for name, tier in self.stores.items():
             settled, report = tier.take_reports()
             self._reports.update(settled)
             if report is not None:
@@ -188,7 +195,7 @@ class WorkerHalf:
         return Reports(reports, failures, news)
 
     def _overwrite(self, slots: tuple[int, ...]) -> None:
-        for tier in self.tiers.values():
+        for tier in self.stores.values():
             tier.forget_slots(slots)
 
     def _done(self, result: CopyResult) -> None:
@@ -196,7 +203,7 @@ class WorkerHalf:
         order = self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
-            for tier in self.tiers.values():
+            for tier in self.stores.values():
                 tier.saved(order, result.failed)
             return
         self._bad_blocks.update(order.blocks[i] for i in result.failed)
@@ -215,7 +222,7 @@ class WorkerHalf:
             if self._pool is not None:
                 last_to_first.callback(self._pool.close)
                 self._pool = None
-            for tier in self.tiers.values():
+            for tier in self.stores.values():
                 last_to_first.callback(tier.close)
             if self.backend is not None:
                 backend, self.backend = self.backend, None
@@ -223,7 +230,7 @@ class WorkerHalf:
                 backend.drain()
                 for result in backend.poll():
                     self._done(result)
-        self.tiers = {}
+        self.stores = {}
 
 
 def _flops(kv_caches: Mapping[str, Any]) -> float:

@@ -228,7 +228,7 @@ def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> 
 def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
     layout = page_layout([Placement(1, 0, 1 << 16, 0)], 9)
     pool = CpuPool(6, layout.page_bytes)
-    backend = CpuTransfer(layout, np.zeros(9 << 16, np.uint8), pool)
+    backend = CpuTransfer([layout], np.zeros(9 << 16, np.uint8), pool)
     try:
         assert 1e7 < measure_copies(backend, pool, num_blocks=9) < 1e12
         assert measure_copies(backend, pool, num_blocks=1) == 0.0, "vLLM's null block alone"

@@ -20,8 +20,8 @@ from tests.runtime.gaps.waiting import (
     waiting_rig,
 )
 from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig, expected, text
-from tiered_kv.tiers import SSD
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def long_gone(rig: Rig) -> None:
     rig.run()
     rig.step()
     rig.run()
-    assert len(rig.half.planner.tiers[SSD].index) == 21
+    assert len(rig.half.planner.stores[SSD].index) == 21
     assert pinned(rig) == 0
     rig.half.index.clear()
     rig.fill()
@@ -51,7 +51,7 @@ def long_gone(rig: Rig) -> None:
 @pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
 def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
     """Also where the worker is on a machine whose clock began at another time."""
-    rig.worker_half.tiers[SSD].io._clock = lambda: rig.now - began_later
+    rig.worker_half.stores[SSD].io._clock = lambda: rig.now - began_later
     long_gone(rig)
     rig.now += 59.0
     rig.wait_for_worker()
@@ -117,7 +117,7 @@ def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
     rig.ask("now", text(320, seed=99), params=JOB)
     assert 0 < rig.half.planner.ahead() <= slots // 4
     assert rig.half.index.free_slots > slots // 2
-    assert rig.half.planner.promote_seconds(SSD, 1) * 1e9 < 10 * rig.half.facts.page_bytes
+    assert rig.half.planner.promote_seconds(SSD, 1) * 1e9 < 10 * rig.half.facts.slot_bytes
 
 
 def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:

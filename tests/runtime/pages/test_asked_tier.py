@@ -16,11 +16,13 @@ from tiered_kv.connectors.runtime.pages.lower_tier import STALLED_S
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderReport
+from tiered_kv.page_group import CONTEXT as CONTEXT_GROUP
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
 from tiered_kv.testing.eviction import LeastRecentlyUsed
 from tiered_kv.testing.vllm.rig import Rig, expected
+from tiered_kv.tiers import SSD, StoreId
 
 OURS = "tests.runtime.pages.shared_store:SharedTier"
 
@@ -113,7 +115,7 @@ def test_answers_that_never_come_hold_nobody_up(
     rig.step()
     place.open.clear()
     steps = 0
-    while rig.scheduler.has_requests():
+    while len(rig.outputs["again"]) < 4:
         rig.step()
         rig.now += 0.5
         steps += 1
@@ -123,7 +125,7 @@ def test_answers_that_never_come_hold_nobody_up(
     free = rig.half.index.free_slots
     for i in range(3):
         rig.add(f"later{i}", CONTEXT[: 320 - i])
-        while rig.scheduler.has_requests():
+        while len(rig.outputs[f"later{i}"]) < 4:
             rig.step()
             rig.now += 0.02
     assert free - rig.half.index.free_slots <= 20, "no slots for a store that does not answer"
@@ -141,24 +143,23 @@ def test_both_tiers_are_used_and_the_fastest_first(
     push_out(rig)
     assert place.pages
     ask(rig, "again")
-    by_tier = {tier: rig.half.counters.of_tier(tier).totals for tier in rig.half.planner.tiers}
-    assert by_tier["ssd"]["pages_promoted"] >= 16
-    assert "pages_promoted" not in by_tier[SHARED]
+    assert rig.half.counters.of_tier(SSD).totals["pages_promoted"] >= 16
+    assert "pages_promoted" not in rig.half.counters.of_tier(SHARED).totals
     rig.check_clean()
 
 
 def test_a_page_that_one_rank_lacks_is_not_there() -> None:
     now = 0.0
-    pages = AskedIndex(lambda: now)
-    book = OrderBook(PageIndex(4, LeastRecentlyUsed()), 2, 256, 1e9, {SHARED: pages})
+    pages, store = AskedIndex(lambda: now), StoreId(SHARED, CONTEXT_GROUP)
+    book = OrderBook(PageIndex(4, LeastRecentlyUsed()), 2, [256], 1e9, {store: pages})
     a, b = (PageKey(bytes([n]) * 48) for n in range(2))
-    order = book.plan_lookup(SHARED, [a, b], 0.05)
+    order = book.plan_lookup(store, [a, b], 0.05)
     assert order is not None
     book.settle({order.order_id: OrderReport(1, frozenset(), 0, 0.0)})
     assert a not in pages, "the other rank has not answered"
     book.settle({order.order_id: OrderReport(1, frozenset({1}), 0, 0.0)})
     assert (a in pages, b in pages) == (True, False)
-    assert book.plan_lookup(SHARED, [a, b], 0.05) is None
+    assert book.plan_lookup(store, [a, b], 0.05) is None
     now = PRESENT_S
     assert (a in pages, pages.unanswered([a, b])) == (False, [a]), "it may have been evicted"
     now = ABSENT_S

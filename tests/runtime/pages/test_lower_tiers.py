@@ -18,9 +18,10 @@ from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig, expected, text
 from tiered_kv.testing.vllm.runner import CELL
-from tiered_kv.tiers import SSD, TierSpec
+from tiered_kv.tiers import TierSpec
 
 PAGE = 16 * CELL
 CONTEXT = text(320, seed=1)
@@ -43,7 +44,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def store(rig: Rig) -> Any:
-    return rig.worker.worker_half.tiers[SSD].io.store
+    return rig.worker.worker_half.stores[SSD].io.store
 
 
 def push_out(rig: Rig) -> None:
@@ -87,7 +88,7 @@ def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
 def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
     rig.policy = Long()
     rig.ask("first", CONTEXT, params={"job_id": "j"})
-    assert len(rig.half.planner.tiers[SSD].index) == 21
+    assert len(rig.half.planner.stores[SSD].index) == 21
     rig.half.index.clear()
     ask_again(rig)
     assert rig.count("pages_promoted") == 0
@@ -250,7 +251,7 @@ def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.half.prefills.fit.observe(0, 1000, 1e-3)
-    rig.half.planner.tiers[SSD].bandwidth = 1000.0
+    rig.half.planner.stores[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
     assert rig.count("pages_promoted") == 0
@@ -307,7 +308,7 @@ def test_what_the_store_counted_is_told_once_whatever_is_reset(
         patch.setattr(SegmentStore, "put", fails)
         rig.ask("first", CONTEXT)
         push_out(rig)
-    failures = rig.worker.worker_half.tiers[SSD].io.failures
+    failures = rig.worker.worker_half.stores[SSD].io.failures
     assert failures > 0
     rig.now += 100.0
     rig.fill(2)
@@ -317,7 +318,7 @@ def test_what_the_store_counted_is_told_once_whatever_is_reset(
     push_out(rig)
     rig.fill(2)
     assert store(rig) is not old
-    assert rig.count("ssd_errors") == rig.worker.worker_half.tiers[SSD].io.failures == failures
+    assert rig.count("ssd_errors") == rig.worker.worker_half.stores[SSD].io.failures == failures
     written = old.stats.bytes_written + store(rig).stats.bytes_written
     assert rig.count("ssd_bytes_written") == written > 0
     rig.check_clean()
@@ -391,8 +392,8 @@ def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
     facts, book = replace(rig.half.facts, ranks=2), rig.half.planner
     counters = rig.half.counters.of_tier(SSD)
-    tier = LowerTier(TierSpec(SSD), facts, book, counters, lambda _: 0.0, lambda: 0.0)
+    tier = LowerTier(SSD, TierSpec(SSD.tier), facts, book, counters, lambda _: 0.0, lambda: 0.0)
     tier.on_handshake({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
-    assert [key in book.tiers[SSD].index for key in (a, b, c)] == [False, True, False]
+    assert [key in book.stores[SSD].index for key in (a, b, c)] == [False, True, False]
     assert set(tier.take().lost) == {a, c}
-    assert book.tiers[SSD].bandwidth == 1e9, "the slower rank's"
+    assert book.stores[SSD].bandwidth == 1e9, "the slower rank's"

@@ -10,8 +10,8 @@ from tests.runtime.conftest import MakeRig
 from tests.runtime.gaps.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
 from tests.runtime.pages.test_lower_tiers import tiers
 from tiered_kv.keys import PageKey
+from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import text
-from tiered_kv.tiers import SSD
 
 
 def keys(count: int) -> list[PageKey]:
@@ -24,7 +24,7 @@ def test_what_is_due_takes_half_the_slots_at_most(
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=slots))
     tier, pages = rig.half.tiers, keys(100)
-    rig.half.planner.tiers[SSD].index.add(pages)
+    rig.half.planner.stores[SSD].index.add(pages)
     assert rig.half.index.num_slots == slots
     assert tier.promote_ahead(pages, due=rig.now)
     (order,) = tier.take()[SSD].promotes
@@ -36,11 +36,11 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
     rig.ask("first", CONTEXT)
     rig.wait_for_worker()
     tier, index = rig.half.tiers, rig.half.index
-    rig.half.planner.tiers[SSD].index.add(pages := keys(100))
+    rig.half.planner.stores[SSD].index.add(pages := keys(100))
     mine = list(index.least_valuable(64))
     assert len(mine) == 21
     index.clear()
-    rig.half.planner.tiers[SSD].index.add(mine)
+    rig.half.planner.stores[SSD].index.add(mine)
     rig.fill()
     rig.add("again", CONTEXT)
     assert rig.half._turns["again"].ssd_keys
@@ -76,7 +76,7 @@ def test_a_busy_engine_brings_a_context_back_when_it_is_due(
         rig.step()
         rig.wait_for_worker()
     assert pinned(rig) == 0
-    assert len(rig.half.planner.tiers[SSD].index) == 21
+    assert len(rig.half.planner.stores[SSD].index) == 21
     rig.half.index.clear()
     for wait_s, ordered in ((59.0, 0), (1.5, 21)):
         rig.now += wait_s

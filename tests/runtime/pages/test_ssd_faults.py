@@ -15,8 +15,8 @@ from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles
+from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig
-from tiered_kv.tiers import SSD
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def files() -> FaultyFiles:
 def rig(make_rig: MakeRig, tmp_path: Path, files: FaultyFiles) -> Rig:
     """An engine whose store is a real one on a disk that can be made to fail."""
     made = make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
-    io = made.worker.worker_half.tiers[SSD].io
+    io = made.worker.worker_half.stores[SSD].io
     options = io.store.options
     io.store.close()
     io.store = SegmentStore(options, RawCodec(options.page_format), codec_from, files)

@@ -16,8 +16,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.storage import ssd
+from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig, expected, text
-from tiered_kv.tiers import SSD
 from tiered_kv.transfer.base import Direction
 
 
@@ -127,7 +127,7 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
 def test_a_proposal_of_before_a_reset_is_void(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
-    io = rig.worker.worker_half.tiers[SSD].io
+    io = rig.worker.worker_half.stores[SSD].io
     io._proposal = Proposal(1, (PageKey(b"k" * 48),))
     assert rig.scheduler.reset_prefix_cache()
     rig.step()
@@ -154,7 +154,7 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.half.prefills.fit.observe(0, 1000, 1e-3)
-    rig.half.planner.tiers[SSD].bandwidth = 1000.0
+    rig.half.planner.stores[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
-    assert rig.half.planner.tiers[SSD].bandwidth > 1000.0
+    assert rig.half.planner.stores[SSD].bandwidth > 1000.0

@@ -70,7 +70,7 @@ extern "C" Counts run(
     unsigned grid, unsigned block,
     unsigned char *storage, size_t storage_bytes, unsigned char *slab, size_t slab_bytes,
     const long long *blocks, const long long *slots, long long pages,
-    const long long *pieces, long long pieces_per_page, long long page_bytes, int saving)
+    const long long *pieces, long long pieces_per_page, long long slot_bytes, int saving)
 {
     const Range vram{storage, storage_bytes}, host{slab, slab_bytes};
     const size_t numbers = sizeof(long long) * pages;
@@ -83,7 +83,7 @@ extern "C" Counts run(
     blockDim.x = block;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++)
-            copy_pages(storage, slab, blocks, slots, pages, pieces, pieces_per_page, page_bytes,
+            copy_pages(storage, slab, blocks, slots, pages, pieces, pieces_per_page, slot_bytes,
                        saving);
     return {misaligned, outside, written};
 }

@@ -69,7 +69,7 @@ def launch(
 ) -> tuple[Counts, Bytes, Bytes]:
     """What the kernel makes of a job; ``lead`` bytes lie before each memory."""
     storage, slab = (aligned(memory.reshape(-1), lead) for memory in (move.storage, move.slab))
-    pieces = cut(page_runs(move.layout), piece_bytes)
+    pieces = cut(page_runs(move.layout, move.layout.page_bytes), piece_bytes)
     table = np.stack([pieces.offset, pieces.stride, pieces.start, pieces.nbytes], axis=1)
     blocks, slots = (np.array(those, dtype=np.int64) for those in (move.job.blocks, move.job.slots))
     counts = run(

@@ -115,7 +115,7 @@ class Rig:
             from tiered_kv.connectors.vllm.envelopes import TieredHandshake
 
             said = self.worker_half.handshake()
-            for tier in self.worker_half.tiers.values():
+            for tier in self.worker_half.stores.values():
                 tier.io._clock = lambda: self.now
             # Its model computes nothing, so that no estimate of a prefill fits it.
             said = replace(said, speeds=replace(said.speeds, flops=0.0))
@@ -273,7 +273,7 @@ class Rig:
         half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
-        for tier in half.tiers.values():
+        for tier in half.stores.values():
             with tier.io._changed:  # the rig's clock went on: some may be due
                 tier.io._changed.notify_all()
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.copy_plan import Pages, count_copies, page_runs, sort_out
+from tiered_kv.transfer.copy_plan import Pages, check_layouts, count_copies, page_runs, sort_out
 from tiered_kv.transfer.cpu_pool import CpuPool
 
 from .calibration import copy_costs
@@ -64,10 +65,10 @@ class CudaTransfer(TransferBackend):
     """Copies between VRAM and a (pinned) CPU pool.
 
     Args:
-        layout: where a block's bytes lie in the storage.
+        layouts: places of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
-        pool: slots of ``layout.page_bytes`` bytes. If it is not pinned, the copy engines make
-            all copies.
+        pool: slots as large as the largest page. If it is not pinned, the copy engines make all
+            copies.
         by: tests and benchmarks want one way or the other.
         kernel_blocks: thread blocks of a launch, which occupy at most as many multiprocessors.
 
@@ -78,32 +79,32 @@ class CudaTransfer(TransferBackend):
 
     def __init__(
         self,
-        layout: PageLayout,
+        layouts: Sequence[PageLayout],
         storage: torch.Tensor,
         pool: CpuPool,
         by: CopyBy = CopyBy.FASTER,
         kernel_blocks: int = BLOCKS,
     ) -> None:
-        if storage.nbytes < layout.storage_bytes:
-            raise ValueError(
-                f"the KV cache has {storage.nbytes} bytes, its layout spans {layout.storage_bytes}"
-            )
-        if pool.slots.shape[1] != layout.page_bytes:
-            raise ValueError(f"slots of {pool.slots.shape[1]} B for pages of {layout.page_bytes} B")
+        slot_bytes = pool.slots.shape[1]
+        check_layouts(layouts, storage.nbytes, slot_bytes)
         self._device = storage.device
-        self._num_blocks, self._num_slots = layout.num_blocks, len(pool.slots)
-        self._runs = page_runs(layout)
+        self._num_blocks = [layout.num_blocks for layout in layouts]
+        self._num_slots = len(pool.slots)
+        self._runs = [page_runs(layout, slot_bytes) for layout in layouts]
         self._by = by
         with torch.cuda.device(self._device):
             runtime = CudaRuntime(cuda_major())
             slab = pool.slots.ctypes.data
-            self._engines = CopyEngines(
-                runtime, self._runs, storage.data_ptr(), slab, pinned=pool.pinned
-            )
+            self._engines = [
+                CopyEngines(runtime, runs, storage.data_ptr(), slab, pinned=pool.pinned)
+                for runs in self._runs
+            ]
             self._costs = copy_costs(self._device) if by is CopyBy.FASTER and pool.pinned else {}
-            self._kernel: PageKernel | None = None
+            self._kernels: list[PageKernel] = []
             if by is CopyBy.KERNEL or any(cost.kernel for cost in self._costs.values()):
-                self._kernel = PageKernel(runtime, self._runs, storage, slab, kernel_blocks)
+                self._kernels = [
+                    PageKernel(runtime, runs, storage, slab, kernel_blocks) for runs in self._runs
+                ]
         lowest, highest = torch.cuda.Stream.priority_range()
         self._streams = {
             Direction.SAVE: torch.cuda.Stream(self._device, priority=lowest),
@@ -115,7 +116,10 @@ class CudaTransfer(TransferBackend):
 
     def takes_kernel(self, job: CopyJob) -> bool:
         """Whether the kernel would make this copy, not the copy engines."""
-        return self._takes_kernel(job.direction, sort_out(job, self._num_blocks, self._num_slots))
+        return self._takes_kernel(job, self._sort_out(job))
+
+    def _sort_out(self, job: CopyJob) -> Pages:
+        return sort_out(job, self._num_blocks[job.group], self._num_slots)
 
     def submit(self, job: CopyJob) -> None:
         flight = self._enqueue(job)
@@ -149,7 +153,7 @@ class CudaTransfer(TransferBackend):
         self.drain()
         self._flights.clear()
         self._reported_early.clear()
-        self._kernel = None
+        self._kernels = []
 
     def _landed(self, flights: deque[_Flight]) -> list[_Flight]:
         """Take out the flights that are done; what they held is free again."""
@@ -159,14 +163,14 @@ class CudaTransfer(TransferBackend):
             if not flight.done.query():
                 flights.append(flight)
                 continue
-            if self._kernel is not None:
-                self._kernel.reuse(flight.held)
+            if self._kernels:
+                self._kernels[flight.job.group].reuse(flight.held)
             landed.append(flight)
         return landed
 
     def _enqueue(self, job: CopyJob) -> _Flight | None:
         """None, and nothing enqueued, during the capture of a CUDA graph."""
-        pages = sort_out(job, self._num_blocks, self._num_slots)
+        pages = self._sort_out(job)
         if pages.failed:
             logger.error("%s: %d pages do not exist", job.direction, len(pages.failed))
         with torch.cuda.device(self._device):
@@ -180,32 +184,32 @@ class CudaTransfer(TransferBackend):
             began.record(stream)
             try:
                 if len(pages):
-                    self._copy(job.direction, pages, stream.cuda_stream, flight.held)
+                    self._copy(job, pages, stream.cuda_stream, flight.held)
             except Exception:  # some copies may be under way all the same, hence the event
                 logger.exception("%s of %d pages failed", job.direction, len(pages))
                 flight.failed = frozenset(range(len(job.blocks)))
             done.record(stream)
         return flight
 
-    def _copy(
-        self, direction: Direction, pages: Pages, stream: int, held: list[torch.Tensor]
-    ) -> None:
-        if self._kernel is not None and self._takes_kernel(direction, pages):
-            self._kernel.enqueue(direction, pages, stream, held)
+    def _copy(self, job: CopyJob, pages: Pages, stream: int, held: list[torch.Tensor]) -> None:
+        if self._kernels and self._takes_kernel(job, pages):
+            self._kernels[job.group].enqueue(job.direction, pages, stream, held)
         else:
-            self._engines.enqueue(direction, pages, stream)
+            self._engines[job.group].enqueue(job.direction, pages, stream)
 
-    def _takes_kernel(self, direction: Direction, pages: Pages) -> bool:
+    def _takes_kernel(self, job: CopyJob, pages: Pages) -> bool:
         if self._by is not CopyBy.FASTER or not self._costs:
             return self._by is CopyBy.KERNEL
-        cost = self._costs[direction]
+        cost = self._costs[job.direction]
         if cost.kernel is None:
             return False
-        copies = count_copies(self._runs, pages)
-        return kernel_pays(cost.kernel, cost.engines, copies, len(pages) * self._runs.page_bytes)
+        runs = self._runs[job.group]
+        copies = count_copies(runs, pages)
+        return kernel_pays(cost.kernel, cost.engines, copies, len(pages) * runs.page_bytes)
 
     def _result(self, flight: _Flight, seconds: float) -> CopyResult:
-        nbytes = (len(flight.job.blocks) - len(flight.failed)) * self._runs.page_bytes
+        page_bytes = self._runs[flight.job.group].page_bytes
+        nbytes = (len(flight.job.blocks) - len(flight.failed)) * page_bytes
         return CopyResult(flight.job.job_id, flight.failed, nbytes, seconds)
 
 

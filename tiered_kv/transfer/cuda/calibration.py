@@ -94,7 +94,7 @@ def _scratch(
     pool = CpuPool(runs, nbytes, pin=True)
     try:
         job = CopyJob(0, Direction.SAVE, range(runs), range(runs))
-        yield page_runs(layout), storage, pool, sort_out(job, runs, runs)
+        yield page_runs(layout, nbytes), storage, pool, sort_out(job, runs, runs)
     finally:
         torch.cuda.synchronize(device)
         pool.close()

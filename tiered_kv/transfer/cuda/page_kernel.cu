@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_words(
 extern "C" __global__ void __launch_bounds__(1024) copy_pages(
     unsigned char *storage, unsigned char *slab,
     const long long *blocks, const long long *slots, long long pages,
-    const long long *pieces, long long pieces_per_page, long long page_bytes,
+    const long long *pieces, long long pieces_per_page, long long slot_bytes,
     int saving)
 {
     const int lane = threadIdx.x % LANES;
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(1024) copy_pages(
         const long long page = i / pieces_per_page;
         const long long *piece = pieces + 4 * (i % pieces_per_page);
         unsigned char *in_vram = storage + piece[0] + __ldcv(blocks + page) * piece[1];
-        unsigned char *in_slab = slab + __ldcv(slots + page) * page_bytes + piece[2];
+        unsigned char *in_slab = slab + __ldcv(slots + page) * slot_bytes + piece[2];
         const unsigned char *from = saving ? in_vram : in_slab;
         unsigned char *to = saving ? in_slab : in_vram;
         const int nbytes = (int)piece[3];

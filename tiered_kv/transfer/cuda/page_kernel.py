@@ -86,7 +86,7 @@ class PageKernel:
         self._blocks = blocks
         self._storage = np.uint64(storage.data_ptr())
         self._slab = np.uint64(runtime.device_pointer(slab))
-        self._page_bytes = np.int64(runs.page_bytes)
+        self._slot_bytes = np.int64(runs.slot_bytes)
         pieces = cut(runs, PIECE_BYTES)
         table = np.stack([pieces.offset, pieces.stride, pieces.start, pieces.nbytes], axis=1)
         self._pieces = torch.from_numpy(table).to(storage.device)
@@ -129,7 +129,7 @@ class PageKernel:
                 np.int64(len(blocks)),
                 np.uint64(self._pieces.data_ptr()),
                 np.int64(len(self._pieces)),
-                self._page_bytes,
+                self._slot_bytes,
                 np.int32(direction is Direction.SAVE),
             ),
         )

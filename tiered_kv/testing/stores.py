@@ -1,0 +1,10 @@
+"""Names of stores that tests ask for."""
+
+from __future__ import annotations
+
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.tiers import SSD as SSD_TIER
+from tiered_kv.tiers import StoreId
+
+SSD = StoreId(SSD_TIER, CONTEXT)
+"""The SSD stores of an engine with one page group."""
