@@ -37,7 +37,7 @@ import numpy as np
 
 from tiered_kv.policies.base import ToolUse, TurnEnd
 from tiered_kv.policies.baselines.contextserve import FAST_WORDS, PRIOR, SLOW_PREFIXES
-from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.forecast.gap_model import GapModel
 from tiered_kv.policies.tools.calls import tool_call
 from tiered_kv.policies.tools.tool_use import tool_use
 
@@ -146,7 +146,7 @@ def original_says(line: str, bound_s: float, seen_s: Sequence[float]) -> bool:
 
 def ours_says(use: ToolUse, bound_s: float, seen: Iterable[Run]) -> bool:
     """The verdict of a new model that has seen these."""
-    model = LatencyModel()
+    model = GapModel()
     for other in seen:
         model.observe(_turn(other.use), other.seconds, ended=True)
     return model.forecast(_turn(use)).within(bound_s) > 0.5

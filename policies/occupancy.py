@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.forecast.gap_model import GapModel
 
 from .base import Costs, Decision, TurnEnd
 from .tier_choice import choose, unpriced
@@ -17,7 +17,7 @@ class Occupancy:
     reads_tools: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.model = LatencyModel()
+        self.model = GapModel()
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return unpriced(turn) or choose(turn, self.model.forecast(turn), costs)

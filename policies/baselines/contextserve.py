@@ -10,7 +10,7 @@ import numpy as np
 
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.distribution import GRID, Forecast
-from tiered_kv.policies.forecast.normal_inverse_gamma import Nig
+from tiered_kv.policies.forecast.normal_inverse_gamma import NormalInverseGamma
 from tiered_kv.policies.forecast.saved_state import entry
 from tiered_kv.policies.forecast.trees import Samples, Trees, grown
 from tiered_kv.policies.tier_choice import unpriced, without_pin
@@ -47,7 +47,7 @@ SLOW_PREFIXES = (
     "sleep",
 )
 
-PRIOR = Nig(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
+PRIOR = NormalInverseGamma(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
 WINDOW = 200
 FAST_S, SLOW_S = 1.0, 5.0
 SURE = 0.85
@@ -104,7 +104,7 @@ class ContextServe:
         made = pinned(ttl_s, costs)
         return Decision(made.tier, made.ttl_s, GapClass.UNCERTAIN)
 
-    def _posterior(self, tool: ToolUse | None) -> Nig | None:
+    def _posterior(self, tool: ToolUse | None) -> NormalInverseGamma | None:
         path = tool.path if tool else ALL
         for context, enough in zip((path, path[:1], ALL), _FROM, strict=True):
             if self.gaps.count(context) >= enough:

@@ -1,1 +1,1 @@
-"""The gap after a turn, forecast."""
+"""Forecasts of the gap after a turn."""

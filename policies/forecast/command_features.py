@@ -1,6 +1,6 @@
-"""What a learner sees of a shell command: features that ContextServe's description names.
+"""Features of a shell command for the learned trees, after ContextServe's description.
 
-Plain string tests, a few microseconds; commands are a model's text, and nothing is parsed.
+Plain string tests that take a few microseconds. Commands are a model's text; nothing is parsed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FEATURES = 6 + len(_GROUPS) + len(_MARKS) + len(_OPTIONS)
 
 
 def features_of(tool: str, command: str) -> Sequence[float]:
-    """``FEATURES`` numbers for a tool's command; the command may be empty."""
+    """Features of a tool's command: ``FEATURES`` numbers. The command may be empty."""
     text = command[:_MAX_CHARS]
     words = _WORD.findall(text)
     first = words[0].rpartition("/")[2] if words else ""

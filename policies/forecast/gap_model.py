@@ -1,7 +1,8 @@
-"""How long the gap after a turn will be: by its tool, then by its job and its tokens.
+"""Forecast of the gap after a turn: by its tool, then corrected for its job and its tokens.
 
-The constants of ``history`` and ``tilt`` were chosen by cross-validation over recorded coding-agent
-sessions, half of which were set aside. The figures hardly change with any of them.
+The constants of ``job_history`` and ``token_correction`` were chosen by cross-validation over
+recorded coding-agent sessions, half of which were set aside. The results hardly change with any of
+them.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from .job_history import JobHistory
 from .learned_rules import LearnedRules
 from .ranks import at_knots, ranks_of
 from .saved_state import check_version, entry
-from .token_correction import Tilt, features_of
+from .token_correction import TokenCorrection, features_of
 from .tool_hierarchy import ToolHierarchy
 
 Array = NDArray[np.float64]
 
 VERSION = 1
-"""Of what is saved; the grid, the ranks' knots and the features are part of it."""
+"""Version of the saved state. The grid, the rank knots and the features are part of it."""
 
 
-class LatencyModel:
-    """Learns from every gap. One thread at a time."""
+class GapModel:
+    """Forecast that learns from every gap. Not thread-safe, except for ``refit``."""
 
     def __init__(self) -> None:
         self._tools = ToolHierarchy()
         self._jobs = JobHistory()
-        self._tilt = Tilt()
+        self._correction = TokenCorrection()
         self._learned = LearnedRules()
 
     def forecast(self, turn: TurnEnd) -> Forecast:
-        """Changes nothing."""
+        """Forecast the gap after a turn. Does not mutate."""
         past = self._jobs.past(turn.job, turn.output_tokens)
         masses = self._by_tool(turn.tool)
-        return Forecast.of_masses(self._tilt.tilted(masses, features_of(turn, past)))
+        return Forecast.of_masses(self._correction.corrected(masses, features_of(turn, past)))
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """See ``TurnPolicy.observe``. A gap that cannot be one is ignored."""
+        """Learn from a gap, as in ``TurnPolicy.observe``. Impossible gaps are ignored."""
         if not 0 <= gap_s < math.inf:
             return
         masses = self._by_tool(turn.tool)
@@ -54,9 +55,9 @@ class LatencyModel:
             cells[cell_of(gap_s)] = 1.0
             self._let_trees_learn(turn.tool, gap_s)
         else:
-            tilted = Forecast.of_masses(self._tilt.tilted(masses, features))
-            cells = tilted.after(gap_s).masses
-        self._tilt.observe(masses, features, cells)
+            corrected = Forecast.of_masses(self._correction.corrected(masses, features))
+            cells = corrected.after(gap_s).masses
+        self._correction.observe(masses, features, cells)
         self._jobs.observe(turn.job, turn.output_tokens, at_knots(ranks_of(masses), cells))
         self._tools.observe(turn.tool, cells)
 
@@ -75,27 +76,27 @@ class LatencyModel:
         self._learned.observe(tool, gap_s)
 
     def refit(self) -> bool:
-        """Grow the trees anew, if the extra ``learned`` is installed: see ``LearnedRules``. May
-        run on another thread while all else goes on."""
+        """Regrow the trees if the extra ``learned`` is installed (see ``LearnedRules``). May run
+        on another thread, beside all other calls."""
         return self._learned.refit()
 
     def dump(self) -> dict[str, object]:
-        """What was learned, as JSON; not the pasts of single jobs."""
+        """Return the learned state as JSON, without the history of single jobs."""
         return {
             "version": VERSION,
             "tools": self._tools.dump(),
-            "tilt": self._tilt.dump(),
+            "tilt": self._correction.dump(),
             "learned": self._learned.dump(),
         }
 
     def load(self, learned: Mapping[str, object]) -> None:
-        """Go on from what ``dump`` gave.
+        """Restore a state that ``dump`` returned.
 
         Raises:
-            ValueError: it is not that; nothing has changed.
+            ValueError: the state is malformed; the model is unchanged.
         """
         check_version(learned, VERSION)
         tools = ToolHierarchy.loaded(entry(learned, "tools"))
-        tilt = Tilt.loaded(entry(learned, "tilt"))
+        correction = TokenCorrection.loaded(entry(learned, "tilt"))
         trees = LearnedRules.loaded(entry(learned, "learned"))
-        self._tools, self._tilt, self._learned = tools, tilt, trees
+        self._tools, self._correction, self._learned = tools, correction, trees

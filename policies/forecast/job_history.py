@@ -1,7 +1,7 @@
-"""What a job's own past says: lately, and after answers of about this length.
+"""Ranks of a job's own earlier gaps: its recent ones, and those after answers of similar length.
 
-An agent's answers are mostly tool calls, and calls of one tool are about equally long, so the
-length of an answer says which of the job's earlier gaps to look at even where no tool is named.
+An agent's answers are mostly tool calls, and calls of one tool have similar lengths. So the length
+of an answer tells which earlier gaps to compare with, even where no tool is named.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from .ranks import EVEN, KNOTS
 
 Array = NDArray[np.float64]
 
-LATELY = 0.8
-"""What a gap still counts after the next one, in the job's latest gaps."""
-ALIKE = 0.97
-"""The same, in the gaps after answers of about this length."""
-ALIKE_SIGMA = 0.3
-"""Two answers are alike if their lengths differ by about this factor, as a logarithm."""
+RECENT_DECAY = 0.8
+"""Decay of a gap's weight with each later gap, among the job's recent gaps."""
+SIMILAR_DECAY = 0.97
+"""Decay of a gap's weight with each later gap, among gaps after answers of similar length."""
+SIMILAR_SIGMA = 0.3
+"""Difference in log length at which two answers stop being similar."""
 PRIOR_WEIGHT = 1.0
-"""Gaps spread evenly over the ranks that a job is taken to have had before its first."""
+"""Weight of an evenly spread rank that every job starts with, in gaps."""
 MAX_GAPS = 64
-"""Of a job; more are forgotten by then, nearly."""
+"""Gaps kept per job. Older ones would weigh almost nothing."""
 MAX_JOBS = 4096
-"""Jobs remembered, about 5 KiB each. The one longest unheard of is forgotten first."""
+"""Jobs remembered, about 5 KiB each. The least recently active job is forgotten first."""
 
 _AGES = np.arange(MAX_GAPS)[::-1]
-_WEIGHTS = np.stack([LATELY**_AGES, ALIKE**_AGES]).astype(np.float64)
+_WEIGHTS = np.stack([RECENT_DECAY**_AGES, SIMILAR_DECAY**_AGES]).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A job's past, as seen from the end of a turn.
+    """A job's history, as seen from the end of a turn.
 
     Attributes:
-        lately, alike: ln of how much more often than evenly the ranks fell at each knot, in
-            the latest gaps and in those after answers of about this length. Shape (knots,).
-        lately_weight, alike_weight: ln(1 + weight of these gaps).
+        recent, similar: log of how much more often than evenly the ranks fell at each knot, in the
+            recent gaps and in those after answers of similar length. Shape (knots,).
+        recent_weight, similar_weight: ln(1 + weight of these gaps).
     """
 
-    lately: Array
-    alike: Array
-    lately_weight: float = 0.0
-    alike_weight: float = 0.0
+    recent: Array
+    similar: Array
+    recent_weight: float = 0.0
+    similar_weight: float = 0.0
 
 
 NO_PAST = Past(np.zeros(len(KNOTS)), np.zeros(len(KNOTS)))
@@ -64,29 +64,30 @@ class _Job:
 
 
 class JobHistory:
-    """The last gaps of every job, by rank. One thread at a time."""
+    """Ranks of every job's last gaps. Not thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
 
     def past(self, job: JobKey | None, output_tokens: int) -> Past:
-        """Of a turn of that job with an answer of so many tokens. Changes nothing."""
+        """Return the job's history for a turn with an answer of ``output_tokens``. Does not
+        mutate."""
         found = self._jobs.get(job) if job else None
         if found is None:
             return NO_PAST
-        off = (found.log_lengths - math.log1p(max(output_tokens, 0))) / ALIKE_SIGMA
+        off = (found.log_lengths - math.log1p(max(output_tokens, 0))) / SIMILAR_SIGMA
         weights = _WEIGHTS[:, -len(off) :].copy()
         weights[1] *= np.exp(-0.5 * off * off)
         totals = weights.sum(axis=1)
         shares = weights @ found.ranks
         shares += PRIOR_WEIGHT * EVEN
         shares /= (totals + PRIOR_WEIGHT)[:, None] * EVEN
-        lately, alike = np.log(shares)
-        lately_weight, alike_weight = np.log1p(totals).tolist()
-        return Past(lately, alike, lately_weight, alike_weight)
+        recent, similar = np.log(shares)
+        recent_weight, similar_weight = np.log1p(totals).tolist()
+        return Past(recent, similar, recent_weight, similar_weight)
 
     def observe(self, job: JobKey | None, output_tokens: int, at_knots: Array) -> None:
-        """The gap after that turn had that rank. ``at_knots``: shape (knots,), sum 1."""
+        """Add the rank of the gap after a turn. ``at_knots``: shape (knots,), sum 1."""
         if job is None:
             return
         found = self._jobs.setdefault(job, _Job())

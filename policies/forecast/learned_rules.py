@@ -1,8 +1,8 @@
-"""Trees on the command, for commands of which little was seen.
+"""Duration rules predicted by trees, for commands with little history.
 
-They give the same as a rule: a median and a spread of ln X, which stands in for what the
-hierarchy would believe of a command without a past. Whether they may is measured: for each gap of
-such a command, the regret of the decisions with and without them.
+A prediction is a rule: a median and a spread of ln X. It replaces the prior of a command that the
+hierarchy has not seen. The trees are used only while they help: for each gap of such a command, the
+regret of decisions with and without them is compared.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from .saved_state import entry, numbers
 from .trees import Samples, Trees, grown
 
 HELD_OUT = 0.2
-"""Share of the samples, the latest, that tells the spread of ln X about the prediction."""
+"""Share of the samples, the latest, that the spread of ln X is measured on."""
 BENEFITS_S = (1.0, 5.0, 20.0)
-"""B at which regret is compared."""
+"""Values of B at which regret is compared, seconds."""
 TRIALS = 30
-"""Compared gaps before the trees may have a say."""
-FORGETTING = 0.99
-"""What a compared gap still counts after the next one."""
+"""Compared gaps before the trees are used."""
+GAIN_DECAY = 0.99
+"""Decay of a compared gap's weight with each later one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """Trees that score ln X, and the spread of ln X about their score."""
+    """Trees that predict ln X, and the spread of ln X about their prediction."""
 
     trees: Trees
     sigma: float
 
 
 class LearnedRules:
-    """Trees, the samples they grow from, and whether they have earned a say.
+    """The trees, the samples they grow from, and the record of their use.
 
-    All on one thread but ``refit``, which may run on another and puts the new trees in place at
-    once.
+    All methods run on one thread but ``refit``, which may run on another and installs the new trees
+    in one assignment.
     """
 
     def __init__(self) -> None:
@@ -52,32 +52,32 @@ class LearnedRules:
 
     @property
     def trusted(self) -> bool:
-        """Whether decisions were better with the trees than without, of late."""
+        """True if recent decisions were better with the trees than without."""
         return self._trials >= TRIALS and self._gain_s > 0
 
     def rule(self, tool: ToolUse) -> Rule | None:
-        """What the trees say, trusted or not; None without trees, or without a command."""
+        """Return the trees' rule, trusted or not; None without trees or without a command."""
         made = self._grown
         if made is None or not tool.command:
             return None
         return Rule(math.exp(min(max(made.trees.score(tool), -10.0), 12.0)), made.sigma)
 
     def observe(self, tool: ToolUse, gap_s: float) -> None:
-        """A gap to grow trees from; those of tools without a command are not."""
+        """Add a gap to the samples. Tools without a command are skipped."""
         self._samples.add(tool, math.log(max(gap_s, 0.03)))
 
     def judge(self, gap_s: float, without: Forecast, learned: Forecast) -> None:
-        """A gap of a command of which little was seen, and the forecasts of both kinds."""
+        """Compare both forecasts of a gap after a command with little history."""
         gain_s = sum(
             _utility(learned, gap_s, benefit_s) - _utility(without, gap_s, benefit_s)
             for benefit_s in BENEFITS_S
         )
         self._trials += 1
-        self._gain_s = FORGETTING * self._gain_s + gain_s
+        self._gain_s = GAIN_DECAY * self._gain_s + gain_s
 
     def refit(self) -> bool:
-        """Grow trees from the last gaps. Takes some tenths of a second. False, and nothing
-        happens, without LightGBM or with too few gaps."""
+        """Grow trees from the last gaps, in some tenths of a second. Returns False, and changes
+        nothing, without LightGBM or with too few gaps."""
         latest = self._samples.latest()
         if latest is None:
             return False
@@ -91,7 +91,7 @@ class LearnedRules:
         return True
 
     def dump(self) -> dict[str, object] | None:
-        """As JSON: the trees, and how they did; None without trees."""
+        """Return the trees and their record as JSON; None without trees."""
         made = self._grown
         if made is None:
             return None
@@ -99,10 +99,10 @@ class LearnedRules:
 
     @classmethod
     def loaded(cls, saved: object) -> LearnedRules:
-        """What ``dump`` gave.
+        """Build from what ``dump`` returned.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the state is malformed.
         """
         made = cls()
         if saved is None:

@@ -1,7 +1,7 @@
-"""Normal-Inverse-Gamma posteriors of ln X, and the Student-t they predict.
+"""Normal-Inverse-Gamma posteriors of ln X, and the Student-t distributions they predict.
 
-The conjugate prior of a normal distribution with unknown mean and variance (K. Murphy,
-"Conjugate Bayesian analysis of the Gaussian distribution", 2007, section 3).
+The conjugate prior of a normal distribution with unknown mean and variance (K. Murphy, "Conjugate
+Bayesian analysis of the Gaussian distribution", 2007, section 3).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Nig:
-    """What is believed of the mean and variance of ln X.
+class NormalInverseGamma:
+    """Posterior of the mean and variance of ln X.
 
     Attributes:
-        mu: the expected mean.
-        lam: how many observations the mean is worth.
-        alpha: half the number of observations that the variance is worth; above 0.5.
-        beta: alpha times the expected variance, about.
+        mu: expected mean.
+        lam: weight of the mean, in observations.
+        alpha: half the weight of the variance, in observations; above 0.5.
+        beta: about alpha times the expected variance.
     """
 
     mu: float
@@ -31,26 +31,26 @@ class Nig:
     alpha: float
     beta: float
 
-    def updated(self, n: float, mean: float, squares: float) -> Nig:
-        """After ``n`` observations with that mean and that sum of squared deviations from it.
-        ``n`` need not be whole."""
+    def updated(self, n: float, mean: float, squares: float) -> NormalInverseGamma:
+        """Return the posterior after ``n`` observations with this mean and sum of squared
+        deviations from it. ``n`` need not be an integer."""
         lam = self.lam + n
         off = mean - self.mu
-        return Nig(
+        return NormalInverseGamma(
             mu=self.mu + off * n / lam,
             lam=lam,
             alpha=self.alpha + n / 2,
             beta=self.beta + squares / 2 + self.lam * n * off * off / (2 * lam),
         )
 
-    def worth(self, n: float) -> Nig:
-        """The same beliefs held no more firmly than after ``n`` observations."""
+    def capped(self, n: float) -> NormalInverseGamma:
+        """Return the same posterior with at most the weight of ``n`` observations."""
         alpha = min(self.alpha, n / 2)
-        return Nig(self.mu, min(self.lam, n), alpha, self.beta * alpha / self.alpha)
+        return NormalInverseGamma(self.mu, min(self.lam, n), alpha, self.beta * alpha / self.alpha)
 
     def cdf(self, log_s: Array) -> Array:
-        """P(ln X <= ``log_s``) for the next X: Student-t with 2 alpha degrees of freedom at
-        mu, scale sqrt(beta (lam + 1) / (alpha lam))."""
+        """P(ln X <= ``log_s``) for the next X: Student-t with 2 alpha degrees of freedom at mu,
+        scale sqrt(beta (lam + 1) / (alpha lam))."""
         scale = math.sqrt(self.beta * (self.lam + 1) / (self.alpha * self.lam))
         return student_t_cdf((log_s - self.mu) / max(scale, 1e-6), 2 * self.alpha)
 
@@ -59,8 +59,8 @@ _INVERSE_DF = np.linspace(0.0, 1.0, 41)
 
 
 def _make_table() -> tuple[Array, Array]:
-    """Points z and, for each 1/df of ``_INVERSE_DF`` (0 is the normal distribution), the CDF
-    there: the density integrated by Simpson's rule. Shapes (points,), (1/df, points)."""
+    """Tabulate the CDF at points z for each 1/df of ``_INVERSE_DF`` (0 is the normal
+    distribution). The density is integrated by Simpson's rule. Shapes (points,), (1/df, points)."""
     z = np.sinh(np.linspace(0.0, 7.0, 1601))
     middle = (z[1:] + z[:-1]) / 2
     rows = []

@@ -1,4 +1,4 @@
-"""Reading back what a policy saved, without trusting it."""
+"""Readers of a policy's saved state, which may be malformed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Array = NDArray[np.float64]
 
 
 def entry(saved: object, key: str) -> object:
-    """The value under ``key``.
+    """Return the value under ``key``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``saved`` has no such key.
     """
     if not isinstance(saved, Mapping) or key not in saved:
         raise ValueError(f"no {key!r} in it")
@@ -22,10 +22,10 @@ def entry(saved: object, key: str) -> object:
 
 
 def entries(saved: object) -> Sequence[object]:
-    """A list.
+    """Return a list.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``saved`` is no list.
     """
     if not isinstance(saved, list):
         raise ValueError("not a list")
@@ -33,10 +33,10 @@ def entries(saved: object) -> Sequence[object]:
 
 
 def words(saved: object) -> tuple[str, ...]:
-    """A list of strings.
+    """Return a list of strings.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``saved`` is no list of strings.
     """
     found = tuple(word for word in entries(saved) if isinstance(word, str))
     if len(found) != len(entries(saved)):
@@ -45,10 +45,10 @@ def words(saved: object) -> tuple[str, ...]:
 
 
 def numbers(saved: object, *shape: int, least: float = -np.inf) -> Array:
-    """Finite numbers of that shape; any length where the shape says -1.
+    """Return finite numbers of the given shape; -1 stands for any length.
 
     Raises:
-        ValueError: they are not, or one is below ``least``.
+        ValueError: ``saved`` has another shape or type, or a number below ``least``.
     """
     try:
         found = np.array(saved, dtype=np.float64)
@@ -65,8 +65,10 @@ def numbers(saved: object, *shape: int, least: float = -np.inf) -> Array:
 
 
 def check_version(saved: object, version: int) -> None:
-    """Raises:
-    ValueError: it was saved by another version.
+    """Refuse another version.
+
+    Raises:
+        ValueError: the state was saved by another version.
     """
     if entry(saved, "version") != version:
         raise ValueError("saved by another version")

@@ -1,9 +1,9 @@
-"""A forecast by tool, corrected for the job and its tokens.
+"""Correction of a tool's forecast for the job and its tokens.
 
-The probability of each cell is multiplied by exp(s(rank)) and made to sum to 1 again (exponential
-tilting), where s is piecewise linear in the rank of the cell and linear in features of the turn.
-As s sees ranks and not seconds, what was learned with one tool holds for another. Learned online:
-AdaGrad (Duchi, Hazan & Singer, 2011) on the log loss of every gap, which is convex.
+The probability of each cell is multiplied by exp(s(rank)), then normalised (exponential tilting). s
+is piecewise linear in the rank of the cell and linear in features of the turn. As s depends on
+ranks and not on seconds, a correction learned with one tool holds for another. It is learned
+online: AdaGrad (Duchi, Hazan & Singer, 2011) on the log loss of every gap, which is convex.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .saved_state import entry, numbers
 
 Array = NDArray[np.float64]
 
-LATELY_TRUST, ALIKE_TRUST = 0.7, 0.6
-"""Powers to which the two views of the job's past are taken before anything is learned."""
+RECENT_TRUST, SIMILAR_TRUST = 0.7, 0.6
+"""Initial exponents of the two views of the job's history."""
 RATE = 0.05
-"""AdaGrad's step."""
+"""Step size of AdaGrad."""
 CAUTION = 10.0
-"""Squared gradients that it starts from: the first steps are not the largest."""
+"""Initial sum of squared gradients, so that the first steps are not the largest."""
 
 _OUTPUT_OCTAVES = np.arange(5.0, 12.0)
 _NEW_OCTAVES = np.arange(4.0, 15.0, 2.0)
@@ -36,7 +36,7 @@ FEATURES = _PAST_BEGIN + 2 * len(KNOTS) + 2
 
 
 def features_of(turn: TurnEnd, past: Past) -> Array:
-    """Shape (features,)."""
+    """Features of a turn and its job's history. Shape (features,)."""
     features = np.zeros(FEATURES)
     features[0] = 1.0
     begin = _TOKENS_BEGIN
@@ -52,51 +52,51 @@ def features_of(turn: TurnEnd, past: Past) -> Array:
         features[begin + low + 1] = place - low
         begin += len(octaves)
     knots = len(KNOTS)
-    features[begin : begin + knots] = past.lately
-    features[begin + knots : begin + 2 * knots] = past.alike
-    features[-2] = past.lately_weight
-    features[-1] = past.alike_weight
+    features[begin : begin + knots] = past.recent
+    features[begin + knots : begin + 2 * knots] = past.similar
+    features[-2] = past.recent_weight
+    features[-1] = past.similar_weight
     return features
 
 
-class Tilt:
-    """The correction and how it is learned. One thread at a time."""
+class TokenCorrection:
+    """The correction and its online learning. Not thread-safe."""
 
     def __init__(self) -> None:
         self.weights: Array = np.zeros((FEATURES, len(KNOTS)))
         knots = len(KNOTS)
-        lately, alike = _PAST_BEGIN, _PAST_BEGIN + knots
-        self.weights[lately : lately + knots] = LATELY_TRUST * np.eye(knots)
-        self.weights[alike : alike + knots] = ALIKE_TRUST * np.eye(knots)
+        recent, similar = _PAST_BEGIN, _PAST_BEGIN + knots
+        self.weights[recent : recent + knots] = RECENT_TRUST * np.eye(knots)
+        self.weights[similar : similar + knots] = SIMILAR_TRUST * np.eye(knots)
         self.squares: Array = np.full_like(self.weights, CAUTION)
 
-    def tilted(self, masses: Array, features: Array) -> Array:
-        """The corrected probability of each cell. Changes nothing. Shape (cells,)."""
+    def corrected(self, masses: Array, features: Array) -> Array:
+        """Return the corrected probability of each cell. Does not mutate. Shape (cells,)."""
         heights = features @ self.weights
         bends = np.interp(ranks_of(masses), KNOTS, heights - heights.max())
-        tilted: Array = np.exp(bends)
-        tilted *= masses
-        tilted /= tilted.sum()
-        return tilted
+        corrected: Array = np.exp(bends)
+        corrected *= masses
+        corrected /= corrected.sum()
+        return corrected
 
     def observe(self, masses: Array, features: Array, cells: Array) -> None:
-        """A gap that lies in each cell with that probability followed a turn of these
-        features, whose forecast by tool alone was ``masses``."""
-        missed = cells - self.tilted(masses, features)
+        """Learn from a gap that lies in each cell with probability ``cells``. It followed a turn
+        with these features, whose forecast by tool alone was ``masses``."""
+        missed = cells - self.corrected(masses, features)
         gradient = np.outer(features, at_knots(ranks_of(masses), missed))
         self.squares += gradient * gradient
         self.weights += RATE * gradient / np.sqrt(self.squares)
 
     def dump(self) -> dict[str, object]:
-        """As JSON."""
+        """Return the learned state as JSON."""
         return {"weights": self.weights.tolist(), "squares": self.squares.tolist()}
 
     @classmethod
-    def loaded(cls, saved: object) -> Tilt:
-        """What ``dump`` gave.
+    def loaded(cls, saved: object) -> TokenCorrection:
+        """Build from what ``dump`` returned.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the state is malformed.
         """
         made = cls()
         made.weights = numbers(entry(saved, "weights"), *made.weights.shape)

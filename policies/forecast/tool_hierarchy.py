@@ -1,7 +1,7 @@
-"""How long each tool takes: global, tool, subcommand and masked command, each the next one's prior.
+"""Durations of tools: global, tool, subcommand, masked command, each the prior of the next.
 
-A node learns ln X as a Normal-Inverse-Gamma with forgetting and, once it has seen enough, the
-empirical distribution as well. A node that has seen little says what the node above it says.
+A node learns ln X as a Normal-Inverse-Gamma whose observations decay and, after enough of them, the
+empirical distribution as well. A node with few observations forecasts as its parent does.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from numpy.typing import NDArray
 from tiered_kv.policies.base import Rule, ToolUse
 from tiered_kv.policies.distribution import CELL_LOG_S, CELLS, GRID, Forecast
 
-from .normal_inverse_gamma import Nig
+from .normal_inverse_gamma import NormalInverseGamma
 from .saved_state import entries, entry, numbers, words
 
 Array = NDArray[np.float64]
 
-ROOT_PRIOR = Nig(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
-"""ContextServe's."""
+ROOT_PRIOR = NormalInverseGamma(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
+"""Prior of all gaps, from ContextServe."""
 PRIOR_WORTH = 4.0
-"""kappa: observations that a prior from above, or from a rule, is worth."""
-FORGETTING = 0.99
-"""What an observation still counts after the next one of the same node."""
-HISTOGRAM_FORGETTING = 0.9995
-"""The same for the empirical distribution, which takes many more observations than a mean."""
+"""κ: weight of a prior from the parent or from a rule, in observations."""
+NODE_DECAY = 0.99
+"""Decay of an observation's weight with each later one of the same node."""
+HISTOGRAM_DECAY = 0.9995
+"""Decay in the empirical distribution, which needs many more observations than a mean."""
 HISTOGRAM_FROM = 30
-"""Observations from which the empirical distribution is mixed in; it then has half a say."""
+"""Observations from which the empirical distribution is mixed in, with half the weight."""
 MAX_NODES = 1024
-"""The least recently used node beyond that is forgotten; models invent commands without end."""
+"""Nodes kept; the least recently used one is evicted. Models invent commands without end."""
 EXPECTED_SIGMA = 0.7
-"""Spread of ln X around what a client said of it: right within a factor of two, mostly."""
+"""Spread of ln X around a client's estimate: mostly right within a factor of two."""
 
 _LOG_GRID = np.log(GRID)
 
 
 @dataclass(slots=True)
 class Node:
-    """What was seen of one tool, subcommand or command.
+    """Observations of one tool, subcommand or command.
 
     Attributes:
-        seen: observations.
-        weight: of these, after forgetting.
-        mean, squares: of ln X, weighted: mean and sum of squared deviations.
+        seen: number of observations.
+        weight: their weight after decay.
+        mean, squares: weighted mean of ln X, and sum of squared deviations.
         histogram: weight of the gaps in each cell. Shape (cells,).
     """
 
@@ -57,15 +57,15 @@ class Node:
     histogram: Array = field(default_factory=lambda: np.zeros(CELLS))
 
     def observe(self, cells: Array, mean: float, variance: float) -> None:
-        """Take in a gap that lies in each cell with that probability, and whose logarithm has
-        that mean and variance."""
-        old = self.weight * FORGETTING
+        """Add a gap that lies in each cell with probability ``cells``. ``mean`` and ``variance``
+        are those of its logarithm."""
+        old = self.weight * NODE_DECAY
         off = mean - self.mean
         self.seen += 1
         self.weight = old + 1
         self.mean += off / self.weight
-        self.squares = self.squares * FORGETTING + off * off * old / self.weight + variance
-        self.histogram *= HISTOGRAM_FORGETTING
+        self.squares = self.squares * NODE_DECAY + off * off * old / self.weight + variance
+        self.histogram *= HISTOGRAM_DECAY
         self.histogram += cells
 
 
@@ -73,30 +73,30 @@ _UNSEEN = Node()
 
 
 class ToolHierarchy:
-    """Forecasts of gaps by tool alone, whichever job it is. One thread at a time."""
+    """Forecasts of gaps by tool alone, over all jobs. Not thread-safe."""
 
     def __init__(self) -> None:
         self._root = Node()
         self._nodes: OrderedDict[tuple[str, ...], Node] = OrderedDict()
 
     def is_thin(self, tool: ToolUse) -> bool:
-        """Whether too little was seen of this very command for a distribution of its own."""
+        """True if this command has too few observations for a distribution of its own."""
         node = self._nodes.get(tool.path)
         return node is None or node.seen < HISTOGRAM_FROM
 
     def forecast(self, tool: ToolUse | None, learned: Rule | None = None) -> Array:
-        """The probability of each cell; of all gaps if the tool is not known. Changes nothing.
-        Shape (cells,).
+        """Return the probability of each cell; that of all gaps if the tool is unknown. Does not
+        mutate. Shape (cells,).
 
         Args:
-            learned: what is believed of the narrowest node in place of what stands above it.
+            learned: prior of the narrowest node, in place of its parent's forecast.
         """
         belief = _posterior(ROOT_PRIOR, self._root)
         deepest = self._root
         path = tool.path if tool else ()
         for depth in range(1, len(path) + 1):
             node = self._nodes.get(path[:depth])
-            belief = belief.worth(PRIOR_WORTH)
+            belief = belief.capped(PRIOR_WORTH)
             # A rule speaks of a command, which says more than what shells usually do.
             if tool and tool.rule and depth == min(2, len(path)):
                 belief = _rule_prior(tool.rule)
@@ -117,7 +117,7 @@ class ToolHierarchy:
         return _sharpened(forecast.masses, tool.expected_s)
 
     def observe(self, tool: ToolUse | None, cells: Array) -> None:
-        """A gap that lies in each cell with that probability. ``cells``: shape (cells,)."""
+        """Add a gap that lies in each cell with probability ``cells``. Shape (cells,)."""
         mean = float(cells @ CELL_LOG_S)
         variance = float(cells @ (CELL_LOG_S - mean) ** 2)
         self._root.observe(cells, mean, variance)
@@ -131,15 +131,15 @@ class ToolHierarchy:
             self._nodes.popitem(last=False)
 
     def dump(self) -> list[object]:
-        """As JSON: the root, then the others, the least recently used first."""
+        """Return the nodes as JSON: the root, then the others, least recently used first."""
         return [_dumped((), self._root), *(_dumped(*item) for item in self._nodes.items())]
 
     @classmethod
     def loaded(cls, saved: object) -> ToolHierarchy:
-        """What ``dump`` gave.
+        """Build from what ``dump`` returned.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the state is malformed.
         """
         found = dict(_loaded(one) for one in entries(saved))
         if () not in found or len(found) > MAX_NODES + 1:
@@ -150,17 +150,19 @@ class ToolHierarchy:
         return made
 
 
-def _posterior(prior: Nig, node: Node) -> Nig:
+def _posterior(prior: NormalInverseGamma, node: Node) -> NormalInverseGamma:
     return prior.updated(node.weight, node.mean, node.squares)
 
 
-def _rule_prior(rule: Rule) -> Nig:
+def _rule_prior(rule: Rule) -> NormalInverseGamma:
     alpha = PRIOR_WORTH / 2
-    return Nig(math.log(max(rule.median_s, 1e-3)), PRIOR_WORTH, alpha, alpha * rule.sigma**2)
+    return NormalInverseGamma(
+        math.log(max(rule.median_s, 1e-3)), PRIOR_WORTH, alpha, alpha * rule.sigma**2
+    )
 
 
 def _sharpened(masses: Array, expected_s: float | None) -> Array:
-    """Multiplied by how likely a client is to have said that of each gap."""
+    """Weight each cell by the likelihood of the client's estimate, given a gap in that cell."""
     if expected_s is None or not 0 < expected_s < math.inf:
         return masses
     off = (CELL_LOG_S - math.log(expected_s)) / EXPECTED_SIGMA

@@ -1,6 +1,6 @@
-"""Gradient-boosted trees on a tool's command: grown by LightGBM, walked here.
+"""Gradient-boosted trees over a tool's command: grown by LightGBM, evaluated here.
 
-Growing takes LightGBM, the extra ``learned``; without it nothing is grown. LightGBM's own
+Growing needs LightGBM, the extra ``learned``; without it no trees are grown. LightGBM's own
 prediction of one row takes longer than a decision may.
 """
 
@@ -23,9 +23,9 @@ from .saved_state import entries, entry, numbers
 Array = NDArray[np.float64]
 
 MAX_SAMPLES = 4096
-"""The last gaps that trees are grown from."""
+"""Gaps kept as samples, the latest ones."""
 ENOUGH = 200
-"""Gaps before the first trees."""
+"""Gaps before the first trees are grown."""
 TREES, LEAVES = 24, 8
 MAX_CACHED = 1024
 
@@ -43,10 +43,10 @@ _PARAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """Grown trees, whose leaves' values add up to a score.
+    """Grown trees, whose leaf values add up to a score.
 
     Attributes:
-        nodes: per tree, rows of (feature, threshold, low child, high child); a value at most the
+        nodes: per tree, rows of (feature, threshold, low child, high child); a value up to the
             threshold goes to the low child. A child c < 0 is leaf -c - 1.
         leaves: per tree, the value of each leaf.
     """
@@ -56,7 +56,8 @@ class Trees:
     _cache: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def score(self, tool: ToolUse) -> float:
-        """What the trees say of a tool; remembered by its command, for it is asked again soon."""
+        """Return the score of a tool's command. Cached, since the same command is scored again
+        soon."""
         known = self._cache.get(tool.command)
         if known is not None:
             return known
@@ -66,7 +67,7 @@ class Trees:
         return score
 
     def score_of(self, features: Sequence[float]) -> float:
-        """What the trees say of ``FEATURES`` numbers."""
+        """Return the score of ``FEATURES`` numbers."""
         score = 0.0
         for nodes, leaves in zip(self.nodes, self.leaves, strict=True):
             at = 0 if nodes else -1
@@ -77,7 +78,7 @@ class Trees:
         return score
 
     def dump(self) -> list[object]:
-        """As JSON."""
+        """Return the trees as JSON."""
         return [
             {"nodes": [list(node) for node in nodes], "leaves": list(leaves)}
             for nodes, leaves in zip(self.nodes, self.leaves, strict=True)
@@ -85,25 +86,26 @@ class Trees:
 
     @classmethod
     def loaded(cls, saved: object) -> Trees:
-        """What ``dump`` gave.
+        """Build from what ``dump`` returned.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the state is malformed.
         """
         trees = [_checked(tree) for tree in entries(saved)]
         return cls([nodes for nodes, _ in trees], [leaves for _, leaves in trees])
 
 
 class Samples:
-    """The last gaps of commands, to grow trees from. May be grown from on another thread than the
-    one that adds: at worst half of one sample is taken for another."""
+    """The last gaps after commands, to grow trees from. ``latest`` may run on another thread
+    than ``add``: at worst one sample mixes two gaps."""
 
     def __init__(self) -> None:
         self._rows: Array = np.zeros((MAX_SAMPLES, FEATURES + 1))
         self._seen = 0
 
     def add(self, tool: ToolUse, value: float) -> None:
-        """What trees should have said of a tool; nothing is learned of one without a command."""
+        """Add the value that trees should predict for a tool. Tools without a command are
+        skipped."""
         if not tool.command:
             return
         row = self._rows[self._seen % MAX_SAMPLES]
@@ -112,7 +114,7 @@ class Samples:
         self._seen += 1
 
     def latest(self) -> tuple[Array, Array] | None:
-        """Features [gaps, ``FEATURES``] and values, the oldest first; None if too few."""
+        """Return features [gaps, ``FEATURES``] and values, oldest first; None if too few."""
         count = min(self._seen, MAX_SAMPLES)
         if count < ENOUGH:
             return None
@@ -121,9 +123,9 @@ class Samples:
 
 
 def grown(rows: Array, values: Array, objective: Literal["regression", "binary"]) -> Trees | None:
-    """Trees whose score is the value, or with ``binary`` the log-odds of a value of 1.
+    """Grow trees whose score is the value, or with ``binary`` the log-odds of a value of 1.
 
-    Takes some tenths of a second. None without LightGBM.
+    Takes some tenths of a second. Returns None without LightGBM.
     """
     try:
         lightgbm: Any = importlib.import_module("lightgbm")
@@ -140,7 +142,7 @@ def _features(tool: ToolUse) -> Sequence[float]:
 
 
 def _flat(tree: Mapping[str, Any]) -> tuple[list[list[float]], list[float]]:
-    """LightGBM's nested tree as ``Trees`` has it."""
+    """Flatten LightGBM's nested tree to the rows of ``Trees``."""
     nodes: list[list[float]] = []
     leaves: list[float] = []
 

@@ -1,1 +1,1 @@
-"""Jobs: as clients name them, and as their prompts tell."""
+"""Jobs: named by clients, or inferred from prompts."""

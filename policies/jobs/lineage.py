@@ -1,18 +1,18 @@
-"""Which job a request without a job id belongs to, inferred from its prompt.
+"""Inference of a request's job from its prompt, for requests without a job id.
 
-An agent's next prompt repeats its last one and goes on, so a request that extends the last
-prompt of a job is that job's next turn. Answers are not matched: they come back tokenised anew,
-and often cut.
+An agent's next prompt repeats its last one and adds to it. So a request that extends the last
+prompt of a job is that job's next turn. Answers are not matched: clients send them back tokenised
+anew, and often cut.
 
-vLLM chains block hashes: a block's hash stands for all tokens up to its end. So a turn is found
-by the hash of one block of its prompt, the last one that ends ``TOLERANCE`` tokens or more
-before the prompt does, and the few tokens behind that block are compared one by one. A common
-system prompt alone joins nothing: questions behind it that differ anywhere but in those last
-tokens, where a chat template's own stand, are told apart.
+vLLM chains block hashes: a block's hash stands for all tokens up to its end. So a turn is found by
+the hash of one block of its prompt: the last one that ends at least ``TOLERANCE`` tokens before the
+prompt does. The few tokens behind that block are compared one by one. A common system prompt alone
+joins nothing: two questions behind it differ in their tokens. Only the last tokens, where a chat
+template puts its own, may differ.
 
-Only the last turn of a job can be continued. What extends an earlier one, or one that is still
-running, is a fork: a job of its own, as is a prompt that was trimmed or summarised, and one that
-repeats another without going on. A prompt repeated after it was aborted is a retry.
+Only the last turn of a job can be continued. A prompt that extends an earlier turn, or one that is
+still running, is a fork and starts a new job. So does a prompt that was trimmed or summarised, and
+one that repeats another without adding to it. A prompt repeated after an abort is a retry.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from tiered_kv.policies.base import JobKey
 from .hints import INFERRED_PREFIX
 
 TOLERANCE = 4
-"""Tokens at the end of a prompt that the next may lack: chat templates end a prompt with an
-empty or opened thought that they leave out of the history (four tokens for Qwen3 without
-thinking), and the last token of plain text may merge with what follows."""
+"""Tokens at the end of a prompt that the next prompt may lack. Chat templates end a prompt with
+an empty or opened thought that they leave out of the history (four tokens for Qwen3 without
+thinking). The last token of plain text may merge with the text after it."""
 ANSWER_TOKENS = 64
-"""Tokens kept of an answer, to tell samples of one prompt apart."""
+"""Tokens kept of each answer, to distinguish samples of one prompt."""
 MAX_JOBS = 16_384
-"""Jobs remembered, about 2 KiB each. The one longest unheard of is forgotten first."""
+"""Jobs remembered, about 2 KiB each. The least recently active job is forgotten first."""
 MAX_NEIGHBOURS = 256
-"""Jobs remembered that are found by one block: short questions behind one system prompt."""
+"""Jobs remembered per block hash: short questions behind one system prompt."""
 MAX_TWINS = 8
-"""Samples of one prompt whose answers are compared with what the next prompt repeats."""
+"""Samples of one prompt whose answers are compared with the next prompt."""
 MAX_PLACES = 16
-"""Blocks of a prompt at which turns are compared; more are a client's doing, not an agent's."""
+"""Blocks of a prompt at which turns are compared. No agent needs more."""
 
 _TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The job of a request; ``turn`` is 1 for its first, and the same again for a retry."""
+    """The job of a request. ``turn`` is 1 for its first, and unchanged for a retry."""
 
     job: JobKey
     turn: int
@@ -66,11 +66,11 @@ class _Turn:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        block: hash of the block it is found by.
-        start: where in the prompt that block ends.
+        block: hash of the block that the turn is found by.
+        start: position in the prompt where that block ends, tokens.
         rest: the prompt's tokens from ``start`` on, packed.
         answer: the first tokens of the answer, packed.
-        ended_at: how many requests had arrived when it ended.
+        ended_at: number of requests that had arrived when it ended.
     """
 
     job: JobKey
@@ -84,7 +84,7 @@ class _Turn:
     ended_at: int = 0
 
     def precedes(self, behind: bytes, prompt_tokens: int) -> bool:
-        """Whether a prompt that shares the block, with ``behind`` after it, comes next."""
+        """True if a prompt that shares the block, with ``behind`` after it, follows this turn."""
         if self.state is _State.RUNNING:
             return False
         if prompt_tokens > self.prompt_tokens:
@@ -93,10 +93,10 @@ class _Turn:
 
 
 class Lineage:
-    """Jobs inferred for one engine's requests. One thread; no clock.
+    """Jobs inferred from one engine's requests. Not thread-safe; needs no clock.
 
     Args:
-        block_size: tokens that a hash of ``arrived`` adds to the one before it.
+        block_size: tokens per hash that ``arrived`` is given.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -110,19 +110,18 @@ class Lineage:
         return len(self._jobs)
 
     def arrived(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> Inferred | None:
-        """A request without a job id arrived. Its turn runs until ``ended``.
+        """Infer the job of a request without a job id. Its turn runs until ``ended``.
 
-        A new job walks over all of its prompt's hashes once, a next turn over those of what is
-        new in it.
+        Walks over all hashes of a new job's prompt once, and over the new hashes of a next turn.
 
         Args:
-            salt: the request's ``cache_salt``; jobs of other salts are never considered.
-            hashes: of the prompt's full blocks, chained, from the first on.
+            salt: the request's ``cache_salt``; jobs with another salt are never considered.
+            hashes: chained hashes of the prompt's full blocks, from the first on.
             prompt: token ids.
 
         Returns:
-            None if the prompt is too short to be recognised again: without its last
-            ``TOLERANCE`` tokens it fills no block.
+            None if the prompt is too short to be recognised again: without its last ``TOLERANCE``
+                tokens it fills no block.
         """
         blocks = (len(prompt) - TOLERANCE) // self._block_size
         if not 1 <= blocks <= len(hashes):
@@ -140,11 +139,11 @@ class Lineage:
         return Inferred(job, number)
 
     def ended(self, job: JobKey, answer: Sequence[int], *, aborted: bool) -> None:
-        """The running turn of an inferred job ended; ignored if the job is not known.
+        """End the running turn of an inferred job. Unknown jobs are ignored.
 
         Args:
             answer: token ids.
-            aborted: the client went away, or cancelled.
+            aborted: True if the client went away or cancelled.
         """
         turn = self._jobs.get(job)
         if turn is None:
@@ -155,7 +154,7 @@ class Lineage:
         turn.ended_at = self._arrivals
 
     def forget(self, job: JobKey) -> None:
-        """No turn of this job follows; ignored if it is not known."""
+        """Forget a job that has no further turn. Unknown jobs are ignored."""
         turn = self._jobs.pop(job, None)
         if turn is None:
             return
@@ -191,10 +190,10 @@ class Lineage:
         return None
 
     def _likeliest(self, twins: Sequence[_Turn], behind: bytes) -> _Turn:
-        """Of turns that a prompt all extends, the one whose answer it repeats furthest.
+        """Choose among turns that a prompt all extends: the one whose answer it repeats furthest.
 
-        If that leaves several: the longer a job has waited, the less likely it is to return at
-        all, but while their waits are alike they are a queue, first come, first served.
+        If several remain: the longer a job has waited, the less likely it is to return at all. But
+        jobs that wait about equally long return first come, first served.
         """
         common = [_common_tokens(turn.rest + turn.answer, behind) for turn in twins]
         alike = [turn for turn, n in zip(twins, common, strict=True) if n == max(common)]

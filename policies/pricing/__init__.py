@@ -1,1 +1,1 @@
-"""Costs, and the worth of a pin."""
+"""Costs of restores and of VRAM, and the value of a pin."""

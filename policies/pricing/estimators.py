@@ -1,6 +1,6 @@
-"""What a restore and a second in VRAM cost, learned from what this engine goes through.
+"""Estimators of what a restore and a second in VRAM cost, learned from this engine's requests.
 
-R, T and η are those of Continuum (arXiv 2511.02230); λ takes the place of the 1 in its cost.
+R, T and η are those of Continuum (arXiv 2511.02230); λ replaces the 1 in its cost.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from collections import deque
 
 WINDOW = 100
 """Evicted turns over which Continuum takes the mean of T."""
-FORGETTING = 0.98
-"""Weight that a measured prefill keeps for each one after it."""
+PREFILL_DECAY = 0.98
+"""Decay of a measured prefill's weight with each later one."""
 SURVIVAL_STEP = 0.2
-"""What a job that came back counts, against all before it."""
+"""Weight of the latest returning job in the moving average."""
 PEAK_HALF_LIFE_S = 10.0
-"""A burst of demand is expected to come again for about so long."""
+"""Half-life of a demand peak in the forecast, seconds."""
 PRICE_SLOPE = 4.0
-"""λ for each whole share that demand exceeds supply by: 1, Continuum's price, at a quarter."""
+"""Slope of λ per share by which demand exceeds supply: 1, Continuum's price, at a quarter."""
 TOP_PRICE = 16.0
 
 SHORTEST_S = 1e-6
-"""What took less was not measured right."""
+"""Shortest duration that counts as measured, seconds."""
 
 _TOKENS = 1000.0  # unit of the fit, so that its two terms are of one size
 
 
 class PrefillFit:
-    """Seconds to prefill tokens behind a context: linear in their number, plus attention,
-    which is quadratic in where they end. Weighted least squares on relative errors, neither
-    term below zero.
+    """Seconds to prefill tokens behind a context: linear in their number, plus attention, which is
+    quadratic in where they end. Weighted least squares on relative errors; both terms stay
+    non-negative.
 
     Attributes:
-        measured: whether a real prefill was seen.
+        measured: True once a real prefill was observed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PrefillFit:
         self._sums = [0.0] * 5  # of x x, x z, z z, x, z; all over seconds: relative errors
 
     def suppose(self, linear: float, quadratic: float) -> None:
-        """Begin with an estimate, which counts as much as two prefills.
+        """Start from an estimate with the weight of two prefills.
 
         Args:
             linear: seconds per 1,000 tokens.
@@ -51,7 +51,7 @@ class PrefillFit:
             self._learn(tokens, tokens**2, linear * tokens + quadratic * tokens**2)
 
     def observe(self, behind: int, tokens: int, seconds: float) -> None:
-        """A prefill of ``tokens`` tokens behind ``behind`` others took so long."""
+        """Add a prefill of ``tokens`` tokens behind ``behind`` others that took ``seconds``."""
         if tokens > 0 and seconds >= SHORTEST_S:
             self.measured = True
             self._learn(*_terms(behind, tokens), seconds)
@@ -59,7 +59,7 @@ class PrefillFit:
     def _learn(self, x: float, z: float, seconds: float) -> None:
         x, z = x / seconds, z / seconds
         fresh = (x * x, x * z, z * z, x, z)
-        self._sums = [FORGETTING * old + new for old, new in zip(self._sums, fresh, strict=True)]
+        self._sums = [PREFILL_DECAY * old + new for old, new in zip(self._sums, fresh, strict=True)]
         xx, xz, zz, x1, z1 = self._sums
         determinant = xx * zz - xz * xz
         if determinant > 1e-9 * xx * zz:
@@ -74,7 +74,7 @@ class PrefillFit:
         self._linear, self._quadratic = linear, quadratic
 
     def seconds(self, behind: int, tokens: int) -> float:
-        """What prefilling so many tokens behind ``behind`` others takes; 0 while unknown."""
+        """Return the seconds to prefill ``tokens`` behind ``behind`` others; 0 while unknown."""
         x, z = _terms(behind, tokens)
         return self._linear * x + self._quadratic * z
 
@@ -85,8 +85,8 @@ def _terms(behind: int, tokens: int) -> tuple[float, float]:
 
 
 class QueueDelay:
-    """T: mean seconds that a turn whose KV had left VRAM waited to be admitted, over the last
-    100 of them; 0 before the first."""
+    """T: mean seconds that a turn whose KV had left VRAM waited for admission, over the last 100
+    such turns; 0 before the first."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
@@ -98,17 +98,18 @@ class QueueDelay:
 
 
 class Survival:
-    """The share of what waited outside VRAM that was there still when its job came back, lately.
+    """Share of the KV outside VRAM that was still there when its job came back: a moving average.
 
     Args:
-        share: before the first.
+        share: initial value.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
 
     def observe(self, found: int, wanted: int) -> None:
-        """A job came back for ``wanted`` tokens that were not in VRAM; ``found`` were restored."""
+        """Add a returning job that needed ``wanted`` tokens from outside VRAM and found
+        ``found``."""
         if wanted > 0:
             share = min(1.0, max(0.0, found / wanted))
             self.share += SURVIVAL_STEP * (share - self.share)
@@ -116,9 +117,8 @@ class Survival:
 
 class Memoryfulness:
     """η = -Corr(k, N-k) over the finished jobs, for each of a job's N turns with k the turns
-    served: 1 if every job is of one length, 0 if none says how many follow. 1 before the second
-    job, and never below 0.
-    """
+    served: 1 if every job is of one length, 0 if k tells nothing about N-k. 1 before the second
+    job, and never below 0."""
 
     def __init__(self) -> None:
         self._count = self._served = self._left = 0.0
@@ -126,7 +126,7 @@ class Memoryfulness:
         self.value = 1.0
 
     def observe(self, turns: int) -> None:
-        """A job ended after so many turns."""
+        """Add a job that ended after ``turns`` turns."""
         n = float(turns)
         if n < 1:
             return
@@ -149,11 +149,11 @@ class Memoryfulness:
 
 
 class ShadowPrice:
-    """λ, seconds charged for a second in VRAM: 0 while there is room for the forecast demand
-    beside the pins, and rising with the shortage until pins are not worth having.
+    """λ, seconds charged for a second in VRAM: 0 while there is room for the forecast demand beside
+    the pins, then rising with the shortage until no pin pays.
 
-    The forecast is the highest recent demand (blocks in use, and wanted by waiting requests),
-    which fades with a half-life of ten seconds.
+    The forecast is the highest recent demand (blocks in use, plus those that waiting requests
+    need). It decays with a half-life of ten seconds.
     """
 
     def __init__(self) -> None:
@@ -161,21 +161,22 @@ class ShadowPrice:
         self._seen_at = 0.0
 
     def observe(self, demand: int, now: float) -> None:
-        """So many blocks are in use, pins left out, or wanted at present."""
+        """Add the current demand: blocks in use without pins, plus those that waiting requests
+        need."""
         fade = 0.5 ** (max(0.0, now - self._seen_at) / PEAK_HALF_LIFE_S)
         self._peak = max(float(demand), self._peak * fade)
         self._seen_at = now
 
     @staticmethod
     def of(demand: float, blocks: int) -> float:
-        """λ where the demand that jobs are heading for is known, pins included."""
+        """Return λ where the jobs' projected demand is known, pins included."""
         return min(TOP_PRICE, max(0.0, PRICE_SLOPE * (demand / blocks - 1)))
 
     def price(self, blocks: int, pinned: int, own: int = 0) -> float:
-        """λ if so many of the pool's ``blocks`` were pinned.
+        """Return λ with ``pinned`` of the pool's ``blocks`` pinned.
 
         Args:
-            own: blocks of the one who asks: pinned now, and part of the demand before.
+            own: blocks of the job that asks; now pinned, they were demand before.
         """
         room = blocks - max(0.0, self._peak - own)
         if pinned <= room:

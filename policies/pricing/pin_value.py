@@ -1,4 +1,4 @@
-"""How long a pin is worth it: U(τ), and the class of a gap.
+"""Value of a pin over time, U(τ), and the class of a gap.
 
     U(τ) = P(X <= τ) B - λ E[min(X, τ)]
 
@@ -21,10 +21,10 @@ from .estimators import SHORTEST_S
 Array = NDArray[np.float64]
 
 WORTHWHILE = 0.02
-"""Share of B that a pin must be expected to gain: no forecast is sure of its last percents."""
+"""Share of B that a pin must be expected to gain. No forecast is exact to its last percents."""
 LATER_PRICE, LATER_S = 1.0, 60.0
-"""λ after a wait of a minute (or of B, if that is longer), if it is lower now: that nobody wants
-the room will not last."""
+"""λ after a wait of a minute (or of B, if longer) where it is lower now: a low price does not
+last."""
 
 
 def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
@@ -43,7 +43,7 @@ def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
 
 
 def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
-    """τ*, the shortest time at which U is highest, in seconds; 0 if no wait pays."""
+    """Return τ*, the shortest time at which U is highest, in seconds; 0 if no wait pays."""
     if benefit_s <= 0:
         return 0.0
     gains = utility(forecast, benefit_s, vram_price)
@@ -52,14 +52,13 @@ def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
 
 
 def saved_s(forecast: Forecast | None, benefit_s: float, wait_s: float) -> float:
-    """P(X <= τ) B, seconds that a pin until τ is expected to save; 0 if nothing is forecast."""
+    """P(X <= τ) B: seconds that a pin until τ is expected to save; 0 without a forecast."""
     return benefit_s * forecast.within(wait_s) if forecast is not None else 0.0
 
 
 def earnings(forecast: Forecast | None, costs: Costs, wait_s: float) -> float:
-    """Seconds of requests that a pin until τ saves in each second that it is held, on average:
-    what its own job need not restore, and others need not stand by while that is computed. Infinite
-    if nothing is forecast."""
+    """Mean seconds of requests that a pin until τ saves per second held: its own job's restore,
+    and the delay of others while that is computed. Infinite without a forecast."""
     if forecast is None:
         return math.inf
     saved = saved_s(forecast, costs.work_s, wait_s)
@@ -67,7 +66,7 @@ def earnings(forecast: Forecast | None, costs: Costs, wait_s: float) -> float:
 
 
 def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:
-    """SLOW if no wait pays, FAST if waiting for all of B does, else UNCERTAIN."""
+    """SLOW if no wait pays, FAST if waiting for all of B pays, else UNCERTAIN."""
     if best_wait_s <= 0:
         return GapClass.SLOW
     return GapClass.FAST if best_wait_s >= benefit_s else GapClass.UNCERTAIN

@@ -1,1 +1,1 @@
-"""Tool calls, read and timed."""
+"""Tool calls: read from answers, and how long they run."""

@@ -1,4 +1,4 @@
-"""Tool calls read from the end of a turn's answer, in whatever format the model writes them."""
+"""Tool calls read from the end of a turn's answer, in any model's format."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from .formats import BARE, HARMONY, MARKED, Format
 
 MAX_CHARS = 1 << 16
-"""Only so much of the end of a text is read."""
+"""Longest part of a text that is read, from its end, in characters."""
 
 _MAX_COMMAND_CHARS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call.
+    """A tool call.
 
     Attributes:
-        name: the tool.
-        arguments: as the model wrote them; values are of any JSON type.
-        command: the shell command if the tool is a shell, else an empty string.
+        name: name of the tool.
+        arguments: arguments as the model wrote them; values are of any JSON type.
+        command: shell command if the tool is a shell, else an empty string.
     """
 
     name: str
@@ -31,20 +31,19 @@ class ToolCall:
 
 
 def read_tool_calls(text: str) -> tuple[ToolCall, ...]:
-    """The calls that an answer ends with, in their order; nothing if it makes none.
+    """Return the calls that an answer ends with, in order; empty if it makes none.
 
     Args:
-        text: the answer or its end, special tokens kept. Calls inside a thinking block are
-            thoughts, and not returned.
+        text: the answer or its end, special tokens kept. Calls inside a thinking block are ignored.
 
-    Takes time linear in the text, and raises nothing.
+    Takes time linear in the text. Never raises.
     """
     _, calls = find_calls(after_thinking(text))
     return calls
 
 
 def find_calls(text: str) -> tuple[Format | None, tuple[ToolCall, ...]]:
-    """As ``read_tool_calls``, of a text without thinking; and the format they are in."""
+    """Find the calls in a text without thinking blocks, and their format."""
     for style in _candidates(text):
         calls = tuple(tool_call(*call) for call in style.read(text))
         if calls:
@@ -53,9 +52,9 @@ def find_calls(text: str) -> tuple[Format | None, tuple[ToolCall, ...]]:
 
 
 def _candidates(text: str) -> Iterator[Format]:
-    """Formats that the text may be in, the likeliest first.
+    """Formats that the text may be in, likeliest first.
 
-    Of several markers the first one counts: those behind it stand in its arguments.
+    The first of several markers counts: later ones may stand in its arguments.
     """
     if "<|message|>" in text:
         yield HARMONY
@@ -81,11 +80,10 @@ _MARKS = re.compile(
 
 
 def after_thinking(text: str) -> str:
-    """What of the end of an answer is not thought: all after the last block of thinking.
+    """Return the answer behind the last thinking block.
 
-    A block may have begun before the text. One that does not end takes the rest with it. A
-    marker between the beginning and the end of a call is part of its arguments: agents edit
-    chat templates, too.
+    A block may have begun before the text. A block without an end takes the rest with it. A marker
+    inside a call belongs to its arguments: agents edit chat templates, too.
     """
     text = text[-MAX_CHARS:]
     answer = (0, len(text))
@@ -115,14 +113,14 @@ _COMMAND_KEYS = ("command", "cmd", "commands", "script", "code", "input")
 
 
 def name_parts(name: str) -> list[str]:
-    """The words of a tool's name, in lower case: ``run_command``, ``RunCommand``. What stands
-    before the last ``.``, ``/`` or ``__`` is the name of a server or a namespace."""
+    """Words of a tool's name, in lower case: ``run_command``, ``RunCommand``. Anything before
+    the last ``.``, ``/`` or ``__`` is a server or a namespace, and dropped."""
     last = re.split(r"[./:]|__", name)[-1]
     return [part.lower() for part in _NAME_PART.findall(last)]
 
 
 def tool_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
-    """A call, its shell command found if the tool is a shell by its name."""
+    """Build a call; if the tool's name is that of a shell, find its command."""
     parts = set(name_parts(name))
     if not (parts & _SHELLS or (parts and parts <= _RUN)):
         return ToolCall(name, arguments)
@@ -131,7 +129,7 @@ def tool_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
 
 
 def _as_command(given: object) -> str:
-    """A command line; Codex gives a list of words, others a list of commands."""
+    """Return a command line. Codex passes a list of words, others a list of commands."""
     if isinstance(given, str):
         return given.strip()
     if not isinstance(given, list) or not all(isinstance(word, str) for word in given):

@@ -1,7 +1,7 @@
-"""How long tools run, as everybody knows it: priors for what has not been seen yet.
+"""Durations of common tools: priors before anything has been observed.
 
-Orders of magnitude on a developer's machine, with what an agent adds to a call. They are no
-measurements, and a handful of observations outweighs them.
+Orders of magnitude on a developer's machine, including an agent's overhead per call. They are
+guesses, not measurements: a few observations outweigh them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tiered_kv.policies.base import Rule
 
 OVERHEAD_S = 0.1
-"""What of every median is the agent's: it starts a shell, and reports."""
+"""Part of every median that is the agent's overhead: starting a shell, reporting. Seconds."""
 
 # Medians in seconds. A spread of 0.8 in ln X is a factor of 2.2 up or down, 1.5 one of 4.5.
 AT_ONCE = Rule(0.15, 0.8)
@@ -123,7 +123,7 @@ _COMMANDS = (
     (END, "submit, exit_forfeit"),
 )
 RULES = {name.strip(): rule for rule, names in _COMMANDS for name in names.split(",")}
-"""By command, with its subcommand where that matters."""
+"""Rules by command, with its subcommand where that matters."""
 
 _WEB = Rule(3.0, 1.0)
 _BROWSER = Rule(1.5, 0.9)
@@ -153,7 +153,7 @@ _TOOLS = tuple(
 
 
 def tool_rule(name_parts: Sequence[str]) -> Rule | None:
-    """What the words of a tool's name say, in lower case; None if nothing."""
+    """Return the rule for the words of a tool's name, in lower case; None if none fits."""
     parts = set(name_parts)
     if parts == {"task"}:
         return _AGENT

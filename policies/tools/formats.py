@@ -1,7 +1,7 @@
-"""How models write tool calls down: one reader per format.
+"""Formats in which models write tool calls: one reader each.
 
-The formats are those of the models' chat templates. Every reader goes through the text once,
-from left to right, skips what it cannot read, and raises nothing.
+The formats are those of the models' chat templates. Every reader scans the text once, from left to
+right, skips what it cannot read, and never raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .pythonic import read_calls
 
 MAX_CALLS = 32
-"""More calls in one answer are a model in a loop: the first ones are enough."""
+"""Calls read from one answer. More of them are a model in a loop."""
 
 _JSON = json.JSONDecoder(strict=False)
 _BLANK = re.compile(r"\s*")
@@ -24,7 +24,7 @@ _TEXTS = re.compile(r'"(\w{1,64})"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 
 
 class RawCall(NamedTuple):
-    """A call as it was written."""
+    """A call before its command is looked for."""
 
     name: str
     arguments: Mapping[str, object]
@@ -35,9 +35,9 @@ class Format:
     """A way to write tool calls.
 
     Attributes:
-        name: what vLLM's ``--tool-call-parser`` calls it, where it knows it.
+        name: name of the format in vLLM's ``--tool-call-parser``, where it has one.
         begin, end: regular expressions of the markers that only a call has.
-        read: gives the calls of a text.
+        read: reader of a text's calls.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Format:
 
 
 def _json_at(text: str, start: int) -> tuple[object, int] | None:
-    """The JSON object or list that begins at ``start``, white space skipped, and its end."""
+    """Parse the JSON object or list at ``start``, after white space; return it and its end."""
     start = _BLANK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
     if not text.startswith(("{", "["), start):
         return None
@@ -58,7 +58,7 @@ def _json_at(text: str, start: int) -> tuple[object, int] | None:
 
 
 def _as_arguments(value: object) -> Mapping[str, object]:
-    """Arguments may be JSON within JSON."""
+    """Return arguments, which may be JSON inside a JSON string."""
     if isinstance(value, str):
         read = _json_at(value, 0)
         value = read[0] if read else {}
@@ -66,7 +66,7 @@ def _as_arguments(value: object) -> Mapping[str, object]:
 
 
 def _calls_of(value: object) -> Iterator[RawCall]:
-    """A JSON object that is a call, or a list of them; models name the parts differently."""
+    """Calls in a JSON object or in a list of them; models name the fields differently."""
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, dict) and isinstance(one.get("function"), dict):
             one = one["function"]
@@ -80,7 +80,7 @@ def _calls_of(value: object) -> Iterator[RawCall]:
 
 
 def _named(name: str, body: str) -> RawCall:
-    """A call whose name stands before its JSON. Of JSON that is cut off or wrong, the texts."""
+    """Build a call whose name stands before its JSON. Of broken JSON, keep the strings."""
     read = _json_at(body, 0)
     if read:
         return RawCall(name, _as_arguments(read[0]))
@@ -88,7 +88,7 @@ def _named(name: str, body: str) -> RawCall:
 
 
 def _salvaged(body: str) -> Iterator[RawCall]:
-    """A call as a JSON object that is cut off or wrong: its name and its texts."""
+    """Recover a call from a truncated or broken JSON object: its name and its strings."""
     texts = dict(_TEXTS.findall(body)) if body.lstrip().startswith(("{", "[")) else {}
     name = texts.pop("name", "")
     if _NAME.fullmatch(name):
@@ -100,7 +100,8 @@ def _unescaped(text: str) -> str:
 
 
 def _json_after(text: str, begin: str) -> Iterator[RawCall]:
-    """JSON after a marker. It ends where it ends: the marker may stand in an argument."""
+    """Calls in the JSON after a marker. The parser finds their ends: the marker may occur in an
+    argument."""
     position = 0
     for _ in range(MAX_CALLS):
         start = text.find(begin, position)
@@ -117,7 +118,7 @@ def _json_after(text: str, begin: str) -> Iterator[RawCall]:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """What stands after each ``begin``, up to the next ``end`` or the end of the text."""
+    """Text after each ``begin``, up to the next ``end`` or the end of the text."""
     position = 0
     for _ in range(MAX_CALLS):
         start = text.find(begin, position)
@@ -190,7 +191,8 @@ def _read_glm(text: str) -> Iterator[RawCall]:
 
 
 def _read_deepseek(text: str) -> Iterator[RawCall]:
-    """V3 writes ``type<sep>name`` and a fence of JSON, V3.1 ``name<sep>`` and the JSON."""
+    """DeepSeek: V3 writes ``type<sep>name`` and a fence of JSON, V3.1 ``name<sep>`` and the
+    JSON."""
     for block in _between(text, _DEEPSEEK_BEGIN, _DEEPSEEK_END):
         head, _, rest = block.partition(_DEEPSEEK_SEPARATOR)
         before, fence, body = rest.partition("```json")
@@ -200,7 +202,7 @@ def _read_deepseek(text: str) -> Iterator[RawCall]:
 
 
 def _read_kimi(text: str) -> Iterator[RawCall]:
-    """Kimi-K2 names calls ``functions.name:index``."""
+    """Kimi-K2: calls are named ``functions.name:index``."""
     for block in _between(text, "<|tool_call_begin|>", "<|tool_call_end|>"):
         head, _, body = block.partition("<|tool_call_argument_begin|>")
         name = re.sub(r":\d+\Z", "", head.strip()).removeprefix("functions.")
@@ -212,7 +214,8 @@ _MISTRAL_HEAD = re.compile(r"\s*([\w./:-]{1,128})\s*(?:\[CALL_ID\]\w{0,64})?(?:\
 
 
 def _read_mistral(text: str) -> Iterator[RawCall]:
-    """``[TOOL_CALLS]`` and a JSON list; ``[TOOL_CALLS]name[ARGS]{…}`` from tokenizer v11 on."""
+    """Mistral: ``[TOOL_CALLS]`` and a JSON list; ``[TOOL_CALLS]name[ARGS]{…}`` since tokenizer
+    v11."""
     for block in _between(text, "[TOOL_CALLS]", "[TOOL_CALLS]"):
         read = _json_at(block, 0)
         head = _MISTRAL_HEAD.match(block)
@@ -279,8 +282,8 @@ _FENCE = re.compile(rf"{_FENCE_BEGIN}(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 def _read_fence(text: str) -> Iterator[RawCall]:
-    """mini-swe-agent: one fence is a command. With several it asks again, and in a chat they
-    are examples: no call."""
+    """mini-swe-agent: a single fence is a command. Several fences are examples in a chat, not
+    calls."""
     found = _FENCE.findall(text)
     if len(found) == 1:
         yield RawCall("bash", {"command": found[0]})
@@ -297,11 +300,11 @@ MARKED = (
     Format("qwen3_coder", "<function=", "</function>", _read_function_tags),
     Format("mistral", r"\[TOOL_CALLS\]", r"</s>", _read_mistral),
 )
-"""Formats whose marker means that a call follows."""
+"""Formats whose marker always announces a call."""
 
 BARE = (
     Format("llama3_json", r"<\|python_tag\|>", r"<\|eom_id\|>", _read_json),
     Format("pythonic", r"<\|python_start\|>", r"<\|python_end\|>", _read_pythonic),
     Format("mini-swe-agent", _FENCE_BEGIN, r"\n```", _read_fence),
 )
-"""Formats that look like what other text may hold: read only where no marker was found."""
+"""Formats that other text may resemble: read only if no marker was found."""

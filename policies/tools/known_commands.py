@@ -1,4 +1,4 @@
-"""Which command it is: with its subcommand, and with the arguments that make it another one."""
+"""Names of commands: with the subcommand, and with arguments that change what runs."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _MAX_NAME_CHARS = 40
 
 
 def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """A command with its subcommand if it has any (``git clone``, ``npm run build``, ``tar -x``),
-    and its arguments.
+    """Split a command from its arguments. The command includes its subcommand, if it has one (``git
+    clone``, ``npm run build``, ``tar -x``).
 
     Args:
         words: not empty, as ``shell`` gives them.
@@ -88,12 +88,12 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 class KnownCommand(NamedTuple):
-    """What is known of a command.
+    """Name and rule of a command.
 
     Attributes:
-        name: with its subcommand, and with what else makes it another thing altogether: commands
-            of one name are expected to take about as long.
-        rule: None if nothing is known.
+        name: command, subcommand, and arguments that change what runs; commands of one name are
+            expected to take about as long.
+        rule: prior of its duration; None if unknown.
     """
 
     name: str
@@ -101,7 +101,7 @@ class KnownCommand(NamedTuple):
 
 
 def known_command(words: Sequence[str]) -> KnownCommand:
-    """A command as ``shell`` gives it.
+    """Look up a command from ``shell``.
 
     Args:
         words: not empty.
@@ -118,7 +118,7 @@ def known_command(words: Sequence[str]) -> KnownCommand:
 
 
 def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> KnownCommand | None:
-    """If the arguments make another thing of it: what."""
+    """Refine a command by those of its arguments that change what runs."""
     options = set(arguments)
     for asks in ("--help", "--version", "--dry-run"):
         if asks in options:
@@ -153,7 +153,7 @@ def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> Kno
 
 
 _SUBMITS = frozenset({"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "MINI_SWE_AGENT_FINAL_OUTPUT"})
-"""What a mini-swe-agent says when it is done."""
+"""Strings that a mini-swe-agent prints when it is done."""
 
 _COMPILERS = frozenset({"gcc", "g++", "cc", "c++", "clang", "clang++", "nvcc"})
 _C_SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu")
@@ -168,7 +168,7 @@ def _packs(arguments: Sequence[str], letter: str) -> bool:
 
 
 def _tar_mode(arguments: Sequence[str]) -> str:
-    """The word that says what tar does; only the first one may lack its dash."""
+    """Return the mode of tar; only the first word may lack its dash."""
     dashed = [word for n, word in enumerate(arguments) if n == 0 or word.startswith("-")]
     return next((word for word in dashed if _TAR_MODE.fullmatch(word)), "")
 

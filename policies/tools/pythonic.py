@@ -1,6 +1,6 @@
-"""Calls written in Python, as ``[f(a=1), g(b="x")]``: read without evaluating anything.
+"""Calls written in Python, as ``[f(a=1), g(b="x")]``, read without evaluating them.
 
-``ast`` would refuse a call that is cut off, and warns on standard error about escapes.
+``ast`` would refuse a truncated call, and prints warnings about escapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "\n": ""}
 
 
 def _literal(text: str) -> object:
-    """A string without its quotes, a number; anything else as it is written."""
+    """Return a string without its quotes, or a number; anything else unchanged."""
     if text[:1] in ('"', "'"):
         quote = text[0]
         inner = text[1:-1] if len(text) > 1 and text.endswith(quote) else text[1:]
@@ -33,7 +33,7 @@ def _literal(text: str) -> object:
 
 
 def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
-    """Keyword arguments from ``start`` to the closing parenthesis, and where that ends."""
+    """Read keyword arguments from ``start``; return them and the end of the closing parenthesis."""
     arguments: dict[str, object] = {}
     begins, depth, end = start, 0, len(text)
 
@@ -58,7 +58,7 @@ def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
 
 
 def read_calls(text: str, most: int) -> tuple[list[Call], int]:
-    """At most so many calls from the beginning of ``text``, and where they end."""
+    """Read at most ``most`` calls from the beginning of ``text``; return them and their end."""
     calls: list[Call] = []
     position = 0
     while len(calls) < most:

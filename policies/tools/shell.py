@@ -1,4 +1,4 @@
-"""A shell command taken apart: what runs in it, how often, and the bounds it sets itself."""
+"""Analysis of a shell command: the commands that run, how often, and the bounds it sets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .wrappers import LONGEST_S, SHELLS, SOME_TIMES, seconds, unwrap
 
 MAX_SEGMENTS = 64
 MAX_TOKENS = 500
-"""What comes after so many commands, or words and operators, is not read."""
+"""Tokens read of a script, those of nested scripts included. The rest is ignored."""
 
 _MAX_DEPTH = 3
 _TOKENS_PER_SCRIPT = 10
-"""A script inside costs as much time as so many tokens, however short it is."""
+"""Tokens that a nested script is charged for, since reading it costs time even if it is short."""
 _MAX_TIMES = 10_000
 _MAX_WORDS = 64
 
@@ -45,13 +45,13 @@ _FILTERS = _names(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One command that runs.
+    """A command that runs.
 
     Attributes:
-        words: its name and arguments, without wrappers and redirections.
-        times: how often it runs.
-        most_s: what ``timeout`` allows it, in seconds.
-        sleep_s: how long it sleeps, if that is all it does.
+        words: name and arguments, without wrappers and redirections.
+        times: number of runs.
+        most_s: bound set by ``timeout``, seconds.
+        sleep_s: duration of a pure sleep, seconds.
     """
 
     words: tuple[str, ...]
@@ -62,12 +62,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What runs before a command line is done, one after the other.
+    """Commands that run, one after the other, until a command line is done.
 
     Attributes:
-        segments: at most ``MAX_SEGMENTS``. What runs in the background, what the shell does
-            itself, and filters behind a pipe are left out.
-        least_s, most_s: bounds that ``sleep`` and ``timeout`` set.
+        segments: at most ``MAX_SEGMENTS``. Background commands, shell builtins, and filters behind
+            a pipe are left out.
+        least_s, most_s: bounds set by ``sleep`` and ``timeout``, seconds.
     """
 
     segments: tuple[Segment, ...]
@@ -76,7 +76,7 @@ class Script:
 
 
 def take_apart(command: str) -> Script:
-    """Any text; one that is no command gives segments of its words. Takes linear time."""
+    """Analyse any text in linear time. Text that is no command gives segments of its words."""
     reader = _Reader()
     reader.read(command)
     bounded = 0 < reader.most_s < math.inf
@@ -86,7 +86,7 @@ def take_apart(command: str) -> Script:
 
 
 class _Mark(NamedTuple):
-    """How far a list of commands had got."""
+    """State of a command list at a point in the script."""
 
     segments: int = 0
     least_s: float = 0.0
@@ -94,7 +94,7 @@ class _Mark(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """``( … )``, ``{ … }``, the body of a loop or of an ``if``, while it is open."""
+    """An open group: ``( … )``, ``{ … }``, the body of a loop or of an ``if``."""
 
     opening: str
     times: int | None
@@ -108,7 +108,7 @@ _RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")
 
 
 class _Reader:
-    """Reads one script; those inside it get readers of their own."""
+    """Reader of one script; nested scripts get their own readers."""
 
     def __init__(self, outer: _Reader | None = None) -> None:
         self._depth: int = outer._depth + 1 if outer else 0
@@ -150,7 +150,7 @@ class _Reader:
         self._inner += token.inner
 
     def _reserved(self, word: str) -> bool:
-        """Take a word that is part of the shell's grammar where a command begins."""
+        """Take a reserved word of the shell's grammar where a command begins."""
         if word in ("while", "until"):
             self._loop_times = None
         elif word == "do":
@@ -195,7 +195,7 @@ class _Reader:
             self._mark = _Mark(len(self.segments), self.least_s, self.most_s)
 
     def _open(self, opening: str, times: int | None) -> None:
-        """``times``: how often it runs; None if that is not known, perhaps never."""
+        """Open a group that runs ``times`` times; None if that is unknown, and perhaps never."""
         self._end_pipe()
         self._groups.append(_Group(opening, times, self._mark, self.least_s, self.most_s))
         self.least_s = self.most_s = 0.0
@@ -249,7 +249,7 @@ class _Reader:
                 self._found(words)
 
     def _found(self, words: tuple[str, ...]) -> None:
-        """``find -exec``: a command for all files that are found, or one for each."""
+        """Handle ``find -exec``: one command for all files found, or one for each."""
         for n, word in enumerate(words):
             if word in ("-exec", "-execdir"):
                 inner = words[n + 1 :]
@@ -262,7 +262,7 @@ class _Reader:
                 return
 
     def _nested(self, script: str, most_s: float) -> None:
-        """A script inside the script, that may run for so long."""
+        """Read a nested script that may run for ``most_s`` seconds."""
         self._tokens_left -= _TOKENS_PER_SCRIPT
         if self._depth >= _MAX_DEPTH or self._tokens_left <= 0:
             return
@@ -282,7 +282,7 @@ class _Reader:
             self.segments.append(replace(segment, times=min(times, _MAX_TIMES)))
 
     def _add_bounds(self, least_s: float, most_s: float) -> None:
-        """What stands between pipes runs at the same time."""
+        """Add the bounds of a command. Commands of one pipeline run at the same time."""
         self._pipe_least_s = max(self._pipe_least_s, least_s)
         self._pipe_most_s = max(self._pipe_most_s, most_s)
 
@@ -293,7 +293,7 @@ class _Reader:
         self._fed = False
 
     def _to_background(self) -> None:
-        """The list that just ended is not waited for."""
+        """Drop the list that just ended: it runs in the background."""
         self._background += self.segments[self._mark.segments :]
         least_s, most_s = self.least_s - self._mark.least_s, self.most_s
         most_s -= self._mark.most_s if most_s < math.inf else 0.0
@@ -304,7 +304,7 @@ class _Reader:
 
 
 def _times(words: Sequence[str]) -> int | None:
-    """How often ``for name in words`` runs; None if the words say it only when it runs."""
+    """Count the runs of ``for name in words``; None if that is known only at run time."""
     if len(words) < 3 or words[2] != "in":
         return None
     times = 0

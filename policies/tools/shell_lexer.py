@@ -1,7 +1,7 @@
-"""A shell script's words and operators, as far as they are needed to see what runs.
+"""Lexer of shell scripts, as far as needed to see what runs.
 
-Follows the token rules of POSIX.1-2017, XCU 2, and what bash adds; text that no shell would
-accept gives tokens, too. shlex knows neither substitutions nor here-documents.
+Follows the token rules of POSIX.1-2017, XCU 2, and bash's additions. Text that no shell would
+accept also gives tokens. shlex supports neither substitutions nor here-documents.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class Kind(Enum):
     WORD = "word"
     OPERATOR = "operator"
     HEREDOC = "heredoc"
-    """The body of a here-document; it comes before the end of the line that began it."""
+    """Body of a here-document; it comes before the end of the line that began it."""
 
 
 class Token(NamedTuple):
     """A token.
 
     Attributes:
-        text: without quotes; substitutions as ``$()``.
-        quoted: some of it was in quotes, so that it is no reserved word.
-        inner: the scripts in its substitutions.
+        text: text without quotes; substitutions as ``$()``.
+        quoted: True if any part was quoted, so that it is no reserved word.
+        inner: scripts in its substitutions.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Token(NamedTuple):
 
 SUBSTITUTED = "$()"
 _MAX_HEREDOCS = 4
-"""On one line: every one is another pass over the rest."""
+"""Here-documents read per line. Each takes another pass over the rest."""
 
 _TOKEN = re.compile(
     r"""
@@ -68,7 +68,7 @@ _BACKTICK = re.compile(r"(?:[^`\\]|\\.)*", re.DOTALL)
 
 
 def _substitution(text: str, start: int, backtick: bool) -> tuple[str, int]:
-    """The script of a substitution, and where it ends."""
+    """Return the script of a substitution, and its end."""
     if backtick:
         end = _BACKTICK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
         return text[start:end], end + 1
@@ -85,7 +85,7 @@ def _substitution(text: str, start: int, backtick: bool) -> tuple[str, int]:
 
 @dataclass(slots=True)
 class _Word:
-    """The word being read."""
+    """A word under construction."""
 
     pieces: list[str] = field(default_factory=list)
     quoted: bool = False
@@ -99,7 +99,7 @@ class _Word:
         return end
 
     def double_quoted(self, text: str, start: int) -> int:
-        """Read up to the closing quote; where that ends."""
+        """Read up to the closing quote; return its end."""
         self.quoted = True
         self.pieces.append("")
         position = start
@@ -117,7 +117,7 @@ class _Word:
 
 
 def tokens(script: str) -> Iterator[Token]:
-    """The tokens of a script; redirections and comments are left out. Linear in its length."""
+    """Tokens of a script, without redirections and comments. Linear time."""
     word, redirected = _Word(), False
     heredocs: list[str] = []
     position = 0
@@ -163,7 +163,7 @@ def tokens(script: str) -> Iterator[Token]:
 
 
 def _heredoc(script: str, start: int, tag: str) -> tuple[str, int]:
-    """The body that begins at ``start``, and where the line that ends it ends."""
+    """Return the body that begins at ``start``, and the end of the line that closes it."""
     position = start
     while position < len(script):
         found = script.find("\n", position)

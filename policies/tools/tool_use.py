@@ -1,4 +1,4 @@
-"""What a turn's tool calls amount to: the one that is waited for longest."""
+"""Summary of a turn's tool calls: the one that takes longest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .shell import Script, Segment, take_apart
 from .wrappers import LONGEST_S
 
 UNKNOWN_S = 0.5
-"""What a command of which nothing is known is taken for beside others of which something is."""
+"""Assumed duration of an unknown command beside known ones, seconds."""
 
 SHELL = "bash"
-"""Shells are one tool, whatever agents call theirs."""
+"""Name for every shell, whatever an agent calls its own."""
 
 _MAX_COMMAND_CHARS = 2_000
 _MAX_PART_CHARS = 80
@@ -27,7 +27,7 @@ _MAX_MASKED_WORDS = 8
 
 
 def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
-    """Several calls run side by side: the slowest decides. Without a call, ``NO_TOOL``."""
+    """Summarise calls that run side by side: the slowest counts. Without a call, ``NO_TOOL``."""
     if not calls:
         return NO_TOOL
     uses = [_use(call) for call in calls]
@@ -40,7 +40,7 @@ def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
 
 
 def _weight(use: ToolUse) -> float:
-    """Seconds, to compare calls by."""
+    """Seconds by which calls are compared."""
     median_s = use.rule.median_s if use.rule else UNKNOWN_S
     return min(max(median_s, use.least_s), use.most_s)
 
@@ -64,7 +64,7 @@ _KIND = re.compile(r"[\w.-]{1,32}")
 
 
 def _kind(arguments: Mapping[str, object]) -> str:
-    """What an editor or a browser is told to do; an argument of one word."""
+    """Return the action of an editor or a browser: an argument of one word."""
     for key in _KIND_KEYS:
         value = arguments.get(key)
         if isinstance(value, str) and _KIND.fullmatch(value):
@@ -83,7 +83,7 @@ def _number(value: object) -> float | None:
 
 
 def _waited(arguments: Mapping[str, object]) -> float | None:
-    """Seconds that a tool for waiting is told to wait."""
+    """Seconds that a waiting tool is asked to wait; None if unknown."""
     for key, unit_s in (("seconds", 1.0), ("duration", 1.0), ("time", 1.0), ("ms", 1e-3)):
         number = _number(arguments.get(key))
         if number is not None:
@@ -92,11 +92,11 @@ def _waited(arguments: Mapping[str, object]) -> float | None:
 
 
 _MORE_THAN_SECONDS = 10_000
-"""A timeout of more is in milliseconds, as Claude Code's: nobody waits three hours."""
+"""Smallest timeout that is in milliseconds, as Claude Code's: nobody waits three hours."""
 
 
 def _limit_s(arguments: Mapping[str, object]) -> float:
-    """How long the tool itself lets a command run."""
+    """Time limit that the tool sets for a command, seconds."""
     limit_s = math.inf
     for key in ("timeout_ms", "yield_time_ms", "timeout", "timeout_s", "timeout_seconds"):
         number = _number(arguments.get(key))
@@ -131,7 +131,7 @@ def _shell_use(command: str, arguments: Mapping[str, object]) -> ToolUse:
 
 
 def _slowest(script: Script) -> tuple[Segment, Rule | None]:
-    """The segment that takes longest, and a rule for all: they run one after the other."""
+    """Return the longest segment, and a rule for the total: segments run one after the other."""
     slowest, slowest_s, total_s = script.segments[0], -1.0, OVERHEAD_S
     for segment in script.segments:
         rule = known_command(segment.words).rule
@@ -154,7 +154,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def _mask(word: str) -> str:
-    """What kind of argument it is."""
+    """Replace an argument by its kind."""
     if word.startswith("-"):
         return _DIGITS.sub("<n>", word.partition("=")[0])[:24]
     if _NUMBER.fullmatch(word):
@@ -170,8 +170,8 @@ def _mask(word: str) -> str:
 
 
 def masked(words: Sequence[str]) -> str:
-    """A command with what is particular to one call of it masked. A script that is run is not:
-    it is the program.
+    """Mask the parts of a command that are specific to one call. A script's name is kept: it is the
+    program.
 
     Args:
         words: not empty, as ``shell`` gives them.

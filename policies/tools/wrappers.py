@@ -1,4 +1,4 @@
-"""Commands that run another command: what they run, and for how long at most."""
+"""Wrappers: commands that run another command, possibly with a time limit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_S = 7 * 86_400.0
-"""``sleep infinity`` is as long as this."""
+"""Duration of ``sleep infinity``, seconds."""
 
 SOME_TIMES = 10
-"""How often something runs that is repeated without saying how often: a guess."""
+"""Assumed number of runs where a script does not give it."""
 
 SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh", "ash", "fish"})
 
@@ -76,14 +76,14 @@ _VERSIONED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """What is run in the end.
+    """The command that runs in the end.
 
     Attributes:
-        words: the command, its name first; empty if there is nothing but assignments.
-        most_s: how long it may run, in seconds.
-        script: the script that a shell is given to run, in place of ``words``.
-        by_xargs: what comes through the pipe are its arguments.
-        times: how often it is run.
+        words: the command, name first; empty if there are only assignments.
+        most_s: time limit, seconds.
+        script: script that a shell is given to run, in place of ``words``.
+        by_xargs: True if its arguments come through the pipe.
+        times: number of runs.
     """
 
     words: tuple[str, ...]
@@ -94,7 +94,7 @@ class Unwrapped:
 
 
 def seconds(word: str) -> float | None:
-    """A duration as ``sleep`` and ``timeout`` read it; None if it is none."""
+    """Parse a duration of ``sleep`` or ``timeout``; None if it is none."""
     if word in ("inf", "infinity"):
         return LONGEST_S
     match = _DURATION.fullmatch(word)
@@ -102,7 +102,8 @@ def seconds(word: str) -> float | None:
 
 
 def program(word: str) -> str:
-    """A program's name: without its folder if that is one for programs, without a version."""
+    """Name of a program, without its version, and without its folder if that is one for
+    programs."""
     folder, slash, name = word.rpartition("/")
     if slash and folder.rpartition("/")[2] not in ("bin", "sbin", ".bin", "Scripts"):
         return f"./{name}"
@@ -111,7 +112,7 @@ def program(word: str) -> str:
 
 
 def unwrap(words: Sequence[str]) -> Unwrapped:
-    """Strip assignments and wrappers; ``python -m module`` becomes ``module``."""
+    """Strip assignments and wrappers. ``python -m module`` becomes ``module``."""
     most_s, by_xargs, times = math.inf, False, 1
     rest = list(words)
     for _ in range(_MAX_WRAPPERS):
@@ -137,7 +138,7 @@ def unwrap(words: Sequence[str]) -> Unwrapped:
 
 
 def _script(words: list[str]) -> str | None:
-    """The script of ``bash -c script`` or ``eval``."""
+    """Return the script of ``bash -c script`` or ``eval``; None for other commands."""
     if words[0] == "eval":
         return " ".join(words[1:])
     if words[0] not in SHELLS:
@@ -151,7 +152,7 @@ def _script(words: list[str]) -> str | None:
 
 
 def _inner(words: list[str]) -> list[str]:
-    """The command that a wrapper runs; empty if this is no wrapper, or runs nothing."""
+    """Return the command that a wrapper runs; empty if this is no wrapper, or runs nothing."""
     if words[0] == "python":
         return _module(words)
     key = next((key for key in (tuple(words[:2]), tuple(words[:1])) if key in _OPTIONS), None)
@@ -168,7 +169,7 @@ def _inner(words: list[str]) -> list[str]:
 
 
 def _module(words: list[str]) -> list[str]:
-    """``python -m module``, interpreter options before it skipped."""
+    """Return the words of ``python -m module`` from the module on, without interpreter options."""
     n = 1
     while n < len(words) and words[n].startswith("-") and words[n] not in ("-m", "-c", "-"):
         n += 1 + (words[n] in ("-W", "-X"))

@@ -18,7 +18,7 @@ from tiered_kv.policies.base import NO_TOOL, JobKey, Rule, ToolUse, TurnEnd
 from tiered_kv.policies.distribution import GRID
 from tiered_kv.policies.forecast import job_history as history
 from tiered_kv.policies.forecast import tool_hierarchy as hierarchy
-from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.forecast.gap_model import GapModel
 from tiered_kv.policies.forecast.ranks import EVEN, KNOTS, at_knots
 
 PYTEST = ToolUse(("bash", "pytest", "pytest <path>"))
@@ -27,9 +27,9 @@ LS = ToolUse(("bash", "ls", "ls <path>"))
 
 def taught(
     gaps: dict[ToolUse | None, float], times: int = 40, spread: float = 0.3, seed: int = 0
-) -> LatencyModel:
+) -> GapModel:
     """A model that saw each tool that often, each gap of a job of its own."""
-    model, rng = LatencyModel(), random.Random(seed)
+    model, rng = GapModel(), random.Random(seed)
     for number in range(times):
         for tool, median_s in gaps.items():
             turn = turn_end(f"{tool and tool.path} {number}", tool=tool)
@@ -37,7 +37,7 @@ def taught(
     return model
 
 
-def median(model: LatencyModel, tool: ToolUse | None, job: str = "new", output: int = 100) -> float:
+def median(model: GapModel, tool: ToolUse | None, job: str = "new", output: int = 100) -> float:
     return model.forecast(turn_end(job, tool=tool, output=output)).quantile(0.5)
 
 
@@ -78,7 +78,7 @@ def test_what_is_not_read_yet_takes_what_all_took() -> None:
 
 def test_two_modes_are_seen_once_there_is_enough_to_see() -> None:
     """A posterior of ln X alone would put most gaps in between."""
-    model = LatencyModel()
+    model = GapModel()
     for number in range(100):
         gap_s = 0.1 if number % 2 else 100.0
         model.observe(turn_end(f"{number}", tool=LS), gap_s, ended=True)
@@ -150,7 +150,7 @@ def test_jobs_of_the_same_name_under_different_salts_are_strangers() -> None:
 def test_gaps_that_had_not_ended_count_as_longer_not_as_nothing() -> None:
     """Half of the gaps are given up after 10 s: the others alone would make all seem short."""
     rng = random.Random(1)
-    told, cut = LatencyModel(), LatencyModel()
+    told, cut = GapModel(), GapModel()
     for number in range(400):
         gap_s = rng.lognormvariate(math.log(10), 1.0)
         turn = turn_end(f"{number}", tool=PYTEST)
@@ -164,7 +164,7 @@ def test_gaps_that_had_not_ended_count_as_longer_not_as_nothing() -> None:
 
 def test_forecasts_are_right_as_often_as_they_say() -> None:
     rng = random.Random(3)
-    model = LatencyModel()
+    model = GapModel()
     below: dict[float, list[bool]] = {0.5: [], 0.9: []}
     for number in range(2000):
         tool = (PYTEST, LS)[number % 2]
@@ -196,7 +196,7 @@ def test_what_models_invent_does_not_grow_without_end(monkeypatch: pytest.Monkey
 def test_whatever_is_told_a_forecast_stays_a_distribution(
     past: list[tuple[TurnEnd, float, bool]], turn: TurnEnd
 ) -> None:
-    model = LatencyModel()
+    model = GapModel()
     for told, gap_s, ended in past:
         model.observe(told, gap_s, ended=ended)
     cdf = model.forecast(turn).cdf
@@ -211,7 +211,7 @@ def test_whatever_is_told_a_forecast_stays_a_distribution(
 def test_what_was_learned_survives_a_restart() -> None:
     model = taught({PYTEST: 20.0, LS: 0.2, None: 3.0, NO_TOOL: 500.0})
     saved = json.loads(json.dumps(model.dump()))
-    other = LatencyModel()
+    other = GapModel()
     other.load(saved)
     for tool in (PYTEST, LS, None, NO_TOOL, ToolUse(("new",))):
         assert other.forecast(turn_end("new", tool=tool)) == model.forecast(

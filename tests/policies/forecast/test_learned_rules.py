@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.policies.turn_ends import turn_end
 from tiered_kv.policies.base import ToolUse, TurnEnd
 from tiered_kv.policies.forecast.command_features import FEATURES, features_of
-from tiered_kv.policies.forecast.gap_model import LatencyModel
+from tiered_kv.policies.forecast.gap_model import GapModel
 from tiered_kv.policies.forecast.learned_rules import LearnedRules
 from tiered_kv.policies.forecast.trees import ENOUGH, TREES, Trees, grown
 
@@ -35,13 +35,13 @@ def gap(rng: random.Random, kind: str) -> float:
     return KINDS[kind] * rng.lognormvariate(0, 0.4)
 
 
-def teach(model: LatencyModel, rng: random.Random, times: int) -> None:
+def teach(model: GapModel, rng: random.Random, times: int) -> None:
     for number in range(times):
         kind = rng.choice(list(KINDS))
         model.observe(turn_end(f"{number}", tool=command(rng, kind)), gap(rng, kind), ended=True)
 
 
-def medians(model: LatencyModel, rng: random.Random) -> dict[str, float]:
+def medians(model: GapModel, rng: random.Random) -> dict[str, float]:
     return {
         kind: model.forecast(turn_end("new", tool=command(rng, kind))).quantile(0.5)
         for kind in KINDS
@@ -54,7 +54,7 @@ def medians(model: LatencyModel, rng: random.Random) -> dict[str, float]:
 def test_trees_tell_unknown_commands_apart_and_earn_their_say() -> None:
     pytest.importorskip("lightgbm")
     rng = random.Random(0)
-    model = LatencyModel()
+    model = GapModel()
     teach(model, rng, 600)
     before = medians(model, random.Random(1))
     assert before["show"] == pytest.approx(before["install"], rel=0.5), "nothing tells them apart"
@@ -68,13 +68,13 @@ def test_trees_tell_unknown_commands_apart_and_earn_their_say() -> None:
 def test_trees_that_were_saved_need_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightgbm")
     rng = random.Random(0)
-    model = LatencyModel()
+    model = GapModel()
     teach(model, rng, 600)
     model.refit()
     teach(model, rng, 100)
     saved = json.loads(json.dumps(model.dump()))
     monkeypatch.setitem(sys.modules, "lightgbm", None)
-    other = LatencyModel()
+    other = GapModel()
     other.load(saved)
     assert medians(other, random.Random(1)) == medians(model, random.Random(1))
 
@@ -110,7 +110,7 @@ def test_without_the_extra_nothing_is_grown_and_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "lightgbm", None)
-    model = LatencyModel()
+    model = GapModel()
     teach(model, random.Random(0), ENOUGH + 10)
     before = model.dump()
     assert not model.refit()
@@ -132,8 +132,8 @@ SHORT = ToolUse(("bash", "a", "a"), command="a")
 LONG = ToolUse(("bash", "b", "b <text>"), command="b" + " x" * 30)
 
 
-def with_trees(low_log_s: float, high_log_s: float) -> LatencyModel:
-    model = LatencyModel()
+def with_trees(low_log_s: float, high_log_s: float) -> GapModel:
+    model = GapModel()
     model.load({**model.dump(), "learned": stump(low_log_s, high_log_s)})
     return model
 
@@ -149,7 +149,7 @@ def test_a_tree_is_walked_to_its_leaf() -> None:
     assert rules.rule(ToolUse(("Read",))) is None, "trees know of commands only"
 
 
-def tell(model: LatencyModel, rng: random.Random, times: int, long_s: float) -> None:
+def tell(model: GapModel, rng: random.Random, times: int, long_s: float) -> None:
     for number in range(times):
         name = f"{rng.randint(0, 10**6)}"
         long = ToolUse(("bash", name, name), command=name + " x" * 30)
@@ -158,14 +158,14 @@ def tell(model: LatencyModel, rng: random.Random, times: int, long_s: float) -> 
         model.observe(turn_end(f"{number}s", tool=short), 0.1 * rng.uniform(0.8, 1.2), ended=True)
 
 
-def new_long(model: LatencyModel) -> float:
+def new_long(model: GapModel) -> float:
     turn: TurnEnd = turn_end("new", tool=ToolUse(("bash", "n", "n"), command="n" + " y" * 30))
     return model.forecast(turn).within(5)
 
 
 def test_trees_that_lower_regret_are_trusted_and_others_are_not() -> None:
     right, wrong = with_trees(math.log(0.1), math.log(60)), with_trees(math.log(60), math.log(0.1))
-    without = LatencyModel()
+    without = GapModel()
     for model in (right, wrong, without):
         tell(model, random.Random(0), 60, long_s=60.0)
     assert right._learned.trusted

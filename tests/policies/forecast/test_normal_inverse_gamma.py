@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.forecast.normal_inverse_gamma import Nig, student_t_cdf
+from tiered_kv.policies.forecast.normal_inverse_gamma import NormalInverseGamma, student_t_cdf
 
 Z = np.linspace(-40, 40, 4001)
 EXACT = {
@@ -35,7 +35,7 @@ def test_more_degrees_of_freedom_are_lighter_tails(one: float, other: float) -> 
 observations = st.lists(st.floats(-5, 10), min_size=1, max_size=20)
 
 
-def updated(belief: Nig, logs: list[float]) -> Nig:
+def updated(belief: NormalInverseGamma, logs: list[float]) -> NormalInverseGamma:
     mean = float(np.mean(logs))
     return belief.updated(len(logs), mean, float(((np.array(logs) - mean) ** 2).sum()))
 
@@ -44,7 +44,7 @@ def updated(belief: Nig, logs: list[float]) -> Nig:
 def test_it_does_not_matter_in_how_many_pieces_one_learns(
     first: list[float], then: list[float]
 ) -> None:
-    prior = Nig(0.0, 1.0, 1.0, 1.0)
+    prior = NormalInverseGamma(0.0, 1.0, 1.0, 1.0)
     at_once, in_two = updated(prior, first + then), updated(updated(prior, first), then)
     assert at_once.mu == pytest.approx(in_two.mu)
     assert (at_once.lam, at_once.alpha) == (in_two.lam, in_two.alpha)
@@ -53,16 +53,18 @@ def test_it_does_not_matter_in_how_many_pieces_one_learns(
 
 def test_enough_observations_are_believed() -> None:
     logs = np.random.default_rng(0).normal(2.0, 0.5, 5000).tolist()
-    belief = updated(Nig(0.0, 1.0, 1.0, 1.0), logs)
+    belief = updated(NormalInverseGamma(0.0, 1.0, 1.0, 1.0), logs)
     assert belief.mu == pytest.approx(2.0, abs=0.03)
     at = np.array([2.0 - 0.5, 2.0, 2.0 + 0.5])
     assert belief.cdf(at) == pytest.approx([0.1587, 0.5, 0.8413], abs=0.01)
 
 
 def test_beliefs_held_less_firmly_keep_what_they_say_but_change_sooner() -> None:
-    firm = updated(Nig(0.0, 1.0, 1.0, 1.0), [2.0, 2.5] * 50)
-    loose = firm.worth(4)
+    firm = updated(NormalInverseGamma(0.0, 1.0, 1.0, 1.0), [2.0, 2.5] * 50)
+    loose = firm.capped(4)
     assert loose.mu == firm.mu
     assert loose.beta / loose.alpha == pytest.approx(firm.beta / firm.alpha)
     assert updated(loose, [5.0] * 4).mu > updated(firm, [5.0] * 4).mu + 1
-    assert Nig(0.0, 1.0, 1.0, 1.0).worth(4) == Nig(0.0, 1.0, 1.0, 1.0), "never more firmly"
+    assert NormalInverseGamma(0.0, 1.0, 1.0, 1.0).capped(4) == NormalInverseGamma(
+        0.0, 1.0, 1.0, 1.0
+    ), "never more firmly"
