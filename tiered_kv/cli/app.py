@@ -20,10 +20,10 @@ app.add_typer(store_cli.app, name="store")
 
 
 def say_version(asked: bool) -> None:
-    """Print the version and end, if it was asked for.
+    """Print the version and exit, if asked to.
 
     Raises:
-        typer.Exit: it was.
+        typer.Exit: the version was printed.
     """
     if asked:
         typer.echo(f"tiered-kv {version('tiered-kv')}")
@@ -37,7 +37,7 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Tools for the KV cache that tiered-kv keeps."""
+    """Inspect and manage the KV cache that tiered-kv keeps on SSD."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``tiered-kv store``: what lies on the SSD, whether it is whole, and getting rid of it."""
+"""``tiered-kv store``: list, count, verify, delete and export stores on SSD."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 def survey_all(stores: Sequence[StoreInfo]) -> list[Survey]:
-    """Read what the stores hold, with a bar."""
+    """Take the stores' inventories, with a progress bar."""
     surveys = []
     with bar("reading footers", len(stores)) as advance:
         for store in stores:
@@ -63,7 +63,7 @@ def survey_all(stores: Sequence[StoreInfo]) -> list[Survey]:
 
 
 def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
-    """What had to be left out, as ``--json`` gives it; said on standard error as well."""
+    """Print skipped paths on standard error; return them as ``--json`` gives them."""
     for path, reason in odd.items():
         typer.echo(f"left out: {path}: {reason}", err=True)
     return {str(path): reason for path, reason in odd.items()}
@@ -71,9 +71,9 @@ def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
 
 @app.command("ls", cls=Command)
 def list_command(path: Where, as_json: AsJson = False) -> None:
-    """List the stores under PATH, the one used last at the end.
+    """List the stores under PATH, the most recently used one last.
 
-    Exit code 1 if something had to be left out.
+    Exit code 1 if something had to be skipped.
     """
     with one_sentence():
         found = find_stores(path)
@@ -90,9 +90,9 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
 
 @app.command("stat", cls=Command)
 def stat_command(path: Where, as_json: AsJson = False) -> None:
-    """Add up everything under PATH.
+    """Add up all stores under PATH.
 
-    Exit code 1 if something had to be left out.
+    Exit code 1 if something had to be skipped.
     """
     with one_sentence():
         found = find_stores(path)
@@ -110,8 +110,10 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
     "verify", cls=Command, short_help="Read every page under PATH; exit code 1 if any is bad."
 )
 def verify_command(path: Where, as_json: AsJson = False) -> None:
-    """Read every page under PATH; exit code 1 if any is bad, or something had to be left out.
-    Changes nothing."""
+    """Read and check every page under PATH. Changes nothing.
+
+    Exit code 1 if any page is bad, or something had to be skipped.
+    """
     checked = Checked()
     began = time.monotonic()
     with one_sentence():
@@ -172,10 +174,9 @@ def gc_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete stores that nobody has open, and what dead processes left under PATH.
+    """Delete stores that no process has open, and leftovers of dead processes under PATH.
 
-    Exit code 1 if something that was to be deleted is in use, or could not be deleted or even
-    looked at.
+    Exit code 1 if something selected is in use, or could not be read or deleted.
     """
     with one_sentence():
         found = find_stores(path)
@@ -241,10 +242,10 @@ def export_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write pages, decoded, and a manifest into the folder OUT, which must be empty or new: the
-    page with this KEY, in hexadecimal digits, or with --all every page.
+    """Write decoded pages and a manifest into the folder OUT, which must be empty or new: the page
+    with this KEY, in hexadecimal digits, or with --all every page.
 
-    Exit code 1 if a page could not be read, or something had to be left out.
+    Exit code 1 if a page could not be read, or something had to be skipped.
     """
     if len(targets) != (1 if everything else 2):
         refuse("give a page's key and a folder to write to, or --all and a folder")
@@ -279,10 +280,10 @@ def export_command(
 
 
 def parse_key(digits: str) -> PageKey:
-    """A page's key from its hexadecimal digits.
+    """Parse a page's key from hexadecimal digits.
 
     Raises:
-        typer.Exit: they are none.
+        typer.Exit: ``digits`` is no key.
     """
     try:
         key = bytes.fromhex(digits)

@@ -1,4 +1,4 @@
-"""What ``tiered-kv store`` says of stores: as JSON, and in tables."""
+"""Reports of ``tiered-kv store``: as JSON, and as tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .terminal import age, size
 
 QUANTILES = {"newest": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "oldest": 1.0}
 FINGERPRINT_DIGITS = 8
-"""As many as ``ls`` shows, and ``gc`` asks for."""
+"""Digits of a fingerprint that ``ls`` shows and ``gc`` needs."""
 
 STORE_COLUMNS = {
     "store": False,
@@ -33,16 +33,16 @@ STORE_COLUMNS = {
     "last use": True,
     "open in": False,
 }
-"""Of ``ls``, and whether they hold numbers."""
+"""Columns of ``ls``: True if they hold numbers."""
 
 
 def store_name(store: StoreInfo) -> str:
-    """Short, but enough of it for ``gc --fingerprint``."""
+    """Short name of a store, long enough for ``gc --fingerprint``."""
     return f"{store.fingerprint.hex()[:FINGERPRINT_DIGITS]}/{store.path.name}"
 
 
 def ages(surveys: Sequence[Survey]) -> dict[str, float]:
-    """Seconds since the pages were written, as quantiles; empty if there are none."""
+    """Quantiles of the pages' ages, seconds; empty without pages."""
     now = time.time()
     written = [place.entry.written for one in surveys for place in one.pages.values()]
     if not written:
@@ -52,7 +52,7 @@ def ages(surveys: Sequence[Survey]) -> dict[str, float]:
 
 
 def ratio(raw_bytes: int, stored_bytes: int) -> float | None:
-    """How many times pages shrink; None if there are none."""
+    """Compression ratio; None without pages."""
     return raw_bytes / stored_bytes if stored_bytes else None
 
 
@@ -61,7 +61,7 @@ def _as_ratio(value: float | None) -> str:
 
 
 def describe_store(one: Survey) -> dict[str, object]:
-    """A store, as ``ls --json`` gives it."""
+    """Describe a store for ``ls --json``."""
     info = one.info
     page_ages = ages([one])
     return {
@@ -87,7 +87,7 @@ def describe_store(one: Survey) -> dict[str, object]:
 
 
 def store_row(one: Survey) -> list[str]:
-    """A store, as ``ls`` shows it under ``STORE_COLUMNS``."""
+    """Row of a store under ``STORE_COLUMNS``."""
     info, page_ages = one.info, ages([one])
     return [
         store_name(info),
@@ -107,12 +107,12 @@ def store_row(one: Survey) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """All stores together; the fields are those of ``stat --json``.
+    """Totals of all stores. The fields are those of ``stat --json``.
 
     Attributes:
-        locked: how many of the stores are open.
-        dead_bytes: of records that no longer count, in segments that still do.
-        page_age_s: seconds since the pages were written, as quantiles.
+        locked: number of open stores.
+        dead_bytes: size of superseded records in live segments, bytes.
+        page_age_s: quantiles of the pages' ages, seconds.
     """
 
     stores: int
@@ -131,7 +131,7 @@ class Totals:
 
 
 def add_up(surveys: Sequence[Survey]) -> Totals:
-    """What ``stat`` says."""
+    """Add up the stores for ``stat``."""
     raw, stored = sum(one.raw_bytes for one in surveys), sum(one.stored_bytes for one in surveys)
     return Totals(
         stores=len(surveys),
@@ -151,7 +151,7 @@ def add_up(surveys: Sequence[Survey]) -> Totals:
 
 
 def total_rows(total: Totals) -> list[list[str]]:
-    """The same to read: names and values."""
+    """Rows of the totals: names and values."""
     rows = [
         ["stores", f"{total.stores}, {total.locked} of them open"],
         ["pages", f"{total.pages:,}"],
@@ -170,7 +170,7 @@ def total_rows(total: Totals) -> list[list[str]]:
 
 
 def describe_bad(bad: BadPage) -> dict[str, object]:
-    """A page that did not pass, as ``verify --json`` gives it."""
+    """Describe a bad page for ``verify --json``."""
     return {
         "store": str(bad.segment.parent),
         "segment": bad.segment.name,

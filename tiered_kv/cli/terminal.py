@@ -1,7 +1,7 @@
-"""How the commands of ``tiered-kv`` speak: results on standard output, the rest on the other.
+"""Output of the ``tiered-kv`` commands: results on standard output, messages on standard error.
 
-A command prints one JSON object with ``--json``, and something to read without. What the
-caller got wrong is one sentence on standard error, and exit code 2.
+A command prints one JSON object with ``--json``, and readable text otherwise. A caller's mistake is
+one sentence on standard error, and exit code 2.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from tiered_kv.storage.store.locks import StoreError
 BAD_INPUT = 2
 
 _FILE_WIDTH = 160
-"""Columns of tables that go to a file or a pipe, which wraps nothing."""
+"""Width of tables written to a file or a pipe, in columns."""
 
 
 class Command(TyperCommand):
-    """A command whose arguments are called what their metavars say. Typer puts those that are
-    needed in braces."""
+    """Command that names its arguments by their metavars. Typer puts required ones in braces."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.params if param.param_type_name == "argument"]
@@ -39,7 +38,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Turn errors that the caller can mend into a sentence and exit code 2."""
+    """Turn errors that the caller can fix into one sentence and exit code 2."""
     try:
         yield
     except (StoreError, TieredKVError) as error:
@@ -50,7 +49,7 @@ def one_sentence() -> Iterator[None]:
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Say what is wrong with the command, and end it.
+    """Print why the command is refused, and exit.
 
     Raises:
         typer.Exit: always.
@@ -60,12 +59,16 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def print_json(result: Mapping[str, object]) -> None:
-    """One object, on one line."""
+    """Print one JSON object on one line."""
     typer.echo(json.dumps(result))
 
 
 def print_table(columns: Mapping[str, bool], rows: list[list[str]], title: str = "") -> None:
-    """Args: columns: by name, whether it holds numbers."""
+    """Print a table.
+
+    Args:
+        columns: True for columns that hold numbers, by name.
+    """
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name, is_number in columns.items():
         table.add_column(name, justify="right" if is_number else "left")
@@ -76,8 +79,8 @@ def print_table(columns: Mapping[str, bool], rows: list[list[str]], title: str =
 
 @contextmanager
 def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A progress bar on standard error, if that is a terminal; call what it gives with how
-    much more of ``total`` is done."""
+    """Show a progress bar on standard error, if that is a terminal. The result is called with
+    each increment of ``total``."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -93,7 +96,7 @@ def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
 
 
 def size(nbytes: float) -> str:
-    """As in "1.5 GiB"."""
+    """Format a size, as "1.5 GiB"."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -103,7 +106,7 @@ def size(nbytes: float) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """As in "3.5 h"; "-" if there is none."""
+    """Format an age, as "3.5 h"; "-" for None."""
     if seconds is None:
         return "-"
     value = max(0.0, seconds)

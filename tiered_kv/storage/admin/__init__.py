@@ -1,1 +1,1 @@
-"""Stores on disk as an operator sees them: list, count, verify, delete, export."""
+"""Administration of stores on disk: list, count, verify, delete, export."""

@@ -1,4 +1,4 @@
-"""The stores under a root, as anybody sees them who takes none of their locks."""
+"""Discovery of the stores under a root, without taking any of their locks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class StoreInfo:
     """A store under a root.
 
     Attributes:
-        locked: whether a process has it open.
-        holder: what that process (or the last one) says of itself; empty if unknown.
-        last_use: seconds since 1970.
+        locked: True if a process has it open.
+        holder: description of that process, or of the last one; empty if unknown.
+        last_use: time of last use, seconds since 1970.
         segments: paths of its segments, oldest first.
-        nbytes: of the segments on disk.
+        nbytes: size of its segments on disk, bytes.
     """
 
     path: Path
@@ -34,10 +34,10 @@ class StoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The stores under a root, the one used last at the end.
+    """The stores under a root, the most recently used one last.
 
     Attributes:
-        odd: why something that has the name of a store or a segment is left out, by path.
+        odd: reasons for skipping paths that are named like a store or a segment, by path.
     """
 
     stores: list[StoreInfo]
@@ -45,7 +45,7 @@ class Listing:
 
 
 def list_stores(root: Path) -> Listing:
-    """Every store under a root."""
+    """List every store under a root."""
     folders = store_folders(root)
     stores, odd = [], dict(folders.odd)
     for folder in folders.paths:

@@ -1,7 +1,7 @@
-"""Writing pages out of stores as plain files, to be looked at elsewhere.
+"""Export of pages from stores to plain files.
 
-The files lie as they do under a root: ``OUT/<fingerprint>/<replica>-<rank>/<key>.page``, and
-``OUT/manifest.json`` says of each what it is.
+Files lie as they do under a root: ``OUT/<fingerprint>/<replica>-<rank>/<key>.page``.
+``OUT/manifest.json`` describes each.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MANIFEST = "manifest.json"
 
 @dataclass(slots=True)
 class Exported:
-    """What was exported.
+    """Result of an export.
 
     Attributes:
-        pages: what the manifest says of each page.
-        failed: pages that could not be read, and why, by where they lie.
+        pages: manifest entry of each page.
+        failed: reasons for pages that could not be read, by location.
     """
 
     pages: list[dict[str, object]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Exported:
 
     @property
     def nbytes(self) -> int:
-        """Of the decoded pages."""
+        """Size of the decoded pages, bytes."""
         return sum(int(str(page["raw_bytes"])) for page in self.pages)
 
 
@@ -56,13 +56,13 @@ def export(
     """Write pages and a manifest.
 
     Args:
-        key: of the page to export, from every store that has it; None for all pages.
-        out: a folder that is empty, or not there yet.
-        stored: write also the stored sections as they are, and the codec's table.
-        advance: told of the number of pages as they are done with.
+        key: key of the page to export, from every store that has it; None for all pages.
+        out: folder that is empty or does not exist yet.
+        stored: True to write the stored sections and the codec's table as well.
+        advance: called with the number of pages finished.
 
     Raises:
-        StoreError: nobody has such a page, or there is something in ``out``.
+        StoreError: no store has the page, or ``out`` is not empty.
         OSError: ``out`` cannot be written.
     """
     wanted = [
@@ -108,7 +108,7 @@ def _read(place: Place) -> tuple[EncodedPage, Bytes]:
 def _write(
     survey: Survey, place: Place, encoded: EncodedPage, page: Bytes, out: Path, stored: bool
 ) -> dict[str, object]:
-    """What the manifest says of the page."""
+    """Manifest entry of a page."""
     header, entry = place.segment.header, place.entry
     folder = out / survey.info.fingerprint.hex() / survey.info.path.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Deleting stores that nobody has open, and what processes that died left beside them.
+"""Deletion of stores that no process has open, and of dead processes' leftovers.
 
-Only files that a store makes are deleted, by name: a folder in which somebody keeps something
-else stays. A store's lock is held while its pages go, and the root's while its folder does, so
-that a process that starts meanwhile either finds the store busy or makes it anew.
+Only files that a store makes are deleted, by name; a folder with anything else in it stays. A
+store's lock is held while its pages are deleted, and the root's lock while its folder is. So a
+process that starts meanwhile either finds the store busy or makes it anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiered_kv.storage.segment.loader import StoreInfo
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
 
 LEFTOVER_S = 60.0
-"""Age from which probe files and empty folders are nobody's: a start takes a second or two."""
+"""Age at which probe files and empty folders are abandoned, seconds. A start takes one or two."""
 
 _CLOCK_SET = 365 * 86400.0
 _PROBE_NAME = re.compile(r"\.probe-[0-9]+")
@@ -30,10 +30,10 @@ _PROBE_NAME = re.compile(r"\.probe-[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which stores to delete: those for which all of it holds.
+    """Criteria of the stores to delete. All must hold.
 
     Attributes:
-        unused_s: not used for so many seconds.
+        unused_s: least time since the last use, seconds.
         fingerprint: first hexadecimal digits of the fingerprint.
     """
 
@@ -41,14 +41,18 @@ class Selection:
     fingerprint: str = ""
 
     def takes(self, store: StoreInfo, now: float) -> bool:
-        """Args: now: seconds since 1970."""
+        """Test a store.
+
+        Args:
+            now: seconds since 1970.
+        """
         known = store.last_use >= _CLOCK_SET  # else by a machine whose clock was not set
         unused = not self.unused_s or (known and now - store.last_use >= self.unused_s)
         return unused and store.fingerprint.hex().startswith(self.fingerprint)
 
 
 def holder_of(store: StoreInfo) -> str:
-    """Who has a store open, as the lock says; empty if nobody has."""
+    """Process that has a store open, as its lock names it; empty if none has."""
     if not store.locked:
         return ""
     if "pid" not in store.holder:
@@ -60,8 +64,8 @@ def delete_store(store: StoreInfo) -> None:
     """Delete a store's segments, its lock and its folder.
 
     Raises:
-        StoreBusyError: somebody has it open; nothing was deleted.
-        OSError: the disk failed, or the folder holds something else; what is left is a store still.
+        StoreBusyError: a process has it open; nothing was deleted.
+        OSError: the disk failed, or the folder holds other files; the rest is still a store.
     """
     files = RealFiles()
     try:
@@ -87,7 +91,7 @@ def delete_store(store: StoreInfo) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Probe files and folders without a store that nobody made just now, deepest first."""
+    """List probe files and folders without a store, deepest first, except fresh ones."""
     found = []
     old = time.time() - LEFTOVER_S
     for path in sorted(root.iterdir()):
@@ -118,10 +122,10 @@ def _is_empty(path: Path, old: float) -> bool:
 
 
 def delete_leftover(root: Path, path: Path) -> None:
-    """Delete it, if it is still there.
+    """Delete a leftover, if it still exists.
 
     Raises:
-        OSError: it stays; so does a folder in which there is something by now.
+        OSError: it could not be deleted, or is a folder that is no longer empty.
     """
     with root_locked(root), suppress(FileNotFoundError):
         path.rmdir() if path.is_dir() else path.unlink()

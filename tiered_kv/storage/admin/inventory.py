@@ -1,6 +1,6 @@
-"""What the stores under a path hold, told from their segments alone.
+"""Inventory of the stores under a path, read from their segments alone.
 
-Nothing here locks or writes: a store may be in use, and gain and lose segments meanwhile.
+Takes no lock and writes nothing: a store may be in use, and gain and lose segments meanwhile.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .discovery import Listing, list_stores
 
 
 def find_stores(path: Path) -> Listing:
-    """The stores under a root, under one fingerprint of it, or the one that ``path`` is.
+    """Find the stores under a root, under one of its fingerprints, or the store at ``path``.
 
     Returns:
-        The one used last at the end, and what had to be left out; nothing if it is a root that
-        was emptied.
+        The stores, the most recently used one last, and the skipped paths. Empty for a root that
+            was emptied.
 
     Raises:
-        StoreError: no such folder, or nothing of a store in it.
+        StoreError: the folder does not exist, or holds no store.
         OSError: the folder itself cannot be read.
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100 - a link is what its owner calls it
@@ -49,7 +49,7 @@ def find_stores(path: Path) -> Listing:
 
 
 def is_root(path: Path) -> bool:
-    """Whether stores are, or once were, under this folder."""
+    """True if the folder holds stores, or once did."""
     return (path / CAPACITY_LOCK).exists()
 
 
@@ -61,10 +61,10 @@ def _root_of(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A segment that can be read.
+    """A readable segment.
 
     Attributes:
-        codec_name: of the codec of its pages; its number if it is not known here.
+        codec_name: name of its pages' codec; the id of an unknown one.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Segment:
 
     @property
     def records_end(self) -> int:
-        """Where the records end, those that died before it was sealed included."""
+        """End of the records, including those superseded before it was sealed."""
         loaded = self.loaded
         if not loaded.sealed:
             return loaded.end
@@ -87,7 +87,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the newest record of a page lies."""
+    """Location of a page's newest record."""
 
     segment: Segment
     entry: FooterEntry
@@ -95,13 +95,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a store holds.
+    """Contents of a store.
 
     Attributes:
-        segments: those that can be read, oldest first.
-        unreadable: why the others cannot.
-        pages: the newest record of each page, the one written longest ago first: what the
-            next process will find.
+        segments: readable segments, oldest first.
+        unreadable: reasons for the others.
+        pages: newest record of each page, the one written first first: what the next process will
+            find.
     """
 
     info: StoreInfo
@@ -111,33 +111,33 @@ class Survey:
 
     @property
     def stored_bytes(self) -> int:
-        """Of the pages, encoded, without headers and padding."""
+        """Size of the encoded pages without headers and padding, bytes."""
         return sum(place.entry.stored_bytes for place in self.pages.values())
 
     @property
     def raw_bytes(self) -> int:
-        """Of the pages, decoded."""
+        """Size of the decoded pages, bytes."""
         return sum(place.segment.header.page_format.page_bytes for place in self.pages.values())
 
     @property
     def dead_bytes(self) -> int:
-        """Of records that no longer count, in segments that still do."""
+        """Size of superseded records in live segments, bytes."""
         records = sum(one.records_end - one.header.header_bytes for one in self.segments)
         return records - sum(place.entry.nbytes for place in self.pages.values())
 
     @property
     def ranks(self) -> int:
-        """Of the engine, as its newest segment says; 0 if there is none."""
+        """Number of the engine's ranks, from its newest segment; 0 without one."""
         return self.segments[-1].header.ranks if self.segments else 0
 
     @property
     def codecs(self) -> list[str]:
-        """Names, without repeats."""
+        """Names of the codecs, each once."""
         return sorted({segment.codec_name for segment in self.segments})
 
 
 def survey(info: StoreInfo) -> Survey:
-    """Read what a store holds. Segments that vanish meanwhile are left out."""
+    """Read a store's contents. Segments that vanish meanwhile are left out."""
     segments: list[Segment] = []
     unreadable: dict[Path, str] = {}
     pages: dict[PageKey, Place] = {}
@@ -157,8 +157,8 @@ def survey(info: StoreInfo) -> Survey:
 
 
 def load(info: StoreInfo, path: Path) -> Segment:
-    """A segment of a store. It may be begun, written and sealed meanwhile: damage is only what
-    is there twice.
+    """Load a segment of a store. As it may be created, written or sealed meanwhile, it is damaged
+    only if two reads find it so.
 
     Raises:
         BlankSegment: it has no header yet.
@@ -193,7 +193,7 @@ def _load(info: StoreInfo, path: Path) -> Segment:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none, or it cannot be looked at."""
+    """Size of a file, bytes; 0 if it is missing or cannot be read."""
     try:
         return path.lstat().st_size
     except OSError:
@@ -201,10 +201,10 @@ def size_of(path: Path) -> int:
 
 
 def codec_of(header: SegmentHeader) -> Codec:
-    """What decodes the pages of a segment.
+    """Codec of a segment's pages.
 
     Raises:
-        FormatError: it is not known here.
+        FormatError: the codec is unknown.
     """
     try:
         return codec_from(header.codec_id, header.table, header.page_format)
@@ -214,8 +214,8 @@ def codec_of(header: SegmentHeader) -> Codec:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A file to read through the page cache, which gives alignment and takes memory: see
-    ``FileLayer.uncache``."""
+    """Open a file for reading through the page cache, without alignment (see
+    ``FileLayer.uncache``)."""
     files = RealFiles()
     fd = files.open(path, Access.READ, direct=False)
     try:

@@ -1,9 +1,8 @@
-"""Reading every page of a store to see whether it is whole.
+"""Verification of a store by reading every page.
 
-It works beside a process that has the store open: of a segment that is being written, the
-groups that are durable are checked. Of a segment that a killed process left, so is everything
-but what that process was writing, which cannot be told from damage, and which nobody will
-ever be given.
+Works beside a process that has the store open: in a segment that is being written, the durable
+groups are checked. In a segment left by a killed process, everything is checked but the group that
+it was writing. That group cannot be distinguished from damage, and nobody will ever be given it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from .inventory import codec_of, load, opened, size_of
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
-    """A page that is not what it should be.
+    """A bad page.
 
     Attributes:
-        key: None where a record must have been but not even its key can be read.
+        key: key of the page; None if not even the key can be read.
     """
 
     segment: Path
@@ -51,12 +50,12 @@ class BadPage:
 
 @dataclass(slots=True)
 class Checked:
-    """What was checked, and what is bad about it.
+    """Result of a check.
 
     Attributes:
-        nbytes: read.
-        bad_segments: what is wrong with a segment as a whole: nothing can be read from it, or
-            its own header or footer is damaged.
+        nbytes: bytes read.
+        bad_segments: faults of whole segments, by path: nothing can be read, or the header or the
+            footer is damaged.
     """
 
     segments: int = 0
@@ -70,8 +69,8 @@ class Checked:
         return not (self.bad_pages or self.bad_segments)
 
     def confirming(self, earlier: Checked) -> Checked:
-        """Of what is bad here, what was bad at an earlier look as well: a store in use writes,
-        seals and deletes while it is looked at, and a look may see half of that. Damage stays."""
+        """Keep the faults that an earlier check found too. A store in use writes, seals and
+        deletes, and a check may see half of that; damage stays."""
         both = {path for path in self.bad_segments if path in earlier.bad_segments}
         return replace(
             self,
@@ -80,7 +79,7 @@ class Checked:
         )
 
     def add(self, other: Checked) -> None:
-        """What was found elsewhere."""
+        """Add another result."""
         self.segments += other.segments
         self.pages += other.pages
         self.nbytes += other.nbytes
@@ -89,10 +88,10 @@ class Checked:
 
 
 def check_store(info: StoreInfo, advance: Callable[[int], None]) -> Checked:
-    """Read every page of a store.
+    """Read and check every page of a store.
 
     Args:
-        advance: told of the bytes of each segment as it is done with.
+        advance: called with the bytes of each finished segment.
     """
     checked = Checked()
     for path in info.segments:
@@ -126,10 +125,10 @@ def _check_segment(info: StoreInfo, path: Path) -> Checked:
 
 
 def _check_frame(fd: int, loaded: LoadedSegment) -> None:
-    """The header and the footer, padding included.
+    """Check the header and the footer, padding included.
 
     Raises:
-        FormatError: not as they were written.
+        FormatError: they differ from what was written.
     """
     header = loaded.header
     if _read(fd, 0, header.header_bytes) != pack_segment_header(header):
@@ -147,8 +146,7 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
 
 
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
-    """Whether the end of the file is a trailer in which something is wrong: no more than one
-    of its magic and its nonce."""
+    """True if the file ends with a damaged trailer: its magic or its nonce is wrong, not both."""
     size = loaded.size // BLOCK * BLOCK
     trailer = bytes(_read(fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")
@@ -156,7 +154,7 @@ def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
 
 
 def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
-    """Whether the file once was longer: it ends within a record, or has no room for a footer."""
+    """True if the file was truncated: it ends within a record, or lacks room for a footer."""
     keys = sum(len(entry.key) for entry in loaded.entries)
     room = loaded.size - loaded.end
     if loaded.size % BLOCK or room < footer_bytes(len(loaded.entries), keys):
@@ -171,7 +169,7 @@ def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
 def _check_records(
     fd: int, path: Path, loaded: LoadedSegment, checked: Checked
 ) -> dict[int, RecordHeader]:
-    """The headers of those that are good, by offset; the others are noted."""
+    """Return the headers of the good records, by offset; the others are noted as bad."""
     codec = codec_of(loaded.header)
     page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
     buffer = aligned_bytes(max((entry.nbytes for entry in loaded.entries), default=0))
@@ -203,8 +201,8 @@ def _check_record(
 
 
 def _lost(path: Path, loaded: LoadedSegment, good: Mapping[int, RecordHeader]) -> Iterator[BadPage]:
-    """Gaps between the records of a segment that was scanned. The last group may have gaps:
-    its records are written side by side."""
+    """Gaps between the records of a scanned segment. The last group may have gaps: its records
+    are written in parallel."""
     last_group = max((record.group for record in good.values()), default=0)
     end, ordinal = loaded.header.header_bytes, 0
     for entry in loaded.entries:

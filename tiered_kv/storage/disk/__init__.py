@@ -1,1 +1,1 @@
-"""Files, folders and aligned memory: everything that touches the disk."""
+"""Access to the disk: files, folders and aligned memory."""

@@ -1,4 +1,4 @@
-"""Memory for direct I/O: buffers that begin at a page of memory, used again and again."""
+"""Memory for direct I/O: reusable buffers aligned to memory pages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HUGE_PAGE = 2 << 20
 
 
 def aligned_bytes(nbytes: int) -> Bytes:
-    """At least so many bytes, from the beginning of a page of memory on.
+    """Allocate at least ``nbytes``, aligned to a memory page.
 
-    A disk takes one piece of memory at a time, and a large buffer in small pages is hundreds
-    of pieces: so large ones lie in huge pages, where the system has them.
+    A disk transfers one piece of memory at a time, and a large buffer in small pages is hundreds of
+    pieces. So large buffers use huge pages, where the system has them.
     """
     room = max(aligned(nbytes), mmap.PAGESIZE)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -34,19 +34,17 @@ def aligned_bytes(nbytes: int) -> Bytes:
 
 
 def is_blocks(content: Bytes) -> bool:
-    """Whether a disk can take or fill it where it is: whole blocks, aligned like one."""
+    """True if a disk can transfer it in place: whole, aligned blocks."""
     address: int = content.__array_interface__["data"][0]
     return content.nbytes % BLOCK == 0 and address % BLOCK == 0
 
 
 class BufferPool:
-    """Aligned buffers that are used again, since fresh memory costs a fault per page.
-
-    Safe to use from several threads.
+    """Pool of aligned buffers, since fresh memory costs a fault per page. Thread-safe.
 
     Args:
-        nbytes: of a usual buffer; larger ones are made when asked for.
-        keep: how many to keep at rest.
+        nbytes: size of a usual buffer, bytes; larger ones are allocated on demand.
+        keep: number of idle buffers kept.
     """
 
     def __init__(self, nbytes: int, keep: int) -> None:
@@ -55,7 +53,7 @@ class BufferPool:
         self._rest: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """A buffer of at least so many bytes, holding anything."""
+        """Take a buffer of at least ``nbytes``, with undefined contents."""
         try:
             buffer = self._rest.pop()
         except IndexError:
@@ -63,7 +61,7 @@ class BufferPool:
         return buffer if buffer.nbytes >= nbytes else aligned_bytes(nbytes)
 
     def give(self, buffer: Bytes) -> None:
-        """The buffer may be handed out again."""
+        """Return a buffer to the pool."""
         if len(self._rest) < self._keep:
             self._rest.append(buffer)
 
@@ -71,7 +69,7 @@ class BufferPool:
 def write_content(
     files: FileLayer, fd: int, content: bytes, offset: int, buffers: BufferPool
 ) -> None:
-    """Write whole blocks by way of an aligned buffer.
+    """Write whole blocks through an aligned buffer.
 
     Raises:
         OSError: the disk failed.

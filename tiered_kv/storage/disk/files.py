@@ -1,8 +1,8 @@
 """The narrow waist between the SSD store and the operating system.
 
-Everything the store does to its files goes through a ``FileLayer``, so that a test can
-put one in between that fails, tears or forgets. Offsets, lengths and the addresses of
-buffers are multiples of ``BLOCK``: what O_DIRECT asks for.
+The store touches its files only through a ``FileLayer``, so that a test can insert one that fails,
+tears or forgets. Offsets, lengths and the addresses of buffers are multiples of ``BLOCK``, as
+O_DIRECT requires.
 
 Every method may be called from any thread, blocks on the disk, and raises ``OSError``.
 """
@@ -23,17 +23,17 @@ BLOCK = 4096
 """Alignment of everything on disk, in bytes."""
 
 Buffers = Sequence[memoryview]
-"""Memory that is one piece in a file; each has whole blocks."""
+"""Memory for one contiguous piece of a file; each buffer has whole blocks."""
 
 _MOST_BUFFERS = 1024
-"""Of one system call."""
+"""Buffers per system call."""
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 
 
 class Access(Enum):
-    """What a file is opened for."""
+    """Purpose that a file is opened for."""
 
     READ = os.O_RDONLY
     WRITE = os.O_RDWR
@@ -41,56 +41,57 @@ class Access(Enum):
 
 
 class FileLayer(Protocol):
-    """What the store asks of an operating system."""
+    """Operations that the store needs of an operating system."""
 
     def make_folders(self, folder: Path) -> None:
-        """The folder and its parents, if missing, for their owner alone. Those that were made
-        outlive a power cut."""
+        """Create the folder and its parents, if missing, for their owner alone. New ones survive
+        a power cut."""
 
     def names(self, folder: Path) -> list[str]:
-        """Names of the plain files in the folder, in any order: no link, pipe or device."""
+        """List the plain files in the folder by name, in any order: no link, pipe or device."""
 
     def free(self, folder: Path) -> int:
-        """Bytes that the disk has left for files in the folder; 0 if it takes no more files."""
+        """Free bytes for files in the folder; 0 if the disk takes no more files."""
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
-        """A descriptor of a plain file, which no link led to; ``direct`` bypasses the page cache
-        (EINVAL where that cannot be)."""
+        """Open a plain file, following no link. ``direct`` bypasses the page cache (EINVAL where
+        that is impossible)."""
 
     def close(self, fd: int) -> None: ...
 
     def size(self, fd: int) -> int:
-        """Bytes of the file."""
+        """Size of the file, bytes."""
 
     def preallocate(self, fd: int, nbytes: int) -> None:
-        """Make the file that long, of zeros, with its room on the disk reserved if possible."""
+        """Extend the file to ``nbytes`` zeros, with its space reserved if possible."""
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
 
     def pread(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Bytes read into the buffers, one after the other: perhaps fewer than they hold, 0 at
-        the end."""
+        """Read into the buffers, one after the other. Returns the bytes read: perhaps fewer than
+        fit, 0 at the end of the file."""
 
     def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Bytes written from the start of the buffers: perhaps fewer than they hold."""
+        """Write the buffers from the first on. Returns the bytes written, perhaps fewer than
+        given."""
 
     def fdatasync(self, fd: int) -> None:
-        """What was written, and the length of the file, outlive a power cut."""
+        """Make the file's contents and length survive a power cut."""
 
     def sync_folder(self, folder: Path) -> None:
-        """Files created in and removed from the folder stay so after a power cut."""
+        """Make files created in and removed from the folder stay so after a power cut."""
 
     def unlink(self, path: Path) -> None: ...
 
     def uncache(self, fd: int, offset: int, nbytes: int) -> None:
-        """The page cache need not keep these bytes. Never fails."""
+        """Allow the page cache to drop these bytes. Never fails."""
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """A descriptor of a plain file. Follows no link, and waits for nobody.
+    """Open a plain file. Follows no link and never blocks.
 
     Raises:
-        OSError: there is none, or something of that name that is no plain file.
+        OSError: the file is missing, or no plain file.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -167,7 +168,7 @@ class RealFiles:
 
 
 def read_exactly(files: FileLayer, fd: int, buffers: Buffers, offset: int) -> None:
-    """Fill the buffers, in as many reads as it takes.
+    """Fill the buffers, in as many reads as needed.
 
     Raises:
         OSError: the disk failed, or the file ends before the buffers do.
@@ -176,7 +177,7 @@ def read_exactly(files: FileLayer, fd: int, buffers: Buffers, offset: int) -> No
 
 
 def write_exactly(files: FileLayer, fd: int, buffers: Buffers, offset: int) -> None:
-    """Write all of the buffers, in as many writes as it takes.
+    """Write all of the buffers, in as many writes as needed.
 
     Raises:
         OSError: the disk failed or is full; any part may have been written.
@@ -198,7 +199,7 @@ def _transfer(
 
 
 def _behind(buffers: Buffers, nbytes: int) -> Buffers:
-    """What is left of the buffers behind their first bytes."""
+    """Rest of the buffers after their first ``nbytes``."""
     for i, buffer in enumerate(buffers):
         if nbytes < len(buffer):
             return [buffer[nbytes:], *buffers[i + 1 :]]
@@ -207,13 +208,13 @@ def _behind(buffers: Buffers, nbytes: int) -> Buffers:
 
 
 def takes_direct(files: FileLayer, known: Path, block: memoryview) -> bool:
-    """Whether files can be written and read past the page cache in the folder of a file.
+    """True if direct I/O works in the folder of a file.
 
-    Some file systems refuse at open, some at the first write. A disk that is full takes no
-    file to try it with: there, reading must tell.
+    Some file systems refuse at open, some at the first write. A full disk takes no file to try it
+    with; then only reading is tried.
 
     Args:
-        known: a file that is there.
+        known: an existing file.
         block: ``BLOCK`` aligned bytes to try it with.
     """
     path = known.with_name("probe")

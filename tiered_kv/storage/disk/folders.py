@@ -1,8 +1,8 @@
-"""The store folders and segments under a root, told from whatever else may lie there.
+"""Store folders and segments under a root, distinguished from any other files there.
 
-Nothing else is counted, read or deleted: a store folder has the name of one and holds the lock of
-one, a segment has the name of one and is a plain file. No link is followed. What has such a name
-and is something else, or cannot be looked at, is odd: it is passed over, and told of.
+A store folder has the name of one and holds the lock of one; a segment has the name of one and is a
+plain file. Nothing else is counted, read or deleted, and no link is followed. A path that has such
+a name but is something else, or cannot be read, is odd: it is skipped and reported.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StoreFolders:
     """The store folders under a root.
 
     Attributes:
-        paths: in the order of their names.
-        odd: why others are passed over, by path.
+        paths: folders in the order of their names.
+        odd: reasons for skipped paths, by path.
     """
 
     paths: list[Path] = field(default_factory=list)
@@ -40,11 +40,11 @@ class StoreFolders:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFiles:
-    """The segments in the folder of a store.
+    """The segments in a store's folder.
 
     Attributes:
-        sizes: in bytes, by path, oldest first.
-        odd: why others are passed over, by path.
+        sizes: sizes in bytes, by path, oldest first.
+        odd: reasons for skipped paths, by path.
     """
 
     sizes: dict[Path, int] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class SegmentFiles:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Total size of the segments, bytes."""
         return sum(self.sizes.values())
 
 
 def store_folders(root: Path) -> StoreFolders:
-    """The store folders under a root; none if there is no root, or it cannot be read."""
+    """Find the store folders under a root; none if the root is missing or unreadable."""
     found = StoreFolders()
     for fingerprint in _folders(root, FINGERPRINT_NAME, found.odd):
         for folder in _folders(fingerprint, PLACE_NAME, found.odd):
@@ -94,7 +94,7 @@ def _folders(parent: Path, name: re.Pattern[str], odd: dict[Path, str]) -> Itera
 
 
 def segment_files(folder: Path) -> SegmentFiles:
-    """The segments in the folder of a store. One that vanishes meanwhile is left out."""
+    """Find the segments in a store's folder. Those that vanish meanwhile are left out."""
     found = SegmentFiles()
     try:
         with os.scandir(folder) as scanned:
@@ -121,7 +121,7 @@ def segment_files(folder: Path) -> SegmentFiles:
 
 
 def begins_like_segment(path: Path) -> bool:
-    """Whether a file begins like a segment, or like one whose process died before it did."""
+    """True if a file begins like a segment, or like one whose process died before writing it."""
     try:
         fd = open_plain(path, os.O_RDONLY)
         try:

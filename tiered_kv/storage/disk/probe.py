@@ -1,4 +1,4 @@
-"""What the disk under a path can do, measured before pages are written to it."""
+"""Speed of the disk under a path, measured before pages are written to it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class DiskSpeed:
 
 
 def measure_disk(folder: Path, threads: int, nbytes: int = 64 << 20) -> DiskSpeed:
-    """Write and read a file of ``nbytes`` in ``folder`` with that many threads, and delete it.
+    """Write and read a file of ``nbytes`` in ``folder`` on ``threads`` threads, then delete it.
 
-    Takes a tenth of a second on a fast disk. Where the file system has no direct I/O the
-    page cache is in the figures.
+    Takes a tenth of a second on a fast disk. Without direct I/O the result includes the page cache.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.

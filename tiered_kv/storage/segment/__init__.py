@@ -1,1 +1,1 @@
-"""Segments: the format, and how one is written, opened and searched."""
+"""Segments: their format, and how one is written, opened and scanned."""

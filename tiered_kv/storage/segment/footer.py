@@ -1,6 +1,6 @@
-"""Footers as bytes: where in a sealed segment each page lies. See ``segment_layout``.
+"""Bytes of footers: the pages of a sealed segment and their offsets. See ``layout``.
 
-Parsing is total: whatever the bytes, it gives a value or raises ``FormatError``.
+Parsing is total: any bytes give a value or raise ``FormatError``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .layout import (
 
 
 def pack_footer(segment: SegmentHeader, offset: int, entries: Sequence[FooterEntry]) -> bytes:
-    """A footer that lies at ``offset``, whole blocks of it."""
+    """Pack a footer for ``offset``, in whole blocks."""
     table = np.zeros(len(entries), ENTRY)
     table["offset"] = [entry.offset for entry in entries]
     table["plane"] = [entry.plane_bytes for entry in entries]
@@ -50,10 +50,10 @@ def pack_footer(segment: SegmentHeader, offset: int, entries: Sequence[FooterEnt
 
 
 def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) -> int:
-    """Offset of the footer, from the last bytes of a file of ``size`` bytes.
+    """Return the offset of the footer, from the last bytes of a file of ``size`` bytes.
 
     Raises:
-        FormatError: they are no trailer of this segment: it is not sealed, or damaged.
+        FormatError: the bytes are no trailer of this segment: it is unsealed, or damaged.
     """
     trailer = bytes(end[-TRAILER_BYTES:])
     if len(trailer) < TRAILER_BYTES:
@@ -71,10 +71,10 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
 
 
 def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[FooterEntry]:
-    """From the bytes between ``parse_trailer``'s offset and the end of the file.
+    """Parse the bytes between ``parse_trailer``'s offset and the end of the file.
 
     Raises:
-        FormatError: they are damaged.
+        FormatError: the bytes are damaged.
     """
     if len(footer) < TRAILER_BYTES:
         raise FormatError("shorter than a trailer")

@@ -1,7 +1,7 @@
-"""The headers of segments and records as bytes, and every name of the format in one place.
+"""Bytes of segment and record headers.
 
-``segment_layout`` has the table, the values and the lengths, ``segment_footer`` the footers.
-Parsing is total: whatever the bytes, it gives a value or raises ``FormatError``.
+``layout`` has the table, the values and the lengths, ``footer`` the footers. Parsing is total: any
+bytes give a value or raise ``FormatError``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _ELEMENT_TYPES = {code: element for element, code in _ELEMENTS.items()}
 
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
-    """``header.header_bytes`` bytes."""
+    """Pack a segment header, ``header.header_bytes`` bytes."""
     fixed = SEGMENT.pack(
         SEGMENT_MAGIC,
         VERSION,
@@ -98,10 +98,10 @@ def pack_segment_header(header: SegmentHeader) -> bytes:
 
 
 def segment_header_bytes(start: bytes | memoryview) -> int:
-    """Length of the header that begins so, from its first 16 bytes or more.
+    """Return the length of a header, from its first 16 bytes or more.
 
     Raises:
-        FormatError: no segment begins so, or one of another version.
+        FormatError: the bytes begin no segment, or one of another version.
     """
     if len(start) < 16:
         raise FormatError("shorter than the header of a segment")
@@ -116,10 +116,10 @@ def segment_header_bytes(start: bytes | memoryview) -> int:
 
 
 def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
-    """From the first ``segment_header_bytes`` bytes of a segment, or more of them.
+    """Parse at least the first ``segment_header_bytes`` bytes of a segment.
 
     Raises:
-        FormatError: they are no header, or a damaged one.
+        FormatError: the bytes are no header, or a damaged one.
     """
     nbytes = segment_header_bytes(start)
     if len(start) < nbytes:
@@ -155,7 +155,8 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
 
 
 def pack_record_header(segment: SegmentHeader, table_id: int, record: RecordHeader) -> bytes:
-    """``record.header_bytes`` bytes. ``table_id`` is the segment's, computed once."""
+    """Pack a record header, ``record.header_bytes`` bytes. ``table_id`` is the segment's,
+    computed once."""
     fixed = RECORD.pack(
         RECORD_MAGIC,
         record.header_bytes,
@@ -181,10 +182,10 @@ def pack_record_header(segment: SegmentHeader, table_id: int, record: RecordHead
 def parse_record_header(
     segment: SegmentHeader, table_id: int, start: bytes | memoryview
 ) -> RecordHeader:
-    """From the first bytes of a record; a block of them is always enough.
+    """Parse the first bytes of a record; a block of them is always enough.
 
     Raises:
-        FormatError: they begin no record of this segment, or a damaged one.
+        FormatError: the bytes begin no record of this segment, or a damaged one.
     """
     if len(start) < RECORD_FIXED_BYTES:
         raise FormatError("shorter than a record")

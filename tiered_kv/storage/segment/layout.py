@@ -1,4 +1,4 @@
-"""What a segment consists of, and how long each part is.
+"""Format of a segment: its parts and their lengths.
 
     segment   header | record | record | ... | footer (once sealed; else zeros or a torn tail)
 
@@ -98,7 +98,7 @@ class FormatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a segment says of itself; see the table above."""
+    """Fields of a segment header; see the table above."""
 
     fingerprint: bytes
     nonce: int
@@ -122,7 +122,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of itself, beside what it repeats of its segment."""
+    """Fields of a record header, without those repeated from its segment."""
 
     key: PageKey
     ordinal: int
@@ -143,7 +143,7 @@ class RecordHeader:
 
 @dataclass(frozen=True, slots=True)
 class FooterEntry:
-    """Where in the segment a page lies."""
+    """Location of a page in its segment."""
 
     key: PageKey
     offset: int
@@ -153,7 +153,7 @@ class FooterEntry:
 
     @property
     def nbytes(self) -> int:
-        """Of the record, header and padding included."""
+        """Length of the record with header and padding, bytes."""
         return record_bytes(len(self.key), self.stored_bytes)
 
     @property
@@ -162,7 +162,7 @@ class FooterEntry:
 
 
 def seconds_now() -> int:
-    """Seconds since 1970, for a header or a record; 0 where the clock stands before that."""
+    """Return the seconds since 1970, for a header or a record; 0 if the clock is before that."""
     return min(max(0, int(time.time())), MAX_SECONDS)
 
 
@@ -178,12 +178,12 @@ def record_header_bytes(key_bytes: int, stored_bytes: int) -> int:
 
 
 def record_bytes(key_bytes: int, stored_bytes: int) -> int:
-    """Room a record takes in its segment."""
+    """Length of a record in its segment, bytes."""
     return aligned(record_header_bytes(key_bytes, stored_bytes) + stored_bytes)
 
 
 def footer_bytes(count: int, key_bytes: int) -> int:
-    """Room of a footer of so many entries whose keys have so many bytes together."""
+    """Length of a footer of ``count`` entries with ``key_bytes`` of keys, bytes."""
     return aligned(count * ENTRY.itemsize + key_bytes + TRAILER_BYTES)
 
 

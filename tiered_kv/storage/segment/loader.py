@@ -1,7 +1,7 @@
-"""What a segment holds, from its footer or, if it has none, from its records.
+"""Contents of a segment, from its footer or, without one, from its records.
 
-Nothing here takes a lock or writes, so it works on a segment that is in use: the file may then
-grow, shrink or vanish between two reads, which looks like damage and is reported as such.
+Takes no lock and writes nothing, so it works on a segment in use. The file may then grow, shrink or
+vanish between two reads, which is reported as damage.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _END_BYTES = 512 << 10
 
 
 class BlankSegment(FormatError):
-    """Not even the header of a segment was written: it is new, or was when its process died."""
+    """Segment without even a header: it is new, or its process died before writing one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSegment:
-    """What a segment holds.
+    """Contents of a segment.
 
     Attributes:
-        entries: its records in the order of the file; of a sealed one, those that lived then.
-        end: where the last record ends.
-        size: of the file.
-        sealed: whether a footer was found. If not, the records were scanned: all but those
-            of the last group by their headers alone, and what was torn is left out.
+        entries: its records in file order; for a sealed segment, those live when it was sealed.
+        end: end of the last record, bytes.
+        size: size of the file, bytes.
+        sealed: True if a footer was found. Otherwise the records were scanned: those of the last
+            group in full, the others by their headers. Torn records are left out.
     """
 
     header: SegmentHeader
@@ -65,10 +65,10 @@ class LoadedSegment:
 def load_segment(
     files: FileLayer, fd: int, check: Callable[[SegmentHeader], None] | None = None
 ) -> LoadedSegment:
-    """What an open segment holds.
+    """Load the contents of an open segment.
 
     Args:
-        check: looks at the header before anything else is read.
+        check: called with the header before anything else is read.
 
     Raises:
         BlankSegment: it has no header yet.

@@ -1,8 +1,8 @@
-"""Records laid out in aligned buffers, as they will lie on disk.
+"""Records packed into aligned buffers, as they will lie on disk.
 
-Encoding, copying and hashing happen on any thread, before anybody knows where in which
-segment a record will lie; the headers are filled in once that is decided. Pages that are stored
-as they are stay where they are, and only their headers are in a buffer.
+Encoding, copying and hashing happen on any thread, before a record's place in a segment is known;
+the headers are filled in later. Pages stored uncompressed stay where they are, and only their
+headers are in a buffer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PageToWrite:
     """A page of a put.
 
     Attributes:
-        index: of the page in the put.
-        written: when it was first written, in seconds since 1970.
+        index: index of the page in the put.
+        written: time of its first write, seconds since 1970.
     """
 
     index: int
@@ -46,13 +46,13 @@ class PageToWrite:
 
 @dataclass(frozen=True, slots=True)
 class PackedRecord:
-    """A record in a batch: all but its header is in place.
+    """A record in a batch, complete but for its header.
 
     Attributes:
         start: offset of the record in the buffer, a multiple of a block.
-        nbytes: length of the record on disk, and there unless it is in two pieces.
-        digest: of plane and frame.
-        page: what follows the header, if that is alone in the buffer, with a block of its own.
+        nbytes: length of the record on disk; in the buffer too, unless it is in two pieces.
+        digest: digest of plane and frame.
+        page: the payload, if the buffer holds only the header, in a block of its own.
     """
 
     index: int
@@ -67,22 +67,22 @@ class PackedRecord:
 
     @property
     def end(self) -> int:
-        """Offset of the first byte behind it in the buffer."""
+        """End of the record in the buffer."""
         return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Encoded pages, one record behind the other; pages that the codec refused are left out."""
+    """Encoded pages, one record after the other, without pages that the codec refused."""
 
     buffer: Bytes
     records: list[PackedRecord] = field(default_factory=list)
 
 
 def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch | None:
-    """The pages as they are, if the codec and their memory allow it. They must not change until
-    they are written. To hash them is little work, and better done here, while others write: a
-    thread that hashes what it is about to write leaves the disk waiting.
+    """Batch the pages without copying them, if the codec and their memory allow it. They must not
+    change until they are written. They are hashed here, while other threads write: a writing thread
+    that hashes leaves the disk idle.
 
     Raises:
         OSError: no memory.
@@ -109,7 +109,7 @@ def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPo
 
 
 def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch:
-    """Encode the pages into a buffer of the pool, to be given back by whoever wrote it."""
+    """Encode the pages into a buffer of the pool, which the writer gives back."""
     room = sum(record_bytes(len(item.key), item.page.nbytes) for item in pages)
     batch = Batch(buffers.take(room))
     start = 0
@@ -156,11 +156,11 @@ def finish_headers(
     ordinal: int,
     group: int,
 ) -> list[memoryview]:
-    """Fill in the headers of neighbouring records; returns the bytes to write, in pieces.
+    """Fill in the headers of adjacent records; return the bytes to write, in pieces.
 
     Args:
-        ordinal: of the first of them in its segment.
-        group: ordinal of the first record of the group they belong to.
+        ordinal: ordinal of the first of them in its segment.
+        group: ordinal of the first record of their group.
     """
     data, pieces = buffer.data, []
     begin = records[0].start

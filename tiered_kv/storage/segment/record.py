@@ -1,4 +1,4 @@
-"""One record out of a segment: read, checked and decoded."""
+"""Records of a segment: read, checked and decoded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .headers import FormatError, RecordHeader, SegmentHeader, parse_record_head
 
 
 def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryview:
-    """Whole blocks of a file, in a buffer of their own.
+    """Read whole blocks of a file into a new buffer.
 
     Raises:
-        OSError: the disk failed, or the file ends before that.
+        OSError: the disk failed, or the file is too short.
     """
     buffer = aligned_bytes(nbytes).data[:nbytes]
     read_exactly(files, fd, [buffer], offset)
@@ -26,10 +26,10 @@ def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryvi
 def open_record(
     header: SegmentHeader, table_id: int, key: PageKey, record: memoryview
 ) -> tuple[RecordHeader, EncodedPage]:
-    """The stored page in the bytes of a record, which it aliases.
+    """Return the stored page in a record's bytes, which it aliases.
 
     Raises:
-        FormatError: they are no record of that page and segment, or damaged.
+        FormatError: the bytes are no record of that page and segment, or damaged.
     """
     found = parse_record_header(header, table_id, record)
     if found.key != key:
@@ -72,7 +72,7 @@ def decode_record(
     """Check the bytes of a record and decode its page into ``out``.
 
     Raises:
-        FormatError: they are no whole record of that page; ``out`` may hold anything.
+        FormatError: the bytes are no whole record of that page; ``out`` is undefined.
     """
     found, encoded = open_record(header, table_id, key, record)
     try:

@@ -1,4 +1,4 @@
-"""Finding the records of a segment that was never sealed, whatever became of its end."""
+"""Recovery of the records of an unsealed segment, however it ends."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .record import open_record, read_blocks
 
 _READ_BYTES = 1 << 20
 _SMALL_BYTES = 128 << 10
-"""Of a record beside which its neighbours are read: of larger ones the header alone."""
+"""Size up to which a record is read with its neighbours; of larger ones only the header is read."""
 
 
 def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
-    """Where the records lie, in the order of the file.
+    """Locate the records, in file order.
 
-    Those of the last group are read in whole, since the process may have died while it wrote
-    them; the others are found by their headers alone. Behind a damaged one no other is lost.
+    Records of the last group are read in full, since the process may have died while writing them;
+    the others are found by their headers. A damaged record loses no other behind it.
 
     Args:
-        size: of the file, in whole blocks.
+        size: size of the file, in whole blocks.
 
     Raises:
         OSError: the disk failed.
@@ -48,7 +48,7 @@ def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[Fo
 
 @dataclass(slots=True)
 class _Window:
-    """What was read last of a file of so many bytes."""
+    """The last read bytes of a file of ``size`` bytes."""
 
     files: FileLayer
     fd: int
@@ -57,8 +57,8 @@ class _Window:
     content: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def from_(self, offset: int, nbytes: int) -> memoryview:
-        """Whole blocks from an offset on, one at least; so many bytes of them if they must be
-        read."""
+        """Return whole blocks from an offset on, at least one; ``nbytes`` of them if they must
+        be read."""
         if not self.begin <= offset < self.begin + len(self.content):
             nbytes = min(nbytes, self.size - offset)
             self.content = read_blocks(self.files, self.fd, offset, nbytes)
@@ -77,7 +77,7 @@ class _Segment:
     size: int
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
-        """Every record from the first on, and where it begins."""
+        """Every record from the first on, with its offset."""
         window = _Window(self.files, self.fd, self.size)
         offset, ordinal, ahead = self.header.header_bytes, 0, BLOCK
         while offset < self.size:
@@ -101,7 +101,8 @@ class _Segment:
         return True
 
     def _parse(self, start: memoryview, least: int, room: int) -> RecordHeader | None:
-        """The record that begins so, if its ordinal is at least that, and it has room."""
+        """Parse a record with an ordinal of at least ``least`` that fits into ``room``; else
+        None."""
         try:
             record = parse_record_header(self.header, self.table_id, start)
         except FormatError:
@@ -109,7 +110,7 @@ class _Segment:
         return record if record.ordinal >= least and record.nbytes <= room else None
 
     def _search(self, window: _Window, offset: int, least: int) -> tuple[int, RecordHeader] | None:
-        """The next record behind something that is none, and where it begins."""
+        """Find the next record behind damage, with its offset."""
         while offset < self.size:
             chunk = window.from_(offset, _READ_BYTES)
             firsts = np.frombuffer(chunk, "S4")[:: BLOCK // 4]

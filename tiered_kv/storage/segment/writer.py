@@ -15,18 +15,18 @@ from .headers import FooterEntry, SegmentHeader, footer_bytes, pack_footer, pack
 from .packing import PackedRecord, finish_headers
 
 WORTH_CUTTING = 64
-"""A segment is cut if more than one part in so many would be: to give room back takes a file
-system as long as writing several MiB."""
+"""Divisor of the size: a segment is truncated only if more than this share of it is unused.
+Truncating takes a file system as long as writing several MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """How a group of records fared.
+    """Result of committing a group of records.
 
     Attributes:
-        durable: places of those that are durable, in the order of the segment.
+        durable: locations of the durable records, in segment order.
         indices: their indices in the put.
-        error: why the others are not. The segment must be sealed then.
+        error: failure of the others. The segment must then be sealed.
     """
 
     durable: list[FooterEntry]
@@ -36,7 +36,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Neighbouring records on their way to the disk."""
+    """Adjacent records on their way to the disk."""
 
     records: Sequence[PackedRecord]
     places: list[FooterEntry]
@@ -44,14 +44,14 @@ class _Flight:
 
 
 class SegmentWriter:
-    """The growing end of a segment. One thread owns it; the disk is written by ``threads``.
+    """The growing end of a segment. Owned by one thread; ``threads`` write to the disk.
 
     Args:
-        fd: of a new segment of ``size`` zeros.
-        named: done when the file's name outlives a power cut.
+        fd: descriptor of a new segment of ``size`` zeros.
+        named: done when the file's name would survive a power cut.
 
     Attributes:
-        end: where the next record goes.
+        end: offset of the next record.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SegmentWriter:
 
     @property
     def empty(self) -> bool:
-        """Whether no record was ever placed."""
+        """True if no record was ever appended."""
         return self._count == 0
 
     @property
@@ -95,7 +95,7 @@ class SegmentWriter:
         write_content(self._files, self._fd, pack_segment_header(self._header), 0, self._buffers)
 
     def fitting(self, records: Sequence[PackedRecord]) -> int:
-        """How many of the records, from the first on, have room beside the footer."""
+        """Count the records, from the first on, that fit beside the footer."""
         end, keys = self.end, self._key_bytes
         for i, record in enumerate(records):
             end += record.nbytes
@@ -107,8 +107,8 @@ class SegmentWriter:
     def append(
         self, buffer: Bytes, records: Sequence[PackedRecord], threads: Executor, in_flight: int
     ) -> Future[None]:
-        """Begin to write neighbouring records that fit; the buffer is in use until the result
-        is there. Waits while ``in_flight`` writes are under way."""
+        """Start writing adjacent records that fit; the buffer is in use until the result is
+        done. Waits while ``in_flight`` writes are under way."""
         waiting = [flight for flight in self._flights if not flight.future.done()]
         if len(waiting) >= in_flight:
             waiting[0].future.exception()
@@ -182,14 +182,13 @@ def write_footer(
     entries: Sequence[FooterEntry],
     buffers: BufferPool,
 ) -> None:
-    """Seal a segment: a footer is the last thing in it. It need not be durable: a segment
-    without one is scanned.
+    """Seal a segment with a footer. It need not be durable: a segment without one is scanned.
 
     Args:
-        end: of the last record. What lies between it and the footer is cut away if it is much.
+        end: end of the last record. A large gap between it and the footer is truncated.
 
     Raises:
-        OSError: the disk failed. The segment is as it was, or ends in garbage.
+        OSError: the disk failed. The segment is unchanged, or ends in garbage.
     """
     size = files.size(fd)
     nbytes = footer_bytes(len(entries), sum(len(entry.key) for entry in entries))
