@@ -43,15 +43,11 @@ from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.io_thread import group_pages
-from tiered_kv.storage.segment.headers import (
-    FooterEntry,
-    SegmentHeader,
-    footer_bytes,
-    pack_footer,
-    pack_segment_header,
-)
-from tiered_kv.storage.store.options import io_threads
-from tiered_kv.storage.store.store import SegmentStore, StoreOptions
+from tiered_kv.storage.segment.footer import pack_footer
+from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader, footer_bytes
+from tiered_kv.storage.segment.headers import pack_segment_header
+from tiered_kv.storage.store.options import StoreOptions, io_threads
+from tiered_kv.storage.store.store import SegmentStore
 
 from .device import (
     DEVICE_BLOCKS,

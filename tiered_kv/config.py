@@ -1,7 +1,7 @@
 """Settings, parsed and checked once into one frozen ``TierConfig``.
 
-Two sources, the same keys: environment variables ``TIERED_KV_*`` and, winning over
-them, the connector's ``kv_connector_extra_config`` in lower case without the prefix.
+Two sources with the same keys: environment variables ``TIERED_KV_*`` and, with precedence, the
+connector's ``kv_connector_extra_config`` in lower case without the prefix.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ ENV_PREFIX = "TIERED_KV_"
 GIB = 1 << 30
 
 _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
-"""What it sets in every pod beside a service that is called tiered-kv."""
+"""Variables that Kubernetes sets in every pod beside a service called tiered-kv."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What an operator can set.
+    """An operator's settings.
 
     Attributes:
-        cpu_gib: CPU memory for pages, GiB for the whole engine (all its ranks together);
-            0 turns the tier off.
-        ssd_path: folder for pages on SSD, shared by every engine that is given it; None turns
-            the tier off.
-        ssd_gib: everything under that folder, GiB.
+        cpu_gib: CPU memory for pages of the whole engine, all ranks together, GiB; 0 turns the tier
+            off.
+        ssd_path: folder for pages on SSD, shared by all engines configured with it; None turns the
+            tier off.
+        ssd_gib: size limit of everything under that folder, GiB.
         tiers: further tiers below CPU memory, by name or as ``module:Class``, fastest first.
-        codec: how pages are stored on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or
-            ``centred``.
-        io_threads: of each rank, for pages on SSD; 0 takes what the cores allow.
-        policy: name of the policy that decides where a finished turn's KV waits; ``none`` turns
+        codec: codec of pages on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or ``centred``.
+        io_threads: threads of each rank for pages on SSD; 0 chooses by the cores.
+        policy: name of the policy that chooses the tier of a finished turn's KV; ``none`` turns
             every tier off.
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
-        admission: ``auto`` holds new jobs while their working set does not fit, ``off`` does not;
-            always ``off`` under another policy than the default.
-        admission_max_wait_s: seconds after which a held job is let in.
+        admission: ``auto`` holds new jobs while their working set does not fit; ``off`` does not.
+            Always ``off`` under a policy other than the default.
+        admission_max_wait_s: longest time that a job is held, seconds.
         trace: path of the JSONL trace; None writes none.
     """
 
@@ -57,7 +56,7 @@ class TierConfig:
     trace: Path | None = None
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
-        """The CPU tier's bytes on each of ``ranks`` ranks."""
+        """Size of the CPU tier on each of ``ranks`` ranks, bytes."""
         return int(self.cpu_gib * GIB) // ranks
 
     @property
@@ -67,7 +66,7 @@ class TierConfig:
 
     @property
     def ssd_bytes(self) -> int:
-        """What may lie under ``ssd_path``, all engines together."""
+        """Size limit of ``ssd_path``, all engines together, bytes."""
         return int(self.ssd_gib * GIB)
 
 
@@ -75,8 +74,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     """Read settings from ``env`` and ``extra``; ``extra`` wins.
 
     Raises:
-        ConfigError: an unknown key or a value that cannot work; the message says what
-            to write instead.
+        ConfigError: an unknown key or an impossible value; the message names a valid one.
     """
     given: dict[str, object] = {
         name.removeprefix(ENV_PREFIX).lower(): value
@@ -110,7 +108,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     )
     if config.policy == "none":
         config = replace(config, cpu_gib=0.0, ssd_path=None, tiers=())
-    if config.policy != defaults.policy:  # what it is compared with holds nobody
+    if config.policy != defaults.policy:  # baselines hold no job
         config = replace(config, admission="off")
     if config.tier_names and config.cpu_gib == 0:
         needs = "SSD_PATH" if config.ssd_path is not None else "TIERS"
@@ -126,15 +124,15 @@ def check_cpu_size(
 ) -> None:
     """Refuse a CPU tier that does not fit into memory.
 
-    Other ranks of the machine may have taken their shares already, or not yet: so all shares
-    must fit into the whole, and one into what is left.
+    Other ranks on the machine may or may not have taken their shares already. So all shares must
+    fit into the total, and one share into the available memory.
 
     Args:
-        local_ranks: those of the ``ranks`` that run on this machine.
-        total_bytes, available_bytes: of its memory.
+        local_ranks: number of the ``ranks`` that run on this machine.
+        total_bytes, available_bytes: memory of the machine, bytes.
 
     Raises:
-        ConfigError: with a size that fits.
+        ConfigError: the tier is too large; the message names a size that fits.
     """
     share = config.cpu_bytes_per_rank(ranks)
     if share > available_bytes or share * local_ranks > total_bytes:

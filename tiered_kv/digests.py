@@ -1,8 +1,8 @@
-"""Digests of files: which weights made this KV.
+"""Digests of files, which identify the weights that computed a KV cache.
 
-Hashing tens of gigabytes at every start would be felt, so digests of large files are cached by
-path, size and mtime. xxh3-128 is enough: it guards against mistakes, not against a forger,
-who could write the cache directory as well.
+Hashing tens of gigabytes at every start would take noticeable time, so digests of large files are
+cached by path, size and mtime. xxh3-128 is enough: it guards against mistakes, not against a
+forger, who could write the cache as well.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 16 << 20
-"""Smaller files are read within milliseconds, and are not cached: the cache would only grow."""
+"""Size from which digests are cached, bytes. Smaller files are read within milliseconds."""
 _CHUNK = 8 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model or adapter that decide its KV: weights and configuration.
+    """Files of a model or adapter that determine its KV: weights and configuration.
 
     ``folder`` may be a single weight file.
     """
@@ -37,11 +37,11 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
-    """One digest over the contents of ``paths``, independent of where they lie.
+    """Digest the contents of ``paths``, independent of their locations.
 
     Args:
-        paths: files, in an order that is the same every time.
-        cache: JSON file of earlier digests of large files; None looks at every byte.
+        paths: files, in a deterministic order.
+        cache: JSON file of earlier digests of large files; None reads every byte.
 
     Raises:
         OSError: a file cannot be read.
@@ -69,7 +69,7 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
 
 
 def default_cache() -> Path:
-    """Where digests are cached: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
+    """Path of the cache of digests: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tiered-kv" / "digests.json"
 
@@ -99,7 +99,7 @@ def _valid_entries(items: Iterable[tuple[str, object]]) -> Iterable[tuple[str, l
 
 
 def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
-    """Replace the cache whole; a cache that cannot be written only costs time."""
+    """Replace the whole cache file. A failure only costs time."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:

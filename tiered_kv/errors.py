@@ -1,4 +1,4 @@
-"""Errors a caller may want to tell apart. All say what to do, in one sentence."""
+"""Errors that callers may distinguish. Each message tells what to do, in one sentence."""
 
 
 class TieredKVError(Exception):
@@ -6,7 +6,7 @@ class TieredKVError(Exception):
 
 
 class ConfigError(TieredKVError, ValueError):
-    """A setting that cannot work; raised at start, never while serving."""
+    """An impossible setting; raised at start, never while serving."""
 
 
 class UnsupportedError(TieredKVError, ValueError):

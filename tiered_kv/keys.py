@@ -1,9 +1,8 @@
-"""Names of pages: what must be equal for two pages to hold the same bytes.
+"""Keys of pages: equal for two pages only if they hold the same bytes.
 
-A page's key is ``fingerprint ‖ block hash``. vLLM's block hash covers the
-tokens, the LoRA name, multimodal inputs and the cache salt; the fingerprint covers
-what that hash leaves out, so that bytes of another model, dtype or generation can
-never be found under the key of this one.
+A page's key is ``fingerprint ‖ block hash``. vLLM's block hash covers the tokens, the LoRA name,
+multimodal inputs and the cache salt. The fingerprint covers everything else, so that bytes of
+another model, dtype or generation are never found under this key.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ PageKey = NewType("PageKey", bytes)
 """Identity of a page over all ranks: 16 bytes of fingerprint, then the block's hash."""
 
 FORMAT_VERSION = 2
-"""Raised whenever the bytes of a page, or what its key covers, change their meaning."""
+"""Version of the page format. Increase it when a page's bytes, or what its key covers, change."""
 
 UNIDENTIFIED = "unidentified-"
-"""How the digest of a model without files begins; the rest is random."""
+"""Prefix of the digest of a model without files; the rest is random."""
 
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a block hash leaves out.
+    """Everything that determines a page's bytes and is not in its block hash.
 
     Attributes:
         model: digest of the model's files (see ``tiered_kv.digests``).
         adapter: digest of the LoRA adapter's files; empty without one.
         dtype: compute dtype of the model, for example ``bfloat16``.
-        cache_dtype: dtype in which K and V are stored, for example ``auto`` or ``fp8``.
-        kv_scales: where the scales of a quantised cache come from.
+        cache_dtype: dtype of stored K and V, for example ``auto`` or ``fp8``.
+        kv_scales: source of the scales of a quantised cache.
         config: the model's configuration as loaded, overrides included.
-        group: the KV cache group the pages belong to.
+        group: the pages' KV cache group.
         block_size: tokens of a page.
-        layout: description of a page's byte regions, and of what lies where within them.
+        layout: description of a page's byte regions and their contents.
         ranks: number of tensor-parallel ranks a page is cut into.
         hash_algorithm: vLLM's block hash function and its seed.
-        generation: empty; after a cache reset something that never was before, so that its
-            pages are not taken for those of an engine that was reset as often.
+        generation: empty at first; after a cache reset a unique value, so that its pages are not
+            taken for those of an engine that was reset as often.
     """
 
     model: str
@@ -62,7 +61,7 @@ class Fingerprint:
 
     @property
     def lasting(self) -> bool:
-        """Whether an engine started later can have the same fingerprint."""
+        """True if an engine started later can have the same fingerprint."""
         return not (self.generation or self.model.startswith(UNIDENTIFIED))
 
     def digest(self) -> bytes:
@@ -73,16 +72,16 @@ class Fingerprint:
 
 
 def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey]:
-    """Keys of full blocks, from vLLM's hashes of them."""
+    """Build the keys of full blocks from vLLM's hashes."""
     return cast("list[PageKey]", [fingerprint + block_hash for block_hash in block_hashes])
 
 
 def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:
-    """Key of a partial tail block, which has no hash of vLLM's.
+    """Build the key of a partial tail block, which vLLM does not hash.
 
     Args:
-        parent: key of the page before it, or the fingerprint if it is the first.
-        tokens: the tokens whose KV the block holds, fewer than a block.
+        parent: key of the page before it; the fingerprint if there is none.
+        tokens: tokens whose KV the block holds, fewer than a block.
         extra: vLLM's extra keys of those tokens (LoRA, multimodal, salt).
     """
     digest = sha256(b"tail")

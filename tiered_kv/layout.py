@@ -1,8 +1,8 @@
-"""Where a page's bytes lie: the byte regions of a block, and their order in a slot.
+"""Layout of a page: the byte regions of a block, and their order in a slot.
 
-A block of VRAM is scattered over the engine's allocation; a slot of the CPU pool is
-one run of bytes. ``PageLayout`` says how one becomes the other, without knowing what
-the bytes mean, so it serves any dtype, head layout or attention kind.
+A block of VRAM is scattered over the engine's allocation; a slot of the CPU pool is one run of
+bytes. ``PageLayout`` maps one to the other. It is independent of what the bytes mean, so it serves
+any dtype, head layout or attention kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Region:
         return self.count * self.nbytes
 
     def end(self, num_blocks: int) -> int:
-        """First byte behind the last one this region touches."""
+        """End of this region's last byte in the allocation."""
         runs = (self.count - 1) * self.run_stride
         return self.offset + runs + (num_blocks - 1) * self.block_stride + self.nbytes
 
@@ -61,11 +61,11 @@ class PageLayout:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of the engine's allocation this layout reaches into."""
+        """Size of the part of the engine's allocation that this layout covers, bytes."""
         return max(region.end(self.num_blocks) for region in self.regions)
 
     def describe(self) -> str:
-        """Stable text for the fingerprint: what a slot's bytes are made of."""
+        """Return a stable description of a slot's bytes for the fingerprint."""
         return ",".join(f"{region.count}x{region.nbytes}" for region in self.regions)
 
 

@@ -1,7 +1,7 @@
-"""Counters of everything that happens to pages, pins and hints.
+"""Counters and gauges of pages, pins, jobs and hints.
 
-A ``Counters`` only counts up; ``take`` hands over what was added since the last call,
-so that the engine's metrics can be fed with differences.
+A ``Counters`` only counts up; ``take`` returns the increments since the last call, which the
+engine's metrics are updated with.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ GAUGES: Mapping[str, str] = {
 
 
 class Counters:
-    """One number for each name in ``COUNTERS``; one thread."""
+    """One number for each name in ``COUNTERS``. Not thread-safe."""
 
     def __init__(self) -> None:
         self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -93,7 +93,7 @@ class Counters:
         return self._tiers.setdefault(tier, TierCounters(self))
 
     def take(self) -> dict[str, int]:
-        """What was added since the last call; empty if nothing."""
+        """Return the increments since the last call; empty if there were none."""
         fresh, self._fresh = self._fresh, {}
         return fresh
 

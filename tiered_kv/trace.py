@@ -1,8 +1,8 @@
-"""The trace: one JSON line per event, written by a thread of its own.
+"""Trace: one JSON line per event, written by a separate thread.
 
-The scheduler must not wait for a disk, so ``write`` only queues. When the writer falls
-behind by more than ``MAX_QUEUED`` lines, or the file fails, lines are dropped and
-counted: the trace is for people, serving comes first.
+The scheduler must not wait for a disk, so ``write`` only queues. When the writer is more than
+``MAX_QUEUED`` lines behind, or the file fails, lines are dropped and counted. Serving has
+precedence over the trace.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TraceWriter:
             self.dropped += 1
 
     def drain(self, timeout_s: float = 5.0) -> bool:
-        """Wait until everything queued so far is in the file."""
+        """Wait until every line queued so far is in the file. Returns False on timeout."""
         written = threading.Event()
         try:
             self._queue.put(written, timeout=timeout_s)
@@ -54,7 +54,7 @@ class TraceWriter:
         return written.wait(timeout_s)
 
     def close(self) -> None:
-        """Write what is queued and stop the thread. Idempotent."""
+        """Write the queued lines and stop the thread. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()

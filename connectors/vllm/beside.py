@@ -1,7 +1,7 @@
-"""Other connectors beside ours, inside vLLM's ``MultiConnector``: what is refused, and why.
+"""Refusal of other connectors inside vLLM's ``MultiConnector`` that would corrupt pages.
 
-``MultiConnector`` hands its blocks to every connector in it, but says to none who fills them and
-when. So a block that another connector is still filling looks like one that can be saved.
+``MultiConnector`` gives its blocks to every connector in it, but tells none who fills them and
+when. So a block that another connector is still filling looks ready to be saved.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ HANDSHAKE = (
 
 
 def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]], type]) -> None:
-    """Refuse other connectors that would make ours wrong, or ours them.
+    """Refuse other connectors that would break ours, or ours them.
 
     Args:
-        ours: the transfer configuration that our connector was given.
-        whole: the engine's; the same, or of the connector that ours is part of.
-        class_of: the class of a connector, by its configuration.
+        ours: transfer configuration that our connector was given.
+        whole: the engine's; the same, or that of the connector that contains ours.
+        class_of: returns the class of a connector for its configuration.
 
     Raises:
-        UnsupportedError: the sentence says what to change.
+        UnsupportedError: the message tells what to change.
     """
     if whole.kv_connector == ours.kv_connector:
         return
@@ -66,8 +66,8 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
 
 
 def _shakes_hands(connector: type) -> bool:
-    """True if a connector has a part in the handshake. ``MultiConnector`` asks its connectors in
-    order, and gives all of them what the first one says."""
+    """True if a connector takes part in the handshake. ``MultiConnector`` asks its connectors in
+    order, and gives all of them the first answer."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return any(

@@ -1,4 +1,4 @@
-"""vLLM's block pool, as the runtime asks of it."""
+"""The port's ``BlockPool`` over vLLM's KV cache manager."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class VllmBlockPool:
-    """A ``BlockPool`` of the port (``runtime.base``).
+    """vLLM's block pool as a ``BlockPool`` (``runtime.base``).
 
     Args:
         manager: vLLM's KV cache manager.

@@ -1,7 +1,7 @@
-"""``TieredContinuumConnector``: vLLM's hooks on one side, our two halves on the other.
+"""``TieredContinuumConnector``: vLLM's hooks on one side, the scheduler and worker on the other.
 
-A façade: it checks the configuration, makes the half its role needs, and keeps every
-exception of the scheduler half from the engine, where one would end the server.
+A façade: it checks the configuration, builds the half that its role needs, and catches every
+exception of the scheduler half, which would end the server.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache in VRAM, in CPU memory, on SSD or nowhere between an agent's turns.
 
     Raises:
-        ConfigError, UnsupportedError: at start, in one sentence that says what to change.
+        ConfigError, UnsupportedError: at start; the message tells what to change.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -126,7 +126,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a save that is lost is a miss later, nothing more."""
+        """Return False: this is a cache, and a lost save is only a later miss."""
         return False
 
     @property
@@ -238,8 +238,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        said = {r: one for r, one in metadata.items() if isinstance(one, TieredHandshake)}
-        self._scheduler.introduced({rank: one.handshake for rank, one in said.items()})
+        found = {r: one for r, one in metadata.items() if isinstance(one, TieredHandshake)}
+        self._scheduler.introduced({rank: one.handshake for rank, one in found.items()})
 
     # -- worker side --------------------------------------------------------------
 
@@ -258,12 +258,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Sync restores are whole before the forward pass begins."""
+        """Do nothing: sync restores are complete before the forward pass begins."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are saved whole, behind the forward pass."""
+        """Do nothing: blocks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._worker.save(self._orders())
@@ -311,7 +311,7 @@ def _connector_class(config: Mapping[str, Any]) -> type:
 
 
 def _tool_reader(vllm_config: Any) -> ToolReader | None:
-    """None where the engine has no tokenizer to read answers with."""
+    """Build the reader of tool calls; None if the engine has no tokenizer."""
     model_config = vllm_config.model_config
     if model_config.skip_tokenizer_init:
         return None

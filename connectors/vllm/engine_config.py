@@ -1,4 +1,4 @@
-"""The engine's configuration, read once: what we need of it, and what we refuse."""
+"""The engine's configuration, read once and checked for unsupported features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEWEST_TESTED = (0, 32)
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that lacks hooks we need; warn once about one we have not tried.
+    """Refuse a vLLM that lacks required hooks; warn once about an untested one.
 
     Raises:
         UnsupportedError: older than 0.30.
@@ -44,10 +44,10 @@ _warned_versions: set[str] = set()
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Refuse, in one sentence each, what would give wrong or no results.
+    """Refuse configurations that would give wrong or no results.
 
     Raises:
-        UnsupportedError: the sentence says what to change.
+        UnsupportedError: the message tells what to change.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if parallel.pipeline_parallel_size > 1:
@@ -90,10 +90,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 
 def is_diffusion(vllm_config: Any) -> bool:
-    """True if tokens may still change once they are computed. vLLM has a scheduler of its own for
+    """True if tokens may still change once they are computed. vLLM has a separate scheduler for
     such models."""
-    said = getattr(vllm_config, "diffusion_config", None) is not None
-    return said or bool(getattr(vllm_config.model_config, "is_diffusion", False))
+    declared = getattr(vllm_config, "diffusion_config", None) is not None
+    return declared or bool(getattr(vllm_config.model_config, "is_diffusion", False))
 
 
 def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -128,7 +128,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 
 
 def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
-    """vLLM's layout, and what its choice of an attention backend depends on."""
+    """Describe vLLM's KV layout, and what its choice of an attention backend depends on."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -143,7 +143,7 @@ def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _element(vllm_config: Any) -> ElementType:
-    """Type of the elements of the KV cache; opaque if it is none we know."""
+    """Element type of the KV cache; opaque if unknown."""
     stored = str(vllm_config.cache_config.cache_dtype)
     if stored == "auto":
         stored = str(vllm_config.model_config.dtype).removeprefix("torch.")
@@ -158,7 +158,7 @@ def _element(vllm_config: Any) -> ElementType:
 
 
 def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this model's pages cannot be copied to CPU memory; None if they can."""
+    """Reason why this model's pages cannot be copied to CPU memory; None if they can."""
     from vllm.v1.kv_cache_interface import is_full_attention_spec
 
     groups = kv_cache_config.kv_cache_groups

@@ -1,13 +1,13 @@
-"""``ContinuumScheduler``: vLLM's scheduler with jobs in mind, for ``--scheduler-cls``.
+"""``ContinuumScheduler``: vLLM's scheduler with job order and holding, for ``--scheduler-cls``.
 
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
-Three things are changed. Requests that the connector holds are parked outside the waiting queue.
-Those in the queue are taken in the order in which their jobs began, jobs whose KV is held for them
-first. And whoever must be preempted is the one that loses least. Without our connector, or with
-``--scheduling-policy priority`` (the operator's own order), nothing but parking is changed.
-Diffusion models, for which vLLM has a scheduler of its own, are refused (``UnsupportedError``).
+It changes three things. Requests that the connector holds are parked outside the waiting queue.
+Requests in the queue go in the order in which their jobs began, jobs with pinned KV first. And the
+request that loses least is preempted. Without our connector, or with ``--scheduling-policy
+priority`` (the operator's own order), only parking is changed. Diffusion models, for which vLLM has
+a separate scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _InJobOrder:
-    """What both schedulers get; see the module."""
+    """Changes to both of vLLM's schedulers; see the module."""
 
     connector: Any
     requests: dict[str, Any]
@@ -70,7 +70,7 @@ class _InJobOrder:
             self._half.scheduler_failed()
 
     def _is_behind(self, request: Any) -> bool:
-        """Whether somebody is parked who goes before a new job."""
+        """True if a parked request precedes a new job."""
         if self.policy is SchedulingPolicy.FCFS:
             return bool(self._parked)
         return any(one.priority <= request.priority for one in self._parked.values())
@@ -161,14 +161,14 @@ class _InJobOrder:
 
 
 class ContinuumScheduler(_InJobOrder, Scheduler):
-    """See the module."""
+    """vLLM's scheduler with these changes; see the module."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """The asynchronous one where vLLM would have taken its own."""
+        """Return the asynchronous scheduler where vLLM would have chosen its own."""
         if cls is ContinuumScheduler and vllm_config.scheduler_config.async_scheduling:
             return AsyncContinuumScheduler(vllm_config, *args, **kwargs)
         return super().__new__(cls)
 
 
 class AsyncContinuumScheduler(_InJobOrder, AsyncScheduler):
-    """The same over vLLM's asynchronous scheduler."""
+    """vLLM's asynchronous scheduler with the same changes."""

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Fingerprints:
-    """16-byte fingerprints by request, for the current generation.
+    """Fingerprints by request, 16 bytes each, for the current generation.
 
-    Adapters are digested on a thread: until one is known, its requests are neither
-    saved nor restored, since hashing files has no place on the scheduler's thread.
+    Adapters are digested on a thread, since hashing files would block the scheduler. Until an
+    adapter's digest is known, its requests are neither saved nor restored.
     """
 
     def __init__(self, base: Sequence[Fingerprint]) -> None:
@@ -97,19 +97,20 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
 
 
 def _config(model: Any) -> dict[str, object]:
-    """All of the text model's: ``--hf-overrides`` may change anything, and no file says so. Of what
-    is beside it, as a vision model, the files tell, unless it was overridden."""
-    said = _said(model.hf_text_config)
+    """Return the text model's whole configuration, since ``--hf-overrides`` may change anything
+    that no file records. Configurations of other parts, such as a vision model, are added only if
+    overridden: the files cover them."""
+    loaded = _loaded(model.hf_text_config)
     overrides: Any = model.hf_overrides
     beside = model.hf_config is not model.hf_text_config
     if overrides and beside and (callable(overrides) or set(overrides) - {"text_config"}):
-        said["whole"] = _said(model.hf_config)
-    return said
+        loaded["whole"] = _loaded(model.hf_config)
+    return loaded
 
 
-def _said(config: Any) -> dict[str, object]:
-    said = config.to_dict().items()
-    return {k: v for k, v in said if not k.startswith("_") and k != "transformers_version"}
+def _loaded(config: Any) -> dict[str, object]:
+    items = config.to_dict().items()
+    return {k: v for k, v in items if not k.startswith("_") and k != "transformers_version"}
 
 
 def _hash_algorithm(cache: Any) -> str:
@@ -117,7 +118,8 @@ def _hash_algorithm(cache: Any) -> str:
 
 
 def _model_digest(vllm_config: Any) -> str:
-    """Digest of the weights as served; random, so never found again, if they have no files."""
+    """Digest of the weights as served; random, and so never found again, for a model without
+    files."""
     model, load = vllm_config.model_config, vllm_config.load_config
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":

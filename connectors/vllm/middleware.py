@@ -1,15 +1,14 @@
-"""Jobs named in a request's body where no connector sees them.
+"""Middleware that moves job hints from a request's body to where the connector reads them.
 
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 
-Continuum's clients name jobs at the top level of the body, Claude Code and Codex name their
-session in fields of their own. vLLM drops all of these without a word. This puts them into
-``kv_transfer_params`` before vLLM reads the body; whether they make sense is not its business.
-Everything else passes through as it came, so streamed answers stay streams.
+Continuum's clients name jobs at the top level of the body. Claude Code and Codex name their session
+in other fields. vLLM drops all of these silently. This middleware puts them into
+``kv_transfer_params`` before vLLM reads the body, without judging them. Everything else passes
+through unchanged, so streamed answers stay streams.
 
-What survives in vLLM 0.30 to 0.32 without it: ``kv_transfer_params`` and ``vllm_xargs`` on all
-four paths, the header ``X-Session-ID`` too, and a top-level ``session_id`` on all but
-``/v1/messages``.
+Without it, vLLM 0.30 to 0.32 keeps ``kv_transfer_params`` and ``vllm_xargs`` on all four paths, the
+header ``X-Session-ID`` too, and a top-level ``session_id`` on all but ``/v1/messages``.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from typing import Any
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
-"""Where vLLM takes ``kv_transfer_params``."""
+"""Paths on which vLLM takes ``kv_transfer_params``."""
 NAMES = ("job_id", "is_last_step", "tool_name", "tool_command", "expected_tool_s")
-"""What is moved: the names that ``tiered_kv.policies.jobs.hints`` reads."""
+"""Names of moved hints, which ``tiered_kv.policies.jobs.hints`` reads."""
 MAX_BODY_BYTES = 16 << 20
-"""A longer body is passed on as it is: a few million tokens, or many images."""
+"""Longest body that is changed: a few million tokens, or many images."""
 MAX_USER_ID_CHARS = 4096
-"""A longer one is not looked into; Claude Code's has about 250."""
+"""Longest user id that is parsed; Claude Code's has about 250 characters."""
 
 _SESSION_FIELDS = {MESSAGES: ("session_id", "metadata"), RESPONSES: ("prompt_cache_key",)}
-"""Where a session may be named that vLLM does not take for one, by path."""
+"""Fields that name a session and are unknown to vLLM, by path."""
 _MARKS = {
     path: tuple(f'"{name}"'.encode() for name in (*NAMES, *_SESSION_FIELDS.get(path, ())))
     for path in PATHS
@@ -46,10 +45,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class JobMiddleware:
-    """An ASGI application around another.
+    """ASGI application around another.
 
     Args:
-        app: what gets the requests then.
+        app: application that receives the requests next.
     """
 
     def __init__(self, app: App) -> None:
@@ -62,14 +61,14 @@ class JobMiddleware:
 
 
 def move_hints(body: bytes, path: str) -> bytes:
-    """The same JSON object with the hints at its top level moved into ``kv_transfer_params``, and
-    the session that its client names put there as ``session_id``.
+    """Move the hints at the top level of a JSON object into ``kv_transfer_params``, and put the
+    session that its client names there as ``session_id``.
 
-    What is said there already wins. A body without such hints, or that is not what vLLM expects,
-    comes back as it is; never raises.
+    Hints already there win. A body without hints, or one that vLLM would not accept, is returned
+    unchanged; never raises.
 
     Args:
-        path: one of ``PATHS``, where the body was sent to.
+        path: one of ``PATHS``, the request's path.
     """
     if not any(mark in body for mark in _MARKS[path]):
         return body
@@ -77,25 +76,25 @@ def move_hints(body: bytes, path: str) -> bytes:
         request = json.loads(body)
         if not isinstance(request, dict):
             return body
-        said = {name: request.pop(name) for name in NAMES if name in request}
+        hints = {name: request.pop(name) for name in NAMES if name in request}
         if (session := _session(request, path)) is not None:
-            said["session_id"] = session
+            hints["session_id"] = session
         params = request.get("kv_transfer_params")
         if params is None:
             params = {}
-        if not said or not isinstance(params, dict):
+        if not hints or not isinstance(params, dict):
             return body
-        new = {name: value for name, value in said.items() if params.get(name) is None}
+        new = {name: value for name, value in hints.items() if params.get(name) is None}
         return json.dumps({**request, "kv_transfer_params": {**params, **new}}).encode()
     except (ValueError, RecursionError):
         return body
 
 
 def _session(request: Mapping[str, Any], path: str) -> Any:
-    """The session that a body names; None if it names none, or vLLM itself reads it."""
+    """Session that a body names; None if it names none, or vLLM itself reads it."""
     if path == MESSAGES:
-        said = request.get("session_id")
-        return said if said is not None else _of_claude_code(request.get("metadata"))
+        session = request.get("session_id")
+        return session if session is not None else _of_claude_code(request.get("metadata"))
     if path == RESPONSES:
         key = request.get("prompt_cache_key")
         # Codex's is its session. Others name what many conversations share: those are no job.
@@ -104,8 +103,8 @@ def _session(request: Mapping[str, Any], path: str) -> Any:
 
 
 def _of_claude_code(metadata: Any) -> Any:
-    """The session in ``metadata.user_id``: a JSON object with ``session_id``, or (before 2.1.78)
-    a name that ends in it. Other clients name a user there: None."""
+    """Session in ``metadata.user_id``: a JSON object with ``session_id``, or (before 2.1.78) a
+    name that ends in it. Other clients name a user there: None."""
     user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user_id, str) or len(user_id) > MAX_USER_ID_CHARS:
         return None
@@ -119,7 +118,7 @@ def _of_claude_code(metadata: Any) -> Any:
 
 
 def _asked(scope: Scope) -> str | None:
-    """The one of ``PATHS`` that is asked; None for all other requests."""
+    """Path of a request if it is one of ``PATHS``; None for all other requests."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -127,7 +126,7 @@ def _asked(scope: Scope) -> str | None:
 
 
 async def _with_hints_moved(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
-    """Read the body and change it if need be; the application receives what came of it."""
+    """Read the body and change it if needed; return what the application receives."""
     messages = [await receive()]
     size = len(messages[0].get("body", b""))
     while messages[-1].get("more_body", False) and size <= MAX_BODY_BYTES:

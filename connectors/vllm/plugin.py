@@ -1,7 +1,6 @@
-"""Entry point of the group ``vllm.general_plugins``: makes the connector known by name.
+"""Entry point of the group ``vllm.general_plugins``: registers the connector by name.
 
-vLLM calls it in the API server, the engine core and every worker, and may call it twice
-in one process.
+vLLM calls it in the API server, the engine core and every worker, possibly twice in one process.
 """
 
 import logging
@@ -14,7 +13,8 @@ MODULE = "tiered_kv.connectors.vllm.connector"
 
 
 def share_logging() -> None:
-    """Log where vLLM logs: it sets up its own logger only, and INFO of others would be lost."""
+    """Send our log to vLLM's handlers: vLLM configures only its own logger, and our INFO would
+    be lost."""
     ours, theirs = logging.getLogger("tiered_kv"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
         ours.setLevel(theirs.level)

@@ -1,4 +1,4 @@
-"""vLLM's requests, as the runtime asks of them."""
+"""The port's ``Request`` over vLLM's requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ANSWERED = frozenset(
 
 
 def hints_of(request: Any) -> TurnHints:
-    """Hints that the client sent beside the prompt."""
+    """Read the hints that the client sent beside the prompt."""
     sampling = request.sampling_params
     xargs = sampling.extra_args if sampling is not None else None
     return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))
 
 
 class VllmRequest:
-    """A ``Request`` of the port (``runtime.base``).
+    """vLLM's request as a ``Request`` (``runtime.base``).
 
     Args:
-        request: vLLM's own.
+        request: vLLM's own request.
     """
 
     __slots__ = ("_request", "request_id")
@@ -120,8 +120,9 @@ class VllmRequest:
 
     @property
     def answered(self) -> bool:
-        """The engine does not look for stop strings: the API server does, and then has the engine
-        abort the request. So one that has some, and has said anything, is taken to have met one."""
+        """True if the answer is complete. The engine does not look for stop strings: the API
+        server does, and then has the engine abort the request. So an aborted request with stop
+        strings and any output is taken to have met one."""
         request = self._request
         if request.status is RequestStatus.FINISHED_ABORTED:
             sampling = request.sampling_params

@@ -1,4 +1,5 @@
-"""vLLM's cache resets: what we hold goes first, and what vLLM does not reset is found by nobody."""
+"""Resets of vLLM's cache: our references go first, and KV that survives the reset is never
+found."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from typing import Any
 
 
 class Resets:
-    """Wraps the reset of vLLM's KV cache manager.
+    """Wrapper around the reset of vLLM's KV cache manager.
 
-    vLLM refuses to reset its cache while blocks are referenced, and tells the connector too late:
-    so what we hold goes first, inside the manager's own reset.
+    vLLM refuses to reset its cache while blocks are referenced, and tells the connector too late.
+    So our references are released first, inside the manager's own reset.
 
-    If vLLM refuses all the same, because requests run or are being restored, their KV is of the
-    past generation, and so is what they compute from it. What is hashed of it goes, and no more of
-    it is hashed: those who come would find it, and save it under the keys of the new generation.
-    A request that is preempted begins anew, and is like any other then.
+    If vLLM still refuses, because requests run or are being restored, their KV belongs to the past
+    generation, and so does everything they compute from it. Its hashes are removed, and no more of
+    it is hashed. Otherwise later requests would find it, and save it under keys of the new
+    generation. A preempted request starts over, and is then like any other.
 
     Args:
         manager: vLLM's KV cache manager.
-        blocks_of: its blocks by request.
-        let_go: gives up what we hold; called before vLLM looks.
+        blocks_of: returns the manager's blocks of each request.
+        let_go: releases everything we hold; called before vLLM checks.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Resets:
         return done
 
     def _cache_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Hash what a request has filled, unless it began before the last reset."""
+        """Hash the blocks that a request has filled, unless it began before the last reset."""
         assert self._hash is not None
         blocks = self._old.get(request.request_id)
         if blocks is not None:

@@ -1,4 +1,4 @@
-"""The connector's counters and gauges on vLLM's log line and on ``/metrics``."""
+"""Counters and gauges on vLLM's log line and on ``/metrics``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = "vllm:tiered_kv_"
 
 
 class TieredStats(KVConnectorStats):
-    """``data`` maps names of ``COUNTERS`` to what was added, of ``GAUGES`` to what is."""
+    """Stats whose ``data`` maps ``COUNTERS`` to increments, and ``GAUGES`` to values."""
 
     def reset(self) -> None:
         self.data.clear()

@@ -1,9 +1,9 @@
-"""vLLM's tool-call parsers, for answers that the project's own reader has found the format of.
+"""vLLM's tool-call parsers, for answers whose format the project's own reader has found.
 
 Facts on vLLM 0.30 to 0.32:
 
-- The engine is not told ``--tool-call-parser``: it is a flag of the API server, in no part of
-  ``VllmConfig``. So the parser is chosen by the format that the answer is in.
+- The engine does not know ``--tool-call-parser``: it is a flag of the API server, in no part of
+  ``VllmConfig``. So the parser is chosen by the format of the answer.
 - ``vllm.tool_parsers.ToolParserManager.get_tool_parser(name)(tokenizer).extract_tool_calls(text,
   request)`` works outside the server. The engine has imported the manager already; a parser's
   module takes up to a quarter of a second once, a call 0.01 to 0.5 ms.
@@ -23,10 +23,10 @@ from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME
 
 
 def make_parser(name: str, tokenizer: Any) -> ParseToolCalls:
-    """The parser of that name, as a function.
+    """Return the parser of that name, as a function.
 
     Raises:
-        Exception: whatever vLLM raises where it has none, or none for this tokenizer.
+        Exception: whatever vLLM raises if the parser is missing, or refuses this tokenizer.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
@@ -43,5 +43,5 @@ def make_parser(name: str, tokenizer: Any) -> ParseToolCalls:
 
 
 def _not_of_the_reader(record: logging.LogRecord) -> bool:
-    """An answer that a parser cannot read is ours to read: no reason for a traceback."""
+    """Drop log records of parsers that cannot read an answer: our own reader handles it."""
     return record.threadName != THREAD_NAME

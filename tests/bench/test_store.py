@@ -11,7 +11,8 @@ from bench.store import build_sparse
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.store.store import SegmentStore, StoreOptions
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 
 
 def test_the_device_is_its_best_setting_and_one_bad_round_decides_nothing() -> None:

@@ -16,7 +16,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
 from tiered_kv.storage import io_thread
 from tiered_kv.storage.io_thread import IoThread
-from tiered_kv.storage.store.store import SegmentStore, StoreOptions
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.stores import SSD
 
 FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=8192, tokens=16)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import store as store_cli
+from . import store_commands
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",
@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(store_cli.app, name="store")
+app.add_typer(store_commands.app, name="store")
 
 
 def say_version(asked: bool) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv.storage.admin.discovery import StoreInfo
 from tiered_kv.storage.admin.gc import holder_of
 from tiered_kv.storage.admin.inventory import Survey
 from tiered_kv.storage.admin.verify import BadPage
-from tiered_kv.storage.segment.loader import StoreInfo
 
 from .terminal import age, size
 

@@ -1,1 +1,1 @@
-"""Where pages are kept outside VRAM."""
+"""Storage of pages outside VRAM. ``base`` is the contract."""

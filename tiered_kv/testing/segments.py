@@ -8,7 +8,7 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.storage.disk.files import Access, RealFiles
-from tiered_kv.storage.segment.headers import FooterEntry
+from tiered_kv.storage.segment.format import FooterEntry
 from tiered_kv.storage.segment.loader import load_segment
 from tiered_kv.storage.segment.record import decode_record, read_blocks
 

@@ -16,7 +16,9 @@ import pytest
 from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import FileLayer, RealFiles
-from tiered_kv.storage.store.store import SegmentStore, StoreBusyError, StoreError, StoreOptions
+from tiered_kv.storage.store.locks import StoreBusyError, StoreError
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 
 FINGERPRINT = bytes(range(16))
 PAGE_FORMAT = PageFormat(ElementType.BF16, page_bytes=4096, tokens=16)

@@ -1,1 +1,1 @@
-"""Moving pages between VRAM and CPU slots."""
+"""Transfer of pages between VRAM and CPU slots."""

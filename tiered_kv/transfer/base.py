@@ -1,8 +1,8 @@
-"""The contract of a transfer backend: what moves pages between VRAM and the CPU pool.
+"""Contract of transfer backends, which move pages between VRAM and the CPU pool.
 
-The worker half submits jobs from the engine's thread and polls for what became of them;
-the backend moves bytes on threads or streams of its own. Backends are tested by
-subclassing ``tiered_kv.testing.transfer.TransferConformance``.
+The worker half submits jobs from the engine's thread and polls for their results; the backend moves
+bytes on its own threads or streams. Backends are tested by subclassing
+``tiered_kv.testing.transfer.TransferConformance``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from enum import Enum
 
 class Direction(Enum):
     SAVE = "save"
-    """VRAM → CPU slot."""
+    """Copy from VRAM to a CPU slot."""
     LOAD = "load"
-    """CPU slot → VRAM."""
+    """Copy from a CPU slot to VRAM."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
     """Copy ``blocks[i]`` of a page group to ``slots[i]``, or the other way round.
 
-    No two jobs under way may write the same block or slot, nor one write what another
-    reads: the planner's two phases see to that.
+    No two jobs in flight may write the same block or slot, nor may one write what another reads.
+    The scheduler's two-phase orders guarantee that.
     """
 
     job_id: int
@@ -44,9 +44,9 @@ class CopyResult:
     """A finished job.
 
     Attributes:
-        failed: indices whose bytes must not be trusted.
+        failed: indices of pages with undefined contents.
         nbytes: bytes copied.
-        seconds: time spent copying; 0 when unknown.
+        seconds: duration of the copy; 0 when unknown.
     """
 
     job_id: int
@@ -56,24 +56,23 @@ class CopyResult:
 
 
 class TransferBackend(ABC):
-    """Moves whole pages. All methods are called on the engine's thread."""
+    """Mover of whole pages. All methods are called on the engine's thread."""
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:
         """Begin a copy and return at once.
 
-        A SAVE reads what the work enqueued so far has written to the blocks; a LOAD
-        writes after that work has read them. Never raises: a copy that cannot be made
-        is reported as failed.
+        A SAVE reads the blocks as written by the work enqueued so far; a LOAD writes them after
+        that work has read them. Never raises: an impossible copy is reported as failed.
         """
 
     @abstractmethod
     def run(self, job: CopyJob) -> CopyResult:
-        """Make a copy that work enqueued after this call will see. May block."""
+        """Make a copy that is visible to work enqueued after this call. May block."""
 
     @abstractmethod
     def poll(self) -> list[CopyResult]:
-        """Jobs finished since the last call, each reported once. Does not block."""
+        """Return the jobs finished since the last call, each once. Does not block."""
 
     @abstractmethod
     def drain(self) -> None:

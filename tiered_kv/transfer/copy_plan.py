@@ -1,8 +1,7 @@
-"""What a copy job comes to in bytes: its good pages, and the runs they consist of.
+"""Plan of a copy job: its valid pages, and the runs of bytes they consist of.
 
-Pure arithmetic on arrays, so that backends share it and it is tested without any of them.
-Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool
-("slab").
+Pure arithmetic on arrays, shared by all backends and tested without them. Addresses are byte
+offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """The pages of a job that can be copied.
+    """The valid pages of a job.
 
     Attributes:
-        blocks: int64 ``[pages]``.
-        slots: int64 ``[pages]``.
-        failed: indices of the job whose block or slot does not exist.
+        blocks: block numbers, int64 ``[pages]``.
+        slots: slot numbers, int64 ``[pages]``.
+        failed: indices in the job of pages whose block or slot does not exist.
     """
 
     blocks: Numbers
@@ -39,7 +38,7 @@ class Pages:
 
 
 def sort_out(job: CopyJob, num_blocks: int, num_slots: int) -> Pages:
-    """Set aside what lies outside ``num_blocks`` and ``num_slots``; it must touch no memory."""
+    """Set aside pages outside ``num_blocks`` and ``num_slots``, which must touch no memory."""
     blocks, slots = _numbers(job.blocks), _numbers(job.slots)
     good = (blocks >= 0) & (blocks < num_blocks) & (slots >= 0) & (slots < num_slots)
     if good.all():
@@ -79,7 +78,7 @@ class PageRuns:
 
 
 def page_runs(layout: PageLayout, slot_bytes: int) -> PageRuns:
-    """The fewest runs that make up a page, in slots of ``slot_bytes``."""
+    """Return the fewest runs that make up a page, in slots of ``slot_bytes``."""
     runs: list[tuple[int, int, int, int]] = []
     start = 0
     for region in layout.regions:
@@ -111,7 +110,7 @@ def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes:
 
 
 def cut(runs: PageRuns, longest: int) -> PageRuns:
-    """The same bytes in pieces of at most ``longest``, so that workers get equal shares."""
+    """Cut the runs into pieces of at most ``longest`` bytes, so that workers get equal shares."""
     pieces = [
         (offset + done, stride, start + done, min(longest, nbytes - done))
         for offset, stride, start, nbytes in zip(
@@ -136,9 +135,9 @@ class Copies:
     """Runs of bytes to copy; int64 ``[copies]`` each.
 
     Attributes:
-        storage: where each begins in the storage.
-        slab: where each begins in the slab.
-        nbytes: how long each is.
+        storage: offset of each in the storage.
+        slab: offset of each in the slab.
+        nbytes: length of each.
     """
 
     storage: Numbers
@@ -150,10 +149,10 @@ class Copies:
 
 
 def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
-    """Which pages go on where the one before ended, on both sides; bool ``[pages - 1]``.
+    """Mark the pages that continue the page before them on both sides; bool ``[pages - 1]``.
 
-    Only neighbours in the job are looked at: pages come in the order of their blocks, and
-    slots are given out in order as long as there are fresh ones.
+    Only neighbours in the job are compared: pages come in the order of their blocks, and fresh
+    slots are handed out in order.
     """
     end = runs.offset[-1] + pages.blocks[:-1] * runs.stride[-1] + runs.nbytes[-1]
     begin = runs.offset[0] + pages.blocks[1:] * runs.stride[0]
@@ -164,12 +163,13 @@ def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
 
 
 def count_copies(runs: PageRuns, pages: Pages) -> int:
-    """How many copies :func:`plan_copies` would give, without making them."""
+    """Count the copies that :func:`plan_copies` would return, without making them."""
     return len(pages) * len(runs) - int(joints(runs, pages).sum())
 
 
 def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
-    """Every byte of the pages once. What is contiguous on both sides is one copy."""
+    """Plan the copy of every byte of the pages, once. Bytes contiguous on both sides are one
+    copy."""
     storage = (runs.offset + pages.blocks[:, None] * runs.stride).ravel()
     slab = (runs.start + pages.slots[:, None] * runs.slot_bytes).ravel()
     nbytes = np.broadcast_to(runs.nbytes, (len(pages), len(runs))).ravel()

@@ -1,7 +1,7 @@
 """Transfer on machines without a GPU, where "VRAM" is the engine's CPU tensor.
 
-Forward passes are over when they return, so ordering against compute is free. Copies
-run on one thread, without the interpreter lock.
+A forward pass is over when it returns, so no ordering against compute is needed. Copies run on one
+thread, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CpuTransfer(TransferBackend):
                 self._idle.notify_all()
 
     def _copy(self, job: CopyJob) -> CopyResult:
-        """Copy the pages that exist; the others are reported."""
+        """Copy the valid pages; report the others as failed."""
         began = time.perf_counter()
         runs = self._runs[job.group]
         pages = sort_out(job, self._num_blocks[job.group], self._num_slots)

@@ -1,12 +1,12 @@
-"""Runs of bytes copied between pieces of CPU memory at the speed of one large memcpy.
+"""Copies of runs between CPU buffers, as fast as one large memcpy.
 
-Pages are larger than caches and are not read again soon. So the target is written past the
-caches (non-temporal stores), which spares reading it first; memcpy does so for large copies
-only, not for runs of some KiB. And while one run is copied, the first lines of the next are
-fetched, which the processor could not guess.
+Pages are larger than caches and are not read again soon. So the target is written past the caches
+(non-temporal stores), which saves reading it first; memcpy does so for large copies only, not for
+runs of some KiB. While one run is copied, the first lines of the next are prefetched, which the
+processor could not predict.
 
-Compiled when imported, without the interpreter lock. Nothing is checked: addresses are the
-caller's.
+Compiled when imported; runs without the interpreter lock. Nothing is checked: the caller is
+responsible for addresses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from .copy_plan import Numbers
 VECTOR = 32
 STRIP = 8 * VECTOR
 AHEAD = 512
-"""Bytes of the next run that are fetched early."""
+"""Bytes of the next run that are prefetched."""
 LINE = 64
 PAGE = 4096
-"""Of each page of the next run one line is fetched too: finding the page takes longest."""
+"""Page of memory. One line of each page of the next run is prefetched too, since the page walk
+takes longest."""
 
 _BYTES = types.Array(types.uint8, 1, "C")
 _SOURCE = types.Array(types.uint8, 1, "C", readonly=True)
@@ -36,8 +37,7 @@ _NUMBERS = types.Array(types.int64, 1, "C", readonly=True)
 
 
 def _strips(typing: Any, to: Any, source: Any, strips: Any) -> Any:
-    """Copy ``strips`` of ``STRIP`` bytes from address to address; ``to`` is aligned to
-    ``VECTOR``."""
+    """Copy ``strips`` of ``STRIP`` bytes between addresses; ``to`` is aligned to ``VECTOR``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to, source, strips = args
@@ -61,8 +61,8 @@ def _strips(typing: Any, to: Any, source: Any, strips: Any) -> Any:
 
 
 def _prefetch(typing: Any, address: Any) -> Any:
-    """Ask for a cache line and go on. A load would do so too, but wait, if it has to, for the
-    walk through the page tables that a run far away takes."""
+    """Prefetch a cache line without waiting. A load would wait for the page walk that a distant
+    run takes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -78,8 +78,8 @@ def _prefetch(typing: Any, address: Any) -> Any:
 
 
 def _fence(typing: Any) -> Any:
-    """Non-temporal stores are not ordered by themselves, not even before the release of a lock:
-    whoever is told that the copy is done must see it."""
+    """Order the non-temporal stores, which nothing else orders, not even the release of a lock:
+    whoever learns that the copy is done must see it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")

@@ -15,27 +15,30 @@ from hypothesis import strategies as st
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.headers import (
+from tiered_kv.storage.segment.footer import pack_footer, parse_footer, parse_trailer
+from tiered_kv.storage.segment.format import (
+    ENTRY,
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,
+    SEGMENT,
+    TRAILER,
     TRAILER_BYTES,
+    TRAILER_MAGIC,
     FooterEntry,
     FormatError,
     RecordHeader,
     SegmentHeader,
     aligned,
     footer_bytes,
-    pack_footer,
+    record_bytes,
+)
+from tiered_kv.storage.segment.headers import (
     pack_record_header,
     pack_segment_header,
-    parse_footer,
     parse_record_header,
     parse_segment_header,
-    parse_trailer,
-    record_bytes,
     segment_header_bytes,
 )
-from tiered_kv.storage.segment.layout import ENTRY, SEGMENT, TRAILER, TRAILER_MAGIC
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

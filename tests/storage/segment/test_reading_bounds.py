@@ -15,13 +15,14 @@ import xxhash
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.disk.files import BLOCK, Access, Buffers, FileLayer, RealFiles
-from tiered_kv.storage.segment.headers import (
+from tiered_kv.storage.segment.format import (
+    TRAILER,
+    TRAILER_MAGIC,
     FormatError,
     SegmentHeader,
     footer_bytes,
-    pack_segment_header,
 )
-from tiered_kv.storage.segment.layout import TRAILER, TRAILER_MAGIC
+from tiered_kv.storage.segment.headers import pack_segment_header
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
 from tiered_kv.storage.store.options import SEGMENT_BYTES, most_segment_bytes
 from tiered_kv.storage.store.store import SegmentStore

@@ -17,9 +17,10 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.admin.discovery import Listing, list_stores
 from tiered_kv.storage.disk.folders import StoreFolders, store_folders
-from tiered_kv.storage.segment.headers import FormatError
-from tiered_kv.storage.store.locks import LOCK_NAME
-from tiered_kv.storage.store.store import SegmentStore, StoreBusyError, StoreOptions
+from tiered_kv.storage.segment.format import FormatError
+from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 

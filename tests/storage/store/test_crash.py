@@ -22,7 +22,8 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.files import FileLayer
-from tiered_kv.storage.store.store import SegmentStore, StoreOptions
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import Crash, FaultyFiles, RecordedFiles, UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options
 

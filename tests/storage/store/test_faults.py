@@ -14,8 +14,10 @@ import pytest
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.store.locks import StoreError
+from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.recovery import Recovery
-from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options

@@ -19,7 +19,9 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.io_thread import IoThread
-from tiered_kv.storage.store.store import SegmentStore, StoreBusyError, StoreError, StoreOptions
+from tiered_kv.storage.store.locks import StoreBusyError, StoreError
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles, SmallDisk, UnsafeFiles
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 

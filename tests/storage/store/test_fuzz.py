@@ -14,8 +14,9 @@ from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.admin.discovery import list_stores
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.headers import FormatError
-from tiered_kv.storage.store.store import SegmentStore, StoreOptions
+from tiered_kv.storage.segment.format import FormatError
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import PAGE_FORMAT, ToyCodec, page_bytes, page_key, store_options

@@ -10,7 +10,9 @@ import pytest
 from tiered_kv.codecs.base import Bytes, Codec, EncodedPage, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.disk.files import FileLayer
-from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.storage.store.locks import StoreError
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import (

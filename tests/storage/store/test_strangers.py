@@ -16,7 +16,9 @@ import pytest
 
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.disk.files import FileLayer, RealFiles
-from tiered_kv.storage.store.store import SegmentStore, StoreError, StoreOptions
+from tiered_kv.storage.store.locks import StoreError
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
 

@@ -21,8 +21,9 @@ from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import Access, Buffers, FileLayer, RealFiles
 from tiered_kv.storage.segment.loader import load_segment
 from tiered_kv.storage.store.capacity import Capacity
-from tiered_kv.storage.store.locks import StoreLock, root_locked
-from tiered_kv.storage.store.store import SegmentStore, StoreBusyError, StoreError, StoreOptions
+from tiered_kv.storage.store.locks import StoreBusyError, StoreError, StoreLock, root_locked
+from tiered_kv.storage.store.options import StoreOptions
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
 from tiered_kv.testing.segments import SegmentFile
 from tiered_kv.testing.store import (

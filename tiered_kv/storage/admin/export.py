@@ -18,8 +18,8 @@ from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.disk.files import RealFiles, read_exactly
-from tiered_kv.storage.segment.headers import FormatError
-from tiered_kv.storage.segment.loader import open_record
+from tiered_kv.storage.segment.format import FormatError
+from tiered_kv.storage.segment.record import open_record
 from tiered_kv.storage.store.locks import StoreError
 
 from .inventory import Place, Survey, codec_of, opened

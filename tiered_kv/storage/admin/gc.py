@@ -18,8 +18,9 @@ from pathlib import Path
 
 from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.disk.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
-from tiered_kv.storage.segment.loader import StoreInfo
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
+
+from .discovery import StoreInfo
 
 LEFTOVER_S = 60.0
 """Age at which probe files and empty folders are abandoned, seconds. A start takes one or two."""

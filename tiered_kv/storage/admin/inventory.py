@@ -16,11 +16,11 @@ from tiered_kv.codecs.choice import codec_from
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import Access, RealFiles
 from tiered_kv.storage.disk.folders import FINGERPRINT_NAME
-from tiered_kv.storage.segment.headers import FooterEntry, FormatError, SegmentHeader, footer_bytes
-from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment, StoreInfo, load_segment
+from tiered_kv.storage.segment.format import FooterEntry, FormatError, SegmentHeader, footer_bytes
+from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment, load_segment
 from tiered_kv.storage.store.locks import CAPACITY_LOCK, LOCK_NAME, StoreError
 
-from .discovery import Listing, list_stores
+from .discovery import Listing, StoreInfo, list_stores
 
 
 def find_stores(path: Path) -> Listing:

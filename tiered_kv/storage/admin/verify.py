@@ -17,20 +17,23 @@ from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.disk.files import BLOCK, RealFiles, read_exactly
-from tiered_kv.storage.segment.headers import (
+from tiered_kv.storage.segment.footer import pack_footer, parse_trailer
+from tiered_kv.storage.segment.format import (
     TRAILER_BYTES,
     FooterEntry,
     FormatError,
     RecordHeader,
     footer_bytes,
-    pack_footer,
+)
+from tiered_kv.storage.segment.headers import (
     pack_record_header,
     pack_segment_header,
     parse_record_header,
-    parse_trailer,
 )
-from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment, StoreInfo, decode_record
+from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment
+from tiered_kv.storage.segment.record import decode_record
 
+from .discovery import StoreInfo
 from .inventory import codec_of, load, opened, size_of
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.segment.layout import aligned
+from tiered_kv.storage.segment.format import aligned
 
 from .files import BLOCK, FileLayer, write_exactly
 

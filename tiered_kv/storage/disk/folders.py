@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiered_kv.storage.segment.layout import SEGMENT_MAGIC
+from tiered_kv.storage.segment.format import SEGMENT_MAGIC
 from tiered_kv.storage.store.locks import LOCK_NAME
 
 from .files import BLOCK, open_plain

@@ -1,4 +1,4 @@
-"""Bytes of footers: the pages of a sealed segment and their offsets. See ``layout``.
+"""Bytes of footers: the pages of a sealed segment and their offsets. See ``format``.
 
 Parsing is total: any bytes give a value or raise ``FormatError``.
 """
@@ -13,7 +13,7 @@ import xxhash
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import BLOCK
 
-from .layout import (
+from .format import (
     ENTRY,
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,

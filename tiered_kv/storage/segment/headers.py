@@ -1,6 +1,6 @@
 """Bytes of segment and record headers.
 
-``layout`` has the table, the values and the lengths, ``footer`` the footers. Parsing is total: any
+``format`` has the table, the values and the lengths, ``footer`` the footers. Parsing is total: any
 bytes give a value or raise ``FormatError``.
 """
 
@@ -14,8 +14,7 @@ from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import BLOCK
 
-from .footer import pack_footer, parse_footer, parse_trailer
-from .layout import (
+from .format import (
     MAX_KEY_BYTES,
     MAX_PAGE_BYTES,
     MAX_TABLE_BYTES,
@@ -25,44 +24,13 @@ from .layout import (
     RECORD_MAGIC,
     SEGMENT,
     SEGMENT_MAGIC,
-    TRAILER_BYTES,
     VERSION,
-    FooterEntry,
     FormatError,
     RecordHeader,
     SegmentHeader,
     aligned,
-    footer_bytes,
-    payload_digest,
-    record_bytes,
     record_header_bytes,
-    seconds_now,
 )
-
-__all__ = [
-    "MAX_KEY_BYTES",
-    "MIN_KEY_BYTES",
-    "RECORD_MAGIC",
-    "TRAILER_BYTES",
-    "FooterEntry",
-    "FormatError",
-    "RecordHeader",
-    "SegmentHeader",
-    "aligned",
-    "footer_bytes",
-    "pack_footer",
-    "pack_record_header",
-    "pack_segment_header",
-    "parse_footer",
-    "parse_record_header",
-    "parse_segment_header",
-    "parse_trailer",
-    "payload_digest",
-    "record_bytes",
-    "record_header_bytes",
-    "seconds_now",
-    "segment_header_bytes",
-]
 
 _ELEMENTS = {
     ElementType.OPAQUE: 0,

@@ -9,30 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered_kv.storage.admin.discovery import StoreInfo
 from tiered_kv.storage.disk.files import BLOCK, FileLayer
 from tiered_kv.storage.store.options import most_segment_bytes
 
-from .headers import (
-    FooterEntry,
-    FormatError,
-    SegmentHeader,
-    parse_footer,
-    parse_segment_header,
-    parse_trailer,
-    segment_header_bytes,
-)
-from .record import decode_record, open_record, read_blocks
+from .footer import parse_footer, parse_trailer
+from .format import FooterEntry, FormatError, SegmentHeader
+from .headers import parse_segment_header, segment_header_bytes
+from .record import read_blocks
 from .scanner import scan
-
-__all__ = [
-    "BlankSegment",
-    "LoadedSegment",
-    "StoreInfo",
-    "decode_record",
-    "load_segment",
-    "open_record",
-]
 
 _START_BYTES = 64 << 10
 _END_BYTES = 512 << 10

@@ -17,14 +17,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import BufferPool, is_blocks
 from tiered_kv.storage.disk.files import BLOCK
 
-from .headers import (
-    RecordHeader,
-    SegmentHeader,
-    pack_record_header,
-    payload_digest,
-    record_bytes,
-    record_header_bytes,
-)
+from .format import RecordHeader, SegmentHeader, payload_digest, record_bytes, record_header_bytes
+from .headers import pack_record_header
 
 logger = logging.getLogger(__name__)
 

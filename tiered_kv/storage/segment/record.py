@@ -9,7 +9,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.disk.files import FileLayer, read_exactly
 
-from .headers import FormatError, RecordHeader, SegmentHeader, parse_record_header, payload_digest
+from .format import FormatError, RecordHeader, SegmentHeader, payload_digest
+from .headers import parse_record_header
 
 
 def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryview:

@@ -9,14 +9,8 @@ import numpy as np
 
 from tiered_kv.storage.disk.files import BLOCK, FileLayer
 
-from .headers import (
-    RECORD_MAGIC,
-    FooterEntry,
-    FormatError,
-    RecordHeader,
-    SegmentHeader,
-    parse_record_header,
-)
+from .format import RECORD_MAGIC, FooterEntry, FormatError, RecordHeader, SegmentHeader
+from .headers import parse_record_header
 from .record import open_record, read_blocks
 
 _READ_BYTES = 1 << 20

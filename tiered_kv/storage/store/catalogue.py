@@ -14,7 +14,7 @@ from pathlib import Path
 from tiered_kv.codecs.base import Codec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import Access
-from tiered_kv.storage.segment.headers import FooterEntry, SegmentHeader
+from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader
 from tiered_kv.storage.segment.writer import SegmentWriter
 
 from .context import StoreMeans

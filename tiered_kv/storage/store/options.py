@@ -9,7 +9,7 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec, PageFormat
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.headers import MAX_KEY_BYTES, footer_bytes, record_bytes
+from tiered_kv.storage.segment.format import MAX_KEY_BYTES, footer_bytes, record_bytes
 
 from .locks import StoreError
 

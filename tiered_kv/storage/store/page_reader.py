@@ -16,7 +16,7 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import is_blocks
 from tiered_kv.storage.disk.files import BLOCK, read_exactly
-from tiered_kv.storage.segment.headers import FormatError
+from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.segment.record import check_page, decode_record
 
 from .catalogue import Catalogue, Entry

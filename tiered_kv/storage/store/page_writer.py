@@ -12,7 +12,7 @@ from itertools import islice
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.segment.headers import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
+from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
 from tiered_kv.storage.segment.packing import Batch, PageToWrite, batch_in_place, pack_batch
 
 from .catalogue import Catalogue, Segment

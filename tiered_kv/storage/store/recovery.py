@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from tiered_kv.codecs.base import Codec, CodecError, PageFormat
 from tiered_kv.storage.disk.files import Access
-from tiered_kv.storage.segment.headers import FormatError, SegmentHeader
+from tiered_kv.storage.segment.format import FormatError, SegmentHeader
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
 
 from .catalogue import Catalogue, Segment

@@ -7,7 +7,7 @@ import os
 
 from tiered_kv.codecs.base import Codec
 from tiered_kv.storage.disk.files import Access
-from tiered_kv.storage.segment.headers import SegmentHeader, seconds_now
+from tiered_kv.storage.segment.format import SegmentHeader, seconds_now
 from tiered_kv.storage.segment.writer import SegmentWriter, write_footer
 
 from .capacity import Capacity

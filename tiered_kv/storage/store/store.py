@@ -33,7 +33,7 @@ from .capacity import Capacity
 from .catalogue import Catalogue
 from .codec_training import Training
 from .context import WRITE_BYTES, StoreMeans, is_full
-from .locks import StoreBusyError, StoreError, StoreLock, root_locked
+from .locks import StoreError, StoreLock, root_locked
 from .options import StoreOptions, StoreStats
 from .page_reader import Getter
 from .page_writer import Putter
@@ -41,14 +41,6 @@ from .reclaimer import Reclaimer
 from .recovery import CodecFrom, Recovery
 from .segment_folder import SegmentFolder
 from .segment_lifecycle import SegmentMaker
-
-__all__ = [
-    "SegmentStore",
-    "StoreBusyError",
-    "StoreError",
-    "StoreOptions",
-    "StoreStats",
-]
 
 logger = logging.getLogger(__name__)
 

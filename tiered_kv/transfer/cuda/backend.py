@@ -1,21 +1,21 @@
-"""Transfer on CUDA: a kernel or the copy engines, on streams of their own, ordered by events.
+"""Transfer on CUDA: by a kernel or by the copy engines, on separate streams ordered by events.
 
-Not yet run on a GPU (docs/gpu.md says what was).
+Not yet run on a GPU (docs/gpu.md lists what was).
 
-Saves wait for the compute stream as it stands when they are submitted. Loads wait for it too,
-since it may still read what the blocks held before; and what is enqueued on the compute
-stream after ``run`` waits for the copy. Saves yield to the model, whose streams have a higher
-priority or the same; loads do not, since a request waits for them.
+Saves wait for the compute stream as of their submission. Loads wait for it too, since it may still
+read the blocks' old contents. Work enqueued on the compute stream after ``run`` waits for the copy.
+Saves yield to the model, whose streams have a higher priority or the same; loads do not, since a
+request waits for them.
 
-A job is reported when its event has passed. Everything the GPU wrote before an event is
-visible to the CPU that has seen it pass, so slots may then be read without further ado; and
-blocks and slots of a job are held by whoever submitted it until it is reported. A result of
-``run`` comes earlier, before the bytes: its slots are free when the compute stream has come
-past it, as it has when a forward pass has given its tokens.
+A job is reported when its event has passed. Everything the GPU wrote before an event is visible to
+the CPU that has seen it pass, so slots may then be read at once. Whoever submitted a job holds its
+blocks and slots until it is reported. A result of ``run`` comes before the bytes: its slots are
+free once the compute stream has passed the copy, as it has when a forward pass has returned its
+tokens.
 
-Nothing here may be captured into a CUDA graph, whose replays would copy blocks of long ago:
-the connector's hooks run between graphs, and a job that comes during a capture is refused.
-No call waits for the device, but ``drain`` and ``close``.
+Nothing here may be captured into a CUDA graph, whose replays would copy stale blocks. The
+connector's hooks run between graphs, and a job submitted during a capture is refused. No call waits
+for the device, except ``drain`` and ``close``.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 class CopyBy(Enum):
-    """What makes the copies."""
+    """Way to make the copies."""
 
     FASTER = "faster"
-    """Whichever is faster for the job, by what was measured at start."""
+    """The faster way for each job, by costs measured at start."""
     KERNEL = "kernel"
     ENGINES = "engines"
 
@@ -69,12 +69,12 @@ class CudaTransfer(TransferBackend):
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
         pool: slots as large as the largest page. If it is not pinned, the copy engines make all
             copies.
-        by: tests and benchmarks want one way or the other.
-        kernel_blocks: thread blocks of a launch, which occupy at most as many multiprocessors.
+        by: way to copy; tests and benchmarks choose one.
+        kernel_blocks: thread blocks per launch, an upper bound of the multiprocessors used.
 
     Raises:
         ValueError: storage or slots too small for the layout.
-        ImportError, CudaError: ``by`` asks for a kernel, and there can be none.
+        ImportError, CudaError: ``by`` requires a kernel, which is unavailable.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CudaTransfer(TransferBackend):
         self._reported_early: deque[_Flight] = deque()
 
     def takes_kernel(self, job: CopyJob) -> bool:
-        """Whether the kernel would make this copy, not the copy engines."""
+        """True if the kernel would make this copy."""
         return self._takes_kernel(job, self._sort_out(job))
 
     def _sort_out(self, job: CopyJob) -> Pages:
@@ -156,7 +156,7 @@ class CudaTransfer(TransferBackend):
         self._kernels = []
 
     def _landed(self, flights: deque[_Flight]) -> list[_Flight]:
-        """Take out the flights that are done; what they held is free again."""
+        """Remove the finished flights, and free what they held."""
         landed = []
         for _ in range(len(flights)):
             flight = flights.popleft()
@@ -169,7 +169,7 @@ class CudaTransfer(TransferBackend):
         return landed
 
     def _enqueue(self, job: CopyJob) -> _Flight | None:
-        """None, and nothing enqueued, during the capture of a CUDA graph."""
+        """Enqueue a copy. During the capture of a CUDA graph, return None and enqueue nothing."""
         pages = self._sort_out(job)
         if pages.failed:
             logger.error("%s: %d pages do not exist", job.direction, len(pages.failed))

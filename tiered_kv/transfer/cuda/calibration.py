@@ -1,8 +1,8 @@
-"""What copies cost on a GPU, measured once when the first backend is made.
+"""Costs of copies on a GPU, measured once when the first backend is made.
 
-On memory of its own, a few MiB that are freed again: no block or slot of the engine is
-touched. What is timed is what the engine's thread would wait for, from the call until the
-bytes are there, so the time to enqueue counts.
+The measurement uses a few MiB of its own and frees them; it touches no block or slot of the engine.
+It times what the engine's thread would wait for, from the call until the bytes have arrived, so the
+time to enqueue counts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
-    """Of one direction.
+    """Costs of one direction.
 
     Attributes:
-        kernel: None where kernels cannot be launched.
+        kernel: cost of the kernel; None where kernels cannot be launched.
     """
 
     kernel: CopyCost | None
@@ -46,7 +46,7 @@ class CopyCosts:
 
 @cache
 def copy_costs(device: torch.device) -> Mapping[Direction, CopyCosts]:
-    """Measured on ``device``, in some milliseconds and the time to compile the kernel."""
+    """Measure costs on ``device``. Takes some milliseconds and the time to compile the kernel."""
     runtime = CudaRuntime(cuda_major())
     engines = {way: measure_cost(partial(_engines_s, runtime, device, way)) for way in Direction}
     kernels: Mapping[Direction, CopyCost] = {}
@@ -87,7 +87,7 @@ def _kernel_s(
 def _scratch(
     device: torch.device, runs: int, nbytes: int
 ) -> Iterator[tuple[PageRuns, torch.Tensor, CpuPool, Pages]]:
-    """Pages of one run each, between whose blocks there are gaps."""
+    """Pages of one run each, with gaps between their blocks."""
     layout = PageLayout((Region(0, 1, 0, 2 * nbytes, nbytes),), runs)
     storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)

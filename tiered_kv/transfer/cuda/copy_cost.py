@@ -1,8 +1,7 @@
-"""Which of two ways to copy is faster, from what each was measured to cost.
+"""Choice of the faster of two ways to copy, from the measured cost of each.
 
-A way of copying has a cost to begin and make the first contiguous run, one for each further
-run, and one for each byte. Runs are set up while earlier bytes travel, so the larger of the
-last two counts.
+The cost of a way has three parts: the start with the first contiguous run, each further run, and
+each byte. Runs are set up while earlier bytes travel, so the larger of the last two counts.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ MANY_RUNS = 256
 LARGE_BYTES = 16 << 20
 
 KERNEL_MARGIN = 0.95
-"""A kernel takes multiprocessors from the model: it has to be faster by this much."""
+"""Factor by which a kernel must be faster, since it takes multiprocessors from the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """Seconds; see the module."""
+    """Cost of a way to copy, seconds; see the module."""
 
     begin_s: float
     run_s: float
@@ -31,10 +30,10 @@ class CopyCost:
 
 
 def measure_cost(seconds: Callable[[int, int], float]) -> CopyCost:
-    """From three copies.
+    """Measure a cost with three copies.
 
     Args:
-        seconds: copies so many runs of so many bytes each; how long that took.
+        seconds: makes copies, given the number of runs and the bytes of each; returns the duration.
     """
     begin_s = seconds(1, RUN_BYTES)
     many_s, large_s = seconds(MANY_RUNS, RUN_BYTES), seconds(1, LARGE_BYTES)
@@ -46,5 +45,5 @@ def measure_cost(seconds: Callable[[int, int], float]) -> CopyCost:
 
 
 def kernel_pays(kernel: CopyCost, engines: CopyCost, runs: int, nbytes: int) -> bool:
-    """Whether a kernel should make the copy rather than the copy engines."""
+    """True if a kernel should make the copy, not the copy engines."""
     return kernel.seconds(runs, nbytes) < KERNEL_MARGIN * engines.seconds(runs, nbytes)

@@ -1,4 +1,4 @@
-"""Copies by the GPU's copy engines: no multiprocessor is used, each run costs a descriptor."""
+"""Copies by the GPU's copy engines: they use no multiprocessor, but a descriptor per run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class CopyEngines:
 
     Args:
         runtime: the CUDA runtime.
-        runs: of a page.
+        runs: runs of a page.
         storage: address of the engine's allocation.
         slab: address of the CPU pool.
-        pinned: whether the pool is. Copies of other memory are not batched: the driver
-            takes them through buffers of its own, one by one.
+        pinned: True if the pool is pinned. Copies of other memory are not batched: the driver
+            stages them in its own buffers, one by one.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Pages copied by a kernel that reaches into pinned host memory: one launch for a batch.
+"""Copies by a kernel that accesses pinned host memory: one launch for a batch of pages.
 
-The grid is small on purpose. A thread block lives on one multiprocessor, so a launch
-occupies at most ``BLOCKS`` of them, whichever the GPU picks; saves and loads at once, twice
-that.
+The grid is small on purpose. A thread block lives on one multiprocessor, so a launch occupies at
+most ``BLOCKS`` of them, whichever the GPU picks. Simultaneous saves and loads occupy twice as many.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from .runtime import CudaRuntime
 
 SOURCE = Path(__file__).with_suffix(".cu")
 BLOCKS = 2
-"""With 1,024 threads of 128 bytes in flight, each: 256 KiB. PCIe 5.0 x16 needs about 80."""
+"""Thread blocks per launch. 1,024 threads with 128 bytes in flight each make 256 KiB; PCIe 5.0
+x16 needs about 80 KiB."""
 THREADS = 1024
 PIECE_BYTES = 8192
 MAX_PAGES = 4096
-"""Of a launch; larger batches take several."""
+"""Pages per launch; larger batches take several."""
 STAGED = 8
-"""Launches under way for which there is pinned memory from the start: to pin more may hold up the
-engine's thread."""
+"""Launches in flight that have pinned memory from the start. Pinning more may delay the engine's
+thread."""
 
 
 @cache
 def compiled() -> Any:
-    """The kernel, compiled by NVRTC at its first launch on a device.
+    """Compile the kernel by NVRTC at its first launch on a device.
 
     Raises:
         ImportError: cupy is missing or does not work here.
@@ -45,7 +45,7 @@ def compiled() -> Any:
 
 
 class _Stream:
-    """A stream of torch as cupy takes it."""
+    """A torch stream in the form that cupy accepts."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
@@ -59,10 +59,10 @@ class PageKernel:
 
     Args:
         runtime: the CUDA runtime.
-        runs: of a page.
+        runs: runs of a page.
         storage: the engine's allocation, on the current device.
         slab: address of the pinned CPU pool.
-        blocks: thread blocks of a launch.
+        blocks: thread blocks per launch.
 
     Raises:
         ImportError: cupy is missing or does not work here.
@@ -99,8 +99,8 @@ class PageKernel:
         """Begin to copy at least one page.
 
         Args:
-            held: is given the pinned memory that the kernel reads, for ``reuse`` when the
-                copy is done, also if this raises.
+            held: receives the pinned memory that the kernel reads, for ``reuse`` when the copy is
+                done, also if this raises.
         """
         with self._device, self._wrap(_Stream(stream)):
             for start in range(0, len(pages), MAX_PAGES):
@@ -110,8 +110,8 @@ class PageKernel:
     def _launch(
         self, direction: Direction, blocks: Numbers, slots: Numbers, held: list[torch.Tensor]
     ) -> None:
-        """The kernel reads the numbers of pages where they are written here: no copy of them is
-        enqueued, and none is overwritten before the launch that reads it is done."""
+        """Write the page numbers where the kernel reads them: no copy of them is enqueued, and
+        none is overwritten before the launch that reads it is done."""
         staging = self._staging.pop() if self._staging else self._new_staging()
         held.append(staging)
         numbers = staging.numpy()
@@ -138,5 +138,5 @@ class PageKernel:
         return torch.empty((2, MAX_PAGES), dtype=torch.int64, pin_memory=True)
 
     def reuse(self, held: Sequence[torch.Tensor]) -> None:
-        """Take back what a finished copy has read."""
+        """Take back the memory that a finished copy has read."""
         self._staging.extend(held)

@@ -1,7 +1,7 @@
-"""The few calls of the CUDA runtime that torch does not offer, of the library that it loaded.
+"""Calls of the CUDA runtime that torch lacks, in the library that torch loaded.
 
-Called through ctypes: a batch of copies is then three arrays of numbers, which bindings
-would want as Python lists.
+Called through ctypes: a batch of copies is then three arrays of numbers, which bindings would want
+as Python lists.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Numbers
 
 BATCHES_SINCE = 13
-"""cudaMemcpyBatchAsync is in CUDA 12.8 too, with another signature."""
+"""First CUDA version with this signature of cudaMemcpyBatchAsync; 12.8 has another."""
 REGISTER_FLAGS = 1 | 2
-"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and reachable
-from kernels."""
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and accessible to
+kernels."""
 KINDS = {Direction.LOAD: 1, Direction.SAVE: 2}  # cudaMemcpyHostToDevice, -DeviceToHost
 STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 PREFER_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed."""
+    """Failure of a call of the CUDA runtime."""
 
 
 class MemLocation(Structure):
@@ -44,17 +44,17 @@ class MemcpyAttributes(Structure):
 
 
 def cuda_major() -> int:
-    """The version of CUDA that torch was built with."""
+    """CUDA version that torch was built with."""
     import torch
 
     return int(torch.version.cuda.partition(".")[0])
 
 
 class CudaRuntime:
-    """The runtime library of CUDA ``major``; calls act on the calling thread's device.
+    """Runtime library of CUDA ``major``; calls act on the calling thread's device.
 
     Raises:
-        OSError: there is no such library.
+        OSError: the library is missing.
     """
 
     def __init__(self, major: int) -> None:
@@ -89,7 +89,7 @@ class CudaRuntime:
         self._check(self._library.cudaHostUnregister(host))
 
     def device_pointer(self, host: int) -> int:
-        """The address by which kernels reach registered host memory.
+        """Return the address of registered host memory as kernels use it.
 
         Raises:
             CudaError: the memory is not registered.
@@ -113,8 +113,8 @@ class CudaRuntime:
 
         Args:
             to, source: addresses, int64 ``[copies]``, contiguous.
-            nbytes: int64 ``[copies]``, contiguous.
-            stream: not the default stream.
+            nbytes: lengths, int64 ``[copies]``, contiguous.
+            stream: any stream but the default one.
 
         Raises:
             CudaError: some were not enqueued; others may have been.

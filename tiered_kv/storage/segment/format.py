@@ -167,7 +167,7 @@ def seconds_now() -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """The least whole number of blocks that holds so many bytes, in bytes."""
+    """Round ``nbytes`` up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.admin.discovery import StoreInfo
 from tiered_kv.storage.admin.export import export
 from tiered_kv.storage.admin.gc import (
     Selection,
@@ -22,8 +23,7 @@ from tiered_kv.storage.admin.gc import (
 )
 from tiered_kv.storage.admin.inventory import Survey, find_stores, is_root, survey
 from tiered_kv.storage.admin.verify import Checked, check_store
-from tiered_kv.storage.segment.headers import MAX_KEY_BYTES, MIN_KEY_BYTES
-from tiered_kv.storage.segment.loader import StoreInfo
+from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.store.locks import StoreError
 
 from .store_report import (
@@ -38,7 +38,7 @@ from .store_report import (
 from .terminal import Command, bar, one_sentence, print_json, print_table, refuse, size
 
 app = typer.Typer(
-    help="Look at, check, export and delete pages on SSD.",
+    help="List, check, export and delete pages on SSD.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -47,7 +47,7 @@ DAY_S = 86400.0
 
 Where = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help="What TIERED_KV_SSD_PATH names, or one store's folder."),
+    typer.Argument(metavar="PATH", help="Folder of TIERED_KV_SSD_PATH, or of one store."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -159,18 +159,18 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("gc", cls=Command, short_help="Delete stores that nobody has open.")
+@app.command("gc", cls=Command, short_help="Delete stores that no process has open.")
 def gc_command(
     path: Where,
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Not used for so many days.")
+        float | None, typer.Option(min=0, metavar="DAYS", help="Last used more than DAYS ago.")
     ] = None,
     fingerprint: Annotated[
-        str, typer.Option(metavar="HEX", help="Of this fingerprint, or one that begins so.")
+        str, typer.Option(metavar="HEX", help="Fingerprint, or at least its first 8 digits.")
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every store.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
