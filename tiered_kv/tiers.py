@@ -26,7 +26,7 @@ class StoreId(NamedTuple):
 
 
 class Knowledge(Enum):
-    """Who knows which pages a tier has."""
+    """Authority on which pages a tier has."""
 
     KNOWN = "known"
     """The scheduler half: its index is complete, since this engine alone writes there."""
