@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.footer import pack_footer, parse_footer, parse_trailer
 from tiered_kv.storage.segment.format import (
@@ -28,7 +29,6 @@ from tiered_kv.storage.segment.format import (
     FormatError,
     RecordHeader,
     SegmentHeader,
-    aligned,
     footer_bytes,
     record_bytes,
 )

@@ -16,8 +16,8 @@ import pytest
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.admin.discovery import Listing, list_stores
-from tiered_kv.storage.disk.folders import StoreFolders, store_folders
 from tiered_kv.storage.segment.format import FormatError
+from tiered_kv.storage.store.folders import StoreFolders, store_folders
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.disk.folders import segment_files, store_folders
+from tiered_kv.storage.store.folders import segment_files, store_folders
 from tiered_kv.storage.store.locks import LOCK_NAME, is_locked, read_holder
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.storage.disk.files import RealFiles
-from tiered_kv.storage.disk.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
+from tiered_kv.storage.store.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
 
 from .discovery import StoreInfo

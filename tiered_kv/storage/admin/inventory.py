@@ -15,9 +15,9 @@ from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.choice import codec_from
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import Access, RealFiles
-from tiered_kv.storage.disk.folders import FINGERPRINT_NAME
 from tiered_kv.storage.segment.format import FooterEntry, FormatError, SegmentHeader, footer_bytes
 from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment, load_segment
+from tiered_kv.storage.store.folders import FINGERPRINT_NAME
 from tiered_kv.storage.store.locks import CAPACITY_LOCK, LOCK_NAME, StoreError
 
 from .discovery import Listing, StoreInfo, list_stores

@@ -1,1 +1,1 @@
-"""Access to the disk: files, folders and aligned memory."""
+"""Access to the disk: files and aligned memory."""

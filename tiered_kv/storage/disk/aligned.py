@@ -8,11 +8,15 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.segment.format import aligned
 
 from .files import BLOCK, FileLayer, write_exactly
 
 HUGE_PAGE = 2 << 20
+
+
+def aligned(nbytes: int) -> int:
+    """Round ``nbytes`` up to whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def aligned_bytes(nbytes: int) -> Bytes:

@@ -63,6 +63,7 @@ import xxhash
 
 from tiered_kv.codecs.base import PageFormat
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned
 from tiered_kv.storage.disk.files import BLOCK
 
 VERSION = 1
@@ -164,11 +165,6 @@ class FooterEntry:
 def seconds_now() -> int:
     """Return the seconds since 1970, for a header or a record; 0 if the clock is before that."""
     return min(max(0, int(time.time())), MAX_SECONDS)
-
-
-def aligned(nbytes: int) -> int:
-    """Round ``nbytes`` up to whole blocks."""
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 def record_header_bytes(key_bytes: int, stored_bytes: int) -> int:

@@ -12,6 +12,7 @@ import xxhash
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned
 from tiered_kv.storage.disk.files import BLOCK
 
 from .format import (
@@ -28,7 +29,6 @@ from .format import (
     FormatError,
     RecordHeader,
     SegmentHeader,
-    aligned,
     record_header_bytes,
 )
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.storage.disk.files import FileLayer, open_plain
-from tiered_kv.storage.disk.folders import begins_like_segment, segment_files, store_folders
 
+from .folders import begins_like_segment, segment_files, store_folders
 from .locks import LOCK_NAME, is_locked, try_lock
 from .options import StoreOptions
 

@@ -9,26 +9,9 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec, PageFormat
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.format import MAX_KEY_BYTES, footer_bytes, record_bytes
+from tiered_kv.storage.segment.sizes import MIN_PAGES, SEGMENT_BYTES, least_segment_bytes
 
 from .locks import StoreError
-
-SEGMENT_BYTES = 512 << 20
-MIN_PAGES = 8
-"""Pages for which every segment has room."""
-
-
-def _least_segment_bytes(page_format: PageFormat) -> int:
-    # A codec may store a little more than it was given.
-    page = page_format.page_bytes
-    record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
-    header = 16 * BLOCK
-    return header + MIN_PAGES * record + footer_bytes(MIN_PAGES, MIN_PAGES * MAX_KEY_BYTES)
-
-
-def most_segment_bytes(page_format: PageFormat) -> int:
-    """Of a segment of such pages, whatever the capacity is or was."""
-    return max(SEGMENT_BYTES, _least_segment_bytes(page_format))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +46,7 @@ class StoreOptions:
 
     def segment_bytes_of(self, capacity_bytes: int) -> int:
         """Of a segment under that capacity: a sixteenth of a rank's, within reason."""
-        least = _least_segment_bytes(self.page_format)
+        least = least_segment_bytes(self.page_format)
         fair = capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
         return max(least, min(SEGMENT_BYTES, fair))
 

@@ -12,11 +12,11 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.segment.packing import PageToWrite
+from tiered_kv.storage.segment.sizes import MIN_PAGES
 
 from .capacity import Capacity, Outlook
 from .catalogue import Catalogue, Segment
 from .context import StoreMeans
-from .options import MIN_PAGES
 from .page_reader import Getter
 from .page_writer import Putter
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiered_kv.storage.disk.folders import SEGMENT_NAME, SEGMENT_SUFFIX
-
 from .capacity import Capacity
 from .context import StoreMeans
+from .folders import SEGMENT_NAME, SEGMENT_SUFFIX
 
 LAST_NUMBER = 99_999_999
 """Of a segment: its name has eight digits."""

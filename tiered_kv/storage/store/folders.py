@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiered_kv.storage.disk.files import BLOCK, open_plain
 from tiered_kv.storage.segment.format import SEGMENT_MAGIC
-from tiered_kv.storage.store.locks import LOCK_NAME
 
-from .files import BLOCK, open_plain
+from .locks import LOCK_NAME
 
 SEGMENT_SUFFIX = ".seg"
 FINGERPRINT_NAME = re.compile(r"[0-9a-f]{32}")
