@@ -310,6 +310,7 @@ TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
     ),
     crowded_folder: ("bench", "tests.bench"),
     import_circle: ("tiered_kv.transfer",),
+    shared_name: ("tiers:",),
 }
 """Prefixes of findings that are still to do, by rule."""
 

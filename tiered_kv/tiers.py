@@ -40,7 +40,7 @@ class TierSpec:
 
     Attributes:
         tier: name of the tier.
-        knowledge: who knows which pages it has.
+        knowledge: authority on which pages it has.
         capacity_bytes: size of the tier, all ranks together; None if it has no known end.
     """
 

@@ -17,8 +17,9 @@ from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
+from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions, io_threads
-from tiered_kv.storage.store.store import SegmentStore, StoreError
+from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.tiers import SSD, Knowledge, TierSpec
 
 from .base import PageStore, StoreSite
