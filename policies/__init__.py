@@ -1,1 +1,1 @@
-"""Pure decisions: signals in, decision out. No I/O, no torch, no vLLM, no clock but a number."""
+"""Pure decisions: signals in, decision out. No I/O, no torch, no vLLM; time is an argument."""

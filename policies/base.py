@@ -1,4 +1,4 @@
-"""What a policy is told, and what it may answer."""
+"""The contract of a policy: the signals it receives, and the decisions it returns."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ if TYPE_CHECKING:
 
 
 class JobKey(NamedTuple):
-    """A job, scoped by the cache salt: equal names under different salts are strangers."""
+    """Identity of a job: its name, scoped by the cache salt. Equal names under different salts
+    are different jobs."""
 
     salt: str
     name: str
 
 
 class Tier(Enum):
-    """Where a finished turn's KV waits."""
+    """Place where a finished turn's KV waits."""
 
     PIN = "pin"
-    """In VRAM until a deadline, with its copy in CPU memory."""
+    """VRAM until a deadline, with a copy in CPU memory."""
     CPU = "cpu"
-    """In CPU memory; VRAM may reuse its blocks at once."""
+    """CPU memory; VRAM may reuse the blocks at once."""
     STORE = "store"
-    """In the tiers below CPU memory, as soon as it is saved: the next turn is far away."""
+    """The tiers below CPU memory, once the KV is saved: the next turn is far away."""
     DROP = "drop"
-    """Nowhere in particular: the job is over."""
+    """Any place: the job is over."""
 
 
 class GapClass(Enum):
-    """ContextServe's three answers, tied to what a restore costs (see ``ttl``)."""
+    """ContextServe's three classes of gaps, tied to the cost of a restore (see
+    ``pricing.pin_value``)."""
 
     FAST = "fast"
-    """Even a full wait of B seconds pays."""
+    """A full wait of B seconds still pays."""
     SLOW = "slow"
-    """No wait pays."""
+    """Any wait costs more than it saves."""
     UNCERTAIN = "uncertain"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What rules alone say of how long a tool runs: ln X is about normal.
+    """Prior of a tool's duration: ln X is about normal.
 
     Attributes:
-        median_s: seconds.
+        median_s: median of X, seconds.
         sigma: standard deviation of ln X.
     """
 
@@ -59,16 +61,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What the job does in the gap, several tool calls taken as one: the slowest decides.
+    """A job's tool use in the gap. Several tool calls count as one: the slowest.
 
     Attributes:
-        path: from the general to the particular: the tool, its subcommand, the command with
-            numbers, paths and strings masked, as ("bash", "git clone", "git clone <url>"). Made
-            of text that a model wrote: short, but any characters.
-        command: the shell command that decides, or an empty string; for learned features.
-        rule: what rules say; None if they know nothing.
-        least_s, most_s: bounds that the command itself sets (``sleep 30``, ``timeout 10``).
-        expected_s: what the client said; None if nothing.
+        path: names from the general to the particular: the tool, its subcommand, the command with
+            numbers, paths and strings masked, as ("bash", "git clone", "git clone <url>"). A model
+            wrote the text: it is short, but may contain any characters.
+        command: the slowest shell command, or an empty string; for learned features.
+        rule: prior of its duration; None if unknown.
+        least_s, most_s: bounds set by the command itself (``sleep 30``, ``timeout 10``), seconds.
+        expected_s: the client's estimate, seconds; None without one.
     """
 
     path: tuple[str, ...]
@@ -80,7 +82,7 @@ class ToolUse:
 
 
 NO_TOOL = ToolUse(path=("(no tool)",))
-"""The turn ended without a tool call: a person, or another program, is next."""
+"""A turn that ended without a tool call: a person, or another program, is next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,15 @@ class TurnEnd:
     """A turn that just finished.
 
     Attributes:
-        job: None when there is no telling which job it belongs to.
-        turn: 1 for the job's first turn.
-        is_last_step: the client says that no turn follows.
-        aborted: the client went away or cancelled.
+        job: identity of its job; None if unknown.
+        turn: number of the turn in its job, from 1.
+        is_last_step: True if the client declared that no turn follows.
+        aborted: True if the client went away or cancelled.
         context_tokens: tokens whose KV exists now.
         new_tokens: tokens of the prompt that the job's last turn did not have.
         output_tokens: tokens of the answer.
-        tool: None while, or because, it is not known.
-        ended_at: seconds, on any clock that goes on.
+        tool: the tool use that follows; None while unknown.
+        ended_at: time of its end, seconds on any monotonic clock.
     """
 
     job: JobKey | None
@@ -112,19 +114,20 @@ class TurnEnd:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What it costs to have this turn's KV elsewhere, as measured on this machine.
+    """Costs of having this turn's KV elsewhere, as measured on this machine.
 
     Attributes:
-        recompute_s: seconds to prefill the context again.
-        cpu_s: seconds to restore it from CPU memory; None if it cannot be there.
-        tiers_s: seconds to bring it up from each tier below CPU memory and restore it.
-        queue_s: T, mean seconds that a turn whose KV had left VRAM waited to be admitted.
-        memoryfulness: η, how much of T a pin saves (1: a job that has waited goes on).
-        vram_price: λ, seconds charged for a second in VRAM; 0 while nobody wants the room,
-            1 where the cost of Continuum (arXiv 2511.02230) is.
-        held_up: requests that lose B if the job returns and its KV has left VRAM.
-        cpu_stay_s: how long a page stays in CPU memory at present before it is evicted.
-        survival: the share of what waits outside VRAM that is there still when it is wanted.
+        recompute_s: time to prefill the context again, seconds.
+        cpu_s: time to restore it from CPU memory, seconds; None if it cannot be there.
+        tiers_s: time to bring it up from each tier below CPU memory and restore it, seconds.
+        queue_s: T, mean time that a turn whose KV had left VRAM waited for admission, seconds.
+        memoryfulness: η, share of T that a pin saves (1: a job that has waited does not wait
+            again).
+        vram_price: λ, seconds charged for a second in VRAM: 0 while no request needs the room, 1 in
+            the cost of Continuum (arXiv 2511.02230).
+        held_up: number of requests that lose B if the job returns and its KV has left VRAM.
+        cpu_stay_s: time that a page currently stays in CPU memory before its eviction, seconds.
+        survival: share of the KV outside VRAM that is still there when it is needed.
     """
 
     recompute_s: float
@@ -139,12 +142,12 @@ class Costs:
 
     @property
     def store_s(self) -> float | None:
-        """Seconds to restore it from the fastest tier below CPU memory; None without one."""
+        """Time to restore from the fastest tier below CPU memory, seconds; None without one."""
         return min(self.tiers_s.values(), default=None)
 
     @property
     def restore_s(self) -> float:
-        """R, seconds that the cheapest restore is expected to take: what was lost meanwhile is
+        """R: expected time of the cheapest restore, seconds. KV that was lost meanwhile is
         computed again."""
         stored = [s for s in (self.cpu_s, self.store_s) if s is not None]
         if not stored or min(stored) >= self.recompute_s:
@@ -158,21 +161,21 @@ class Costs:
 
     @property
     def work_s(self) -> float:
-        """Seconds of all requests that are lost without a pin, T η left out: one that does not
-        queue makes another do so."""
+        """Time that all requests lose without a pin, seconds. T η is left out: a job that does
+        not queue makes another one queue."""
         return max(0.0, self.benefit_s * self.held_up - self.queue_s * self.memoryfulness)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where the turn's KV waits.
+    """The tier of a turn's KV, and how long it stays there.
 
     Attributes:
-        ttl_s: seconds at most if pinned, else 0.
-        gap_class: None from policies that do not class gaps.
-        forecast: of the gap; None from policies that make none.
-        back_s: seconds after the turn's end at which KV below CPU memory should be up again;
-            None if it comes up when the next turn asks.
+        ttl_s: longest time of the pin, seconds; 0 without a pin.
+        gap_class: class of the gap; None from policies without classes.
+        forecast: forecast of the gap; None from policies without one.
+        back_s: time after the turn's end at which KV below CPU memory should be up again, seconds;
+            None to wait for the next turn.
     """
 
     tier: Tier
@@ -183,13 +186,14 @@ class Decision:
 
 
 class TurnPolicy(Protocol):
-    """Decides at the end of every turn. No I/O, no clock, no threads; deterministic.
+    """A policy, which decides at the end of every turn. No I/O, no clock, no threads;
+    deterministic.
 
-    ``decide`` changes nothing and takes under 100 µs: it runs on the scheduler thread, once
-    when the turn ends (the tool not read yet) and once more when the tool is known.
+    ``decide`` does not mutate and takes under 100 µs. It runs on the scheduler thread: once when
+    the turn ends, before its tool call is read, and again when the tool is known.
 
     Attributes:
-        reads_tools: whether a turn's tool makes a difference.
+        reads_tools: True if decisions depend on a turn's tool.
     """
 
     @property
@@ -198,19 +202,19 @@ class TurnPolicy(Protocol):
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision: ...
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """The job's next turn came ``gap_s`` seconds after this one ended; if not ``ended``, it
-        had not come by then and is not waited for any longer (a right-censored gap)."""
+        """Learn from a gap: the job's next turn came ``gap_s`` seconds after this one ended. If
+        not ``ended``, it had not come by then and is no longer expected (a right-censored gap)."""
 
     def refit(self) -> None:
-        """Learn what takes long from what was observed. May run on another thread, beside
-        everything else."""
+        """Learn the slow parts from the observations. May run on another thread, beside all
+        other calls."""
 
     def dump(self) -> dict[str, object]:
-        """All that was learned, as JSON; empty if nothing ever is."""
+        """Return the learned state as JSON; empty for a policy that never learns."""
 
     def load(self, learned: Mapping[str, object]) -> None:
-        """Go on from what ``dump`` gave, perhaps of another process.
+        """Restore a state that ``dump`` returned, perhaps in another process.
 
         Raises:
-            ValueError: it is not that; nothing has changed.
+            ValueError: the state is malformed; the policy is unchanged.
         """

@@ -1,4 +1,4 @@
-"""How long a gap will be, as a distribution over a fixed grid of seconds."""
+"""Forecast of a gap: a distribution over a fixed grid of seconds."""
 
 from __future__ import annotations
 
@@ -29,35 +29,36 @@ GRID: Array = np.concatenate(
         np.array(_HOURS) * 3600,
     ]
 )
-"""Seconds, ascending; steps of a tenth to a third. Shape (points,)."""
+"""Points of the grid in seconds, ascending by a tenth to a third. Shape (points,)."""
 GRID.flags.writeable = False
 _POINTS: list[float] = GRID.tolist()
 
 CELLS = len(GRID) + 1
-"""A cell ends at each point of the grid and holds it; the last one is all that lies beyond."""
+"""Number of cells. A cell ends at each point of the grid and includes it; the last one is
+everything beyond."""
 
 _EDGES = np.concatenate([[0.0], GRID])
 _WIDTHS = np.diff(_EDGES)
 
 CELL_LOG_S: Array = np.log(np.concatenate([[0.03], np.sqrt(GRID[:-1] * GRID[1:]), [GRID[-1] * 2]]))
-"""ln of a typical gap of each cell. Shape (cells,)."""
+"""Log of a typical gap of each cell, in seconds. Shape (cells,)."""
 CELL_LOG_S.flags.writeable = False
 
 
 def cell_of(gap_s: float) -> int:
-    """The cell that holds a gap of that many seconds."""
+    """Return the cell of a gap."""
     return bisect_left(_POINTS, gap_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """The distribution of a gap X. Immutable; between two points of the grid it is linear.
+    """The distribution of a gap X. Immutable; linear between two points of the grid.
 
     Mixing forecasts is a weighted sum of their ``cdf``.
 
     Attributes:
-        cdf: P(X <= GRID[i]), not descending, at most 1; what is missing to 1 comes later than
-            the grid reaches, or never. Shape (points,); becomes read-only.
+        cdf: P(X <= GRID[i]), non-descending, at most 1; the rest to 1 comes beyond the grid, or
+            never. Shape (points,); becomes read-only.
     """
 
     cdf: Array
@@ -73,7 +74,7 @@ class Forecast:
 
     @classmethod
     def of_masses(cls, masses: Array) -> Forecast:
-        """From the probability of each cell. ``masses``: shape (cells,), sum 1."""
+        """Build a forecast from the probability of each cell. ``masses``: shape (cells,), sum 1."""
         return cls(np.minimum(np.cumsum(masses[:-1]), 1.0))
 
     @property
@@ -111,7 +112,7 @@ class Forecast:
         return float(before + share * (float(self.cdf[i]) - before))
 
     def held(self, t: float) -> float:
-        """E[min(X, t)]: how many seconds something held until X or t is held, on average."""
+        """E[min(X, t)]: mean time that something held until X or t is held, seconds."""
         if not t > 0:
             return 0.0
         i = cell_of(t)
@@ -120,8 +121,8 @@ class Forecast:
         return before_s + float(t - _EDGES[i]) * (later + 1.0 - self.within(t)) / 2
 
     def quantile(self, q: float) -> float:
-        """The point of the grid (or 0) that X does not exceed with a probability nearest to
-        ``q``; inf if X exceeds the whole grid with more than 1 - ``q``."""
+        """Return the point of the grid (or 0) that X does not exceed with a probability nearest
+        to ``q``; inf if X exceeds the whole grid with more than 1 - ``q``."""
         i = int(np.searchsorted(self.cdf, q))
         if i == len(GRID):
             return math.inf
@@ -130,7 +131,7 @@ class Forecast:
         return float(_EDGES[i] if nearer_before else GRID[i])
 
     def after(self, elapsed: float) -> Forecast:
-        """The forecast of the same X (not of what is left of it) once X > ``elapsed`` seconds."""
+        """Condition the forecast of X (not of the remaining time) on X > ``elapsed`` seconds."""
         gone = self.within(elapsed)
         if gone >= 1:
             return Forecast(np.zeros(len(GRID)))
@@ -139,8 +140,8 @@ class Forecast:
         return Forecast(np.maximum(cdf, 0.0))
 
     def between(self, least_s: float, most_s: float) -> Forecast:
-        """The forecast of X raised to ``least_s`` and cut to ``most_s`` seconds: a command that
-        sleeps for 30 s ends just after that, and so does one stopped by a timeout."""
+        """Forecast X raised to ``least_s`` and cut to ``most_s`` seconds: a command that sleeps
+        for 30 s ends just after that, and so does one stopped by a timeout."""
         if not least_s > 0 and math.isinf(most_s):
             return self
         cdf = self.cdf.copy()

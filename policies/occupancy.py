@@ -1,4 +1,4 @@
-"""The default policy: a forecast of the gap, and room in VRAM charged for the time it is held."""
+"""The default policy: a forecast of the gap, and VRAM charged for the time it is held."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .tier_choice import choose, unpriced
 
 
 class Occupancy:
-    """See ``latency`` for the forecast, ``ttl`` for the price, ``tier_choice`` for the rest."""
+    """The default policy. See ``forecast.gap_model`` for the forecast, ``pricing.pin_value`` for
+    the price, and ``tier_choice`` for the rest."""
 
     reads_tools: ClassVar[bool] = True
 

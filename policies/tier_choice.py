@@ -1,4 +1,4 @@
-"""Where a turn's KV waits, given a forecast of the gap and what each tier costs."""
+"""Choice of the tier where a turn's KV waits, from a forecast of the gap and each tier's cost."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
 
 BACK_BEFORE = 0.25
-"""q̂: KV below CPU memory is up again before all but a quarter of the returns. Gaps have long
-tails: to wait for the median is to be late for half of them, and to be early costs only room in
-CPU memory."""
+"""q̂: share of the returns before which KV below CPU memory is up again. Gaps have long tails.
+Waiting for the median would be late for half of the returns; being early costs only room in CPU
+memory."""
 
 
 def unpriced(turn: TurnEnd) -> Decision | None:
-    """Where KV waits that no price decides on; None if one does.
+    """Return the decision for KV that no price decides on; None if one does.
 
-    After the last step it is not needed. If the job is unknown, or its client went away, nothing
-    tells who would return to a pin.
+    After the last step the KV is not needed. If the job is unknown, or its client went away, nobody
+    would return to a pin.
     """
     if turn.is_last_step:
         return Decision(Tier.DROP)
@@ -29,8 +29,8 @@ def unpriced(turn: TurnEnd) -> Decision | None:
 
 
 def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
-    """PIN while U pays; else CPU memory, or below it if it would be evicted from there before it is
-    wanted; nowhere if prefilling again is the best there is."""
+    """Choose PIN while U pays; else CPU memory, or a tier below it if CPU memory would evict the
+    KV before it is needed; DROP if prefilling again is cheapest."""
     decided = unpriced(turn)
     if decided is not None:
         return decided
@@ -44,7 +44,7 @@ def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
 
 
 def without_pin(costs: Costs, median_s: float) -> Tier:
-    """The best tier but VRAM for a gap of about ``median_s`` seconds."""
+    """Return the best tier but VRAM for a gap of about ``median_s`` seconds."""
     if costs.cpu_s is not None and costs.recompute_s < costs.cpu_s:
         return Tier.DROP
     store_pays = costs.store_s is not None and costs.store_s < costs.recompute_s
@@ -54,7 +54,7 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
 
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
-    """q̂ - R: when the way up begins. None if the job may well not come at all."""
+    """q̂ - R: time at which the way up begins, seconds. None if the job may well not return."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None
