@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_kv.codecs.base import ElementType, PageFormat
+
 from .layout import PageLayout
 
 

@@ -124,14 +124,9 @@ class OrderBook:
 
     def expedite(self, orders: Iterable[OrderId], now: float) -> list[PromoteOrder]:
         """Make promotions due that were ordered for later; those due already are left out."""
-        found = [one for one in orders if self._not_yet_due.get(one, now) > now]
-        expedited = []
-        for one in found:
-            del self._not_yet_due[one]
-            order = self._flights[one].order
-            assert isinstance(order, PromoteOrder)
-            expedited.append(order)
-        return expedited
+        early = [one for one in orders if self._not_yet_due.pop(one, now) > now]
+        found = (self._flights[one].order for one in early)
+        return [order for order in found if isinstance(order, PromoteOrder)]
 
     def store_of(self, order_id: OrderId) -> StoreId:
         """The store that an order in flight goes to."""
