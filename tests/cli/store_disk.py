@@ -12,7 +12,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.admin.inventory import Survey, find_stores, survey
+from tiered_kv.storage.admin.inventory import Inventory, find_stores, take_inventory
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.store import page_key, store_options
 
@@ -73,9 +73,9 @@ class Disk:
         return store.options.folder
 
     @property
-    def survey(self) -> Survey:
+    def inventory(self) -> Inventory:
         (info,) = find_stores(self.root).stores
-        return survey(info)
+        return take_inventory(info)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -45,7 +45,7 @@ def test_ls_and_stat_agree_with_the_store(disk: Disk) -> None:
     assert found["bytes_on_disk"] == total["bytes_on_disk"] == on_disk
     assert (found["locked"], found["holder"], total["locked"]) == (False, None, 0)
     assert 0 <= found["newest_page_s"] <= found["oldest_page_s"] < 60
-    assert total["dead_bytes"] == 5 * disk.survey.segments[0].loaded.entries[0].nbytes
+    assert total["dead_bytes"] == 5 * disk.inventory.segments[0].loaded.entries[0].nbytes
     assert total["fingerprints"] == [FINGERPRINT.hex()]
 
 
@@ -146,7 +146,7 @@ def test_one_page_is_exported_from_every_store_that_has_it(disk: Disk, tmp_path:
 
 def test_a_damaged_page_is_not_exported_and_the_others_are(disk: Disk, tmp_path: Path) -> None:
     disk.fill(10)
-    place = disk.survey.pages[page_key(4)]
+    place = disk.inventory.pages[page_key(4)]
     flip(place.segment.path, place.entry.offset + 5000)
     result = run_json("export", disk.root, "--all", tmp_path / "out", code=1)
     assert result["pages"] == 9

@@ -181,4 +181,4 @@ def test_pages_of_any_clock_have_an_age(
     page_age = run_json("stat", disk.root)["page_age_s"]
     assert list(page_age.values()) == sorted(page_age.values())
     assert page_age["newest"] >= 0
-    assert page_key(100) in disk.survey.pages
+    assert page_key(100) in disk.inventory.pages

@@ -34,7 +34,7 @@ def test_what_a_killed_process_was_writing_is_not_damage(disk: Disk, live: Segme
     """Its segment ends in half a group: the second of three records never came."""
     (path,) = live.options.folder.glob("*.seg")
     disk.put(live, 100, 101, 102)
-    entry = disk.survey.pages[page_key(101)].entry
+    entry = disk.inventory.pages[page_key(101)].entry
     with path.open("r+b") as file:
         file.seek(entry.offset)
         file.write(bytes(entry.nbytes))
@@ -61,7 +61,7 @@ def test_a_flipped_byte_is_found_and_its_page_named(disk: Disk, codec: str, what
         pytest.skip("a raw page has whole blocks, and no padding")
     disk.fill(40, codec)
     victim = page_key(17)
-    found = disk.survey.pages[victim]
+    found = disk.inventory.pages[victim]
     payload = found.entry.offset + record_header_bytes(len(victim), found.entry.stored_bytes)
     end = payload + found.entry.stored_bytes
     path = found.segment.path
@@ -90,7 +90,7 @@ def test_a_flipped_byte_in_the_frame_of_a_segment_is_found(
 ) -> None:
     """Without the header nothing can be read, without the footer everything."""
     disk.fill(40)
-    (segment,) = disk.survey.segments
+    (segment,) = disk.inventory.segments
     flip(segment.path, offset)
     result = run_json("verify", disk.root, code=1)
     (bad,) = result["bad_segments"]
@@ -100,7 +100,7 @@ def test_a_flipped_byte_in_the_frame_of_a_segment_is_found(
 
 
 def test_a_lost_record_of_an_unsealed_segment_is_found(disk: Disk, live: SegmentStore) -> None:
-    place = disk.survey.pages[page_key(3)]
+    place = disk.inventory.pages[page_key(3)]
     disk.put(live, *range(20, 30))
     flip(place.segment.path, place.entry.offset + 20)
     (bad,) = run_json("verify", disk.root, code=1)["bad_pages"]
@@ -113,7 +113,7 @@ def test_only_what_was_written_last_may_be_missing(
 ) -> None:
     """The last page before the last group was durable; the first of the group perhaps never."""
     disk.put(live, *range(20, 30))
-    place = disk.survey.pages[page_key(lost)]
+    place = disk.inventory.pages[page_key(lost)]
     flip(place.segment.path, place.entry.offset + 20)
     result = run_json("verify", disk.root, code=1 if found else 0)
     assert [bad["offset"] for bad in result["bad_pages"]] == [place.entry.offset] * found
@@ -130,7 +130,7 @@ def test_an_unsealed_segment_that_lost_a_byte_of_nothing_is_found(
 
 def test_a_segment_with_room_for_its_footer_and_no_more_is_not_cut_off(disk: Disk) -> None:
     disk.fill(10)
-    (segment,) = disk.survey.segments
+    (segment,) = disk.inventory.segments
     with segment.path.open("r+b") as file:
         file.seek(segment.records_end)
         file.write(bytes(segment.loaded.size - segment.records_end))
@@ -141,14 +141,14 @@ def test_a_segment_with_room_for_its_footer_and_no_more_is_not_cut_off(disk: Dis
 def test_pages_are_told_in_the_order_they_were_written(disk: Disk, live: SegmentStore) -> None:
     disk.put(live, 3, version=1)
     order = [page_key(name) for name in (*range(3), *range(4, 20), 3)]
-    assert list(disk.survey.pages) == live.keys() == order
+    assert list(disk.inventory.pages) == live.keys() == order
 
 
 def test_a_damaged_page_of_an_unsealed_segment_is_that_and_no_more(
     disk: Disk, live: SegmentStore
 ) -> None:
     disk.put(live, *range(20, 30))
-    place = disk.survey.pages[page_key(3)]
+    place = disk.inventory.pages[page_key(3)]
     flip(place.segment.path, place.entry.offset + 5000)
     result = run_json("verify", disk.root, code=1)
     (bad,) = result["bad_pages"]
@@ -167,7 +167,7 @@ def test_a_segment_of_another_store_is_bad(disk: Disk) -> None:
 @pytest.mark.parametrize("lost", [1, 4096, 20000, 100_000, 300_000])
 def test_a_segment_that_lost_its_end_is_found(disk: Disk, lost: int) -> None:
     disk.fill(40)
-    (segment,) = disk.survey.segments
+    (segment,) = disk.inventory.segments
     os.truncate(segment.path, segment.loaded.size - lost)
     result = run_json("verify", disk.root, code=1)
     (bad,) = result["bad_segments"]

@@ -21,8 +21,8 @@ from tiered_kv.storage.admin.gc import (
     holder_of,
     leftovers,
 )
-from tiered_kv.storage.admin.inventory import Survey, find_stores, is_root, survey
-from tiered_kv.storage.admin.verify import Checked, check_store
+from tiered_kv.storage.admin.inventory import Inventory, find_stores, is_root, take_inventory
+from tiered_kv.storage.admin.verify import VerifyResult, verify_store
 from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.store.locks import StoreError
 
@@ -52,14 +52,14 @@ Where = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def survey_all(stores: Sequence[StoreInfo]) -> list[Survey]:
+def take_inventories(stores: Sequence[StoreInfo]) -> list[Inventory]:
     """Take the stores' inventories, with a progress bar."""
-    surveys = []
+    inventories = []
     with bar("reading footers", len(stores)) as advance:
         for store in stores:
-            surveys.append(survey(store))
+            inventories.append(take_inventory(store))
             advance(1)
-    return surveys
+    return inventories
 
 
 def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
@@ -77,13 +77,13 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
     """
     with one_sentence():
         found = find_stores(path)
-        surveys = survey_all(found.stores)
+        inventories = take_inventories(found.stores)
     left_out = skipped(found.odd)
     if as_json:
-        stores = [describe_store(one) for one in surveys]
+        stores = [describe_store(one) for one in inventories]
         print_json({"path": str(path), "stores": stores, "skipped": left_out})
     else:
-        print_table(STORE_COLUMNS, [store_row(one) for one in surveys])
+        print_table(STORE_COLUMNS, [store_row(one) for one in inventories])
     if left_out:
         raise typer.Exit(1)
 
@@ -96,8 +96,8 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
     """
     with one_sentence():
         found = find_stores(path)
-        surveys = survey_all(found.stores)
-    total, left_out = add_up(surveys), skipped(found.odd)
+        inventories = take_inventories(found.stores)
+    total, left_out = add_up(inventories), skipped(found.odd)
     if as_json:
         print_json({"path": str(path), **asdict(total), "skipped": left_out})
     else:
@@ -114,14 +114,14 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
 
     Exit code 1 if any page is bad, or something had to be skipped.
     """
-    checked = Checked()
+    checked = VerifyResult()
     began = time.monotonic()
     with one_sentence():
         found = find_stores(path)
         stores = found.stores
         with bar("reading pages", sum(store.nbytes for store in stores)) as advance:
             for store in stores:
-                checked.add(check_store(store, advance))
+                checked.add(verify_store(store, advance))
     seconds = time.monotonic() - began
     bad_segments = [
         {"store": str(segment.parent), "segment": segment.name, "reason": reason}
@@ -253,11 +253,11 @@ def export_command(
     out = Path(targets[-1])
     with one_sentence():
         found = find_stores(path)
-        surveys = survey_all(found.stores)
-        total = sum(len(one.pages) for one in surveys) if key is None else 1
+        inventories = take_inventories(found.stores)
+        total = sum(len(one.pages) for one in inventories) if key is None else 1
         with bar("writing pages", total) as advance:
-            exported = export(surveys, key, out, stored=stored, advance=advance)
-    unreadable = {path: why for one in surveys for path, why in one.unreadable.items()}
+            exported = export(inventories, key, out, stored=stored, advance=advance)
+    unreadable = {path: why for one in inventories for path, why in one.unreadable.items()}
     left_out = skipped(found.odd | unreadable)
     if as_json:
         print_json(

@@ -10,7 +10,7 @@ import numpy as np
 
 from tiered_kv.storage.admin.discovery import StoreInfo
 from tiered_kv.storage.admin.gc import holder_of
-from tiered_kv.storage.admin.inventory import Survey
+from tiered_kv.storage.admin.inventory import Inventory
 from tiered_kv.storage.admin.verify import BadPage
 
 from .terminal import age, size
@@ -41,10 +41,10 @@ def store_name(store: StoreInfo) -> str:
     return f"{store.fingerprint.hex()[:FINGERPRINT_DIGITS]}/{store.path.name}"
 
 
-def ages(surveys: Sequence[Survey]) -> dict[str, float]:
+def ages(inventories: Sequence[Inventory]) -> dict[str, float]:
     """Quantiles of the pages' ages, seconds; empty without pages."""
     now = time.time()
-    written = [place.entry.written for one in surveys for place in one.pages.values()]
+    written = [place.entry.written for one in inventories for place in one.pages.values()]
     if not written:
         return {}
     found = np.quantile(now - np.array(written), list(QUANTILES.values())).tolist()
@@ -60,7 +60,7 @@ def _as_ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def describe_store(one: Survey) -> dict[str, object]:
+def describe_store(one: Inventory) -> dict[str, object]:
     """Describe a store for ``ls --json``."""
     info = one.info
     page_ages = ages([one])
@@ -86,7 +86,7 @@ def describe_store(one: Survey) -> dict[str, object]:
     }
 
 
-def store_row(one: Survey) -> list[str]:
+def store_row(one: Inventory) -> list[str]:
     """Row of a store under ``STORE_COLUMNS``."""
     info, page_ages = one.info, ages([one])
     return [
@@ -130,23 +130,26 @@ class Totals:
     page_age_s: dict[str, float]
 
 
-def add_up(surveys: Sequence[Survey]) -> Totals:
+def add_up(inventories: Sequence[Inventory]) -> Totals:
     """Add up the stores for ``stat``."""
-    raw, stored = sum(one.raw_bytes for one in surveys), sum(one.stored_bytes for one in surveys)
+    raw, stored = (
+        sum(one.raw_bytes for one in inventories),
+        sum(one.stored_bytes for one in inventories),
+    )
     return Totals(
-        stores=len(surveys),
-        locked=sum(one.info.locked for one in surveys),
-        fingerprints=sorted({one.info.fingerprint.hex() for one in surveys}),
-        pages=sum(len(one.pages) for one in surveys),
-        bytes_on_disk=sum(one.info.nbytes for one in surveys),
+        stores=len(inventories),
+        locked=sum(one.info.locked for one in inventories),
+        fingerprints=sorted({one.info.fingerprint.hex() for one in inventories}),
+        pages=sum(len(one.pages) for one in inventories),
+        bytes_on_disk=sum(one.info.nbytes for one in inventories),
         stored_bytes=stored,
         raw_bytes=raw,
         ratio=ratio(raw, stored),
-        dead_bytes=sum(one.dead_bytes for one in surveys),
-        segments=sum(len(one.info.segments) for one in surveys),
-        unreadable_segments=sum(len(one.unreadable) for one in surveys),
-        codecs=sorted({name for one in surveys for name in one.codecs}),
-        page_age_s=ages(surveys),
+        dead_bytes=sum(one.dead_bytes for one in inventories),
+        segments=sum(len(one.info.segments) for one in inventories),
+        unreadable_segments=sum(len(one.unreadable) for one in inventories),
+        codecs=sorted({name for one in inventories for name in one.codecs}),
+        page_age_s=ages(inventories),
     )
 
 

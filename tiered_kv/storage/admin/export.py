@@ -22,7 +22,7 @@ from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.segment.record import open_record
 from tiered_kv.storage.store.locks import StoreError
 
-from .inventory import Place, Survey, codec_of, opened
+from .inventory import Inventory, Place, codec_of, opened
 
 MANIFEST = "manifest.json"
 
@@ -46,7 +46,7 @@ class Exported:
 
 
 def export(
-    surveys: Sequence[Survey],
+    inventories: Sequence[Inventory],
     key: PageKey | None,
     out: Path,
     *,
@@ -66,9 +66,9 @@ def export(
         OSError: ``out`` cannot be written.
     """
     wanted = [
-        (survey, place)
-        for survey in surveys
-        for found, place in survey.pages.items()
+        (inventory, place)
+        for inventory in inventories
+        for found, place in inventory.pages.items()
         if key is None or found == key
     ]
     if key is not None and not wanted:
@@ -78,14 +78,14 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     exported = Exported()
     try:
-        for survey, place in wanted:
+        for inventory, place in wanted:
             try:
                 encoded, page = _read(place)
             except (OSError, FormatError, CodecError) as error:
                 where = f"{place.segment.path} at {place.entry.offset}"
                 exported.failed[where] = f"page {place.entry.key.hex()}: {error}"
             else:
-                exported.pages.append(_write(survey, place, encoded, page, out, stored))
+                exported.pages.append(_write(inventory, place, encoded, page, out, stored))
             advance(1)
     finally:  # on a full disk as well: what is there is of no use without it
         manifest = {"pages": exported.pages, "failed": exported.failed}
@@ -106,11 +106,16 @@ def _read(place: Place) -> tuple[EncodedPage, Bytes]:
 
 
 def _write(
-    survey: Survey, place: Place, encoded: EncodedPage, page: Bytes, out: Path, stored: bool
+    inventory: Inventory,
+    place: Place,
+    encoded: EncodedPage,
+    page: Bytes,
+    out: Path,
+    stored: bool,
 ) -> dict[str, object]:
     """Manifest entry of a page."""
     header, entry = place.segment.header, place.entry
-    folder = out / survey.info.fingerprint.hex() / survey.info.path.name
+    folder = out / inventory.info.fingerprint.hex() / inventory.info.path.name
     folder.mkdir(parents=True, exist_ok=True)
     contents = {"file": (f"{entry.key.hex()}.page", page.data)}
     if stored:

@@ -94,7 +94,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class Inventory:
     """Contents of a store.
 
     Attributes:
@@ -136,7 +136,7 @@ class Survey:
         return sorted({segment.codec_name for segment in self.segments})
 
 
-def survey(info: StoreInfo) -> Survey:
+def take_inventory(info: StoreInfo) -> Inventory:
     """Read a store's contents. Segments that vanish meanwhile are left out."""
     segments: list[Segment] = []
     unreadable: dict[Path, str] = {}
@@ -153,7 +153,7 @@ def survey(info: StoreInfo) -> Survey:
         for entry in segment.loaded.entries:
             pages.pop(entry.key, None)
             pages[entry.key] = Place(segment, entry)
-    return Survey(info, segments, unreadable, pages)
+    return Inventory(info, segments, unreadable, pages)
 
 
 def load(info: StoreInfo, path: Path) -> Segment:

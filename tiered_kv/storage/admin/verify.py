@@ -52,7 +52,7 @@ class BadPage:
 
 
 @dataclass(slots=True)
-class Checked:
+class VerifyResult:
     """Result of a check.
 
     Attributes:
@@ -71,7 +71,7 @@ class Checked:
     def good(self) -> bool:
         return not (self.bad_pages or self.bad_segments)
 
-    def confirming(self, earlier: Checked) -> Checked:
+    def confirming(self, earlier: VerifyResult) -> VerifyResult:
         """Keep the faults that an earlier check found too. A store in use writes, seals and
         deletes, and a check may see half of that; damage stays."""
         both = {path for path in self.bad_segments if path in earlier.bad_segments}
@@ -81,7 +81,7 @@ class Checked:
             bad_segments={path: self.bad_segments[path] for path in both},
         )
 
-    def add(self, other: Checked) -> None:
+    def add(self, other: VerifyResult) -> None:
         """Add another result."""
         self.segments += other.segments
         self.pages += other.pages
@@ -90,13 +90,13 @@ class Checked:
         self.bad_segments |= other.bad_segments
 
 
-def check_store(info: StoreInfo, advance: Callable[[int], None]) -> Checked:
+def verify_store(info: StoreInfo, advance: Callable[[int], None]) -> VerifyResult:
     """Read and check every page of a store.
 
     Args:
         advance: called with the bytes of each finished segment.
     """
-    checked = Checked()
+    checked = VerifyResult()
     for path in info.segments:
         before = size_of(path)
         found = _check_segment(info, path)
@@ -107,8 +107,8 @@ def check_store(info: StoreInfo, advance: Callable[[int], None]) -> Checked:
     return checked
 
 
-def _check_segment(info: StoreInfo, path: Path) -> Checked:
-    found = Checked()
+def _check_segment(info: StoreInfo, path: Path) -> VerifyResult:
+    found = VerifyResult()
     try:
         loaded = load(info, path).loaded
         found.segments += 1
@@ -121,7 +121,7 @@ def _check_segment(info: StoreInfo, path: Path) -> Checked:
         if not loaded.sealed:
             found.bad_pages += _lost(path, loaded, records)
     except (FileNotFoundError, BlankSegment):
-        return Checked()  # deleted by whoever uses the store, or not yet begun
+        return VerifyResult()  # deleted by whoever uses the store, or not yet begun
     except (OSError, FormatError) as error:
         found.bad_segments[path] = str(error)
     return found
@@ -170,7 +170,7 @@ def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
 
 
 def _check_records(
-    fd: int, path: Path, loaded: LoadedSegment, checked: Checked
+    fd: int, path: Path, loaded: LoadedSegment, checked: VerifyResult
 ) -> dict[int, RecordHeader]:
     """Return the headers of the good records, by offset; the others are noted as bad."""
     codec = codec_of(loaded.header)
