@@ -20,7 +20,7 @@ from .tiers import StoreId
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast one rank's machine is.
+    """Measured speeds of one rank's machine.
 
     Attributes:
         copy: bytes of pages a second from CPU memory to VRAM; 0 if there are no slots.
@@ -158,7 +158,7 @@ class Reports:
     stores: Mapping[StoreId, Mapping[int, TierReport]] = field(default_factory=dict)
 
     def merge(self, other: Reports) -> Reports:
-        """Reports of this rank and another."""
+        """Merge the reports of this rank and another."""
         orders = dict(self.orders)
         for order_id, report in other.orders.items():
             mine = orders.get(order_id)

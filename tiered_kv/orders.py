@@ -1,4 +1,4 @@
-"""What passes between the scheduler half and the worker half: orders and reports.
+"""Orders and reports, which pass between the scheduler half and the worker half.
 
 The scheduler half decides which page goes where and sends one list of orders a step;
 the worker half moves the bytes and sends reports back. Both are plain frozen data, so
@@ -21,12 +21,12 @@ NO_SLOT = -1
 
 
 class RestoreMode(Enum):
-    """How a restore is carried out."""
+    """Way to carry out a restore."""
 
     SYNC = "sync"
-    """Before this step's forward pass, which waits for it."""
+    """Restore before this step's forward pass, which waits for it."""
     ASYNC = "async"
-    """Beside the forward passes; the request is scheduled once it is done."""
+    """Restore beside the forward passes; the request is scheduled once it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ Order: TypeAlias = SaveOrder | LoadOrder | StoreOrder
 
 @dataclass(frozen=True, slots=True)
 class OrderReport:
-    """What became of an order on ``ranks`` ranks.
+    """Result of an order on ``ranks`` ranks.
 
     Attributes:
-        ranks: how many ranks this report stands for.
+        ranks: number of ranks that this report stands for.
         failed: indices of the order's pages whose copy failed on any of them.
         nbytes: bytes of the pages moved by the slowest rank.
-        seconds: time that rank spent copying; 0 when unknown.
+        seconds: time that this rank spent copying; 0 when unknown.
     """
 
     ranks: int
@@ -128,7 +128,7 @@ class OrderReport:
     seconds: float
 
     def merge(self, other: OrderReport) -> OrderReport:
-        """Both reports of one order as one."""
+        """Merge two reports of one order."""
         slower = max(self, other, key=lambda one: (one.seconds, -one.nbytes))
         return OrderReport(
             self.ranks + other.ranks, self.failed | other.failed, slower.nbytes, slower.seconds

@@ -34,7 +34,7 @@ from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
 from tiered_kv.policies.jobs.lineage import Lineage
-from tiered_kv.storage.tiers import tiers_below
+from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
 from tiered_kv.trace import TraceWriter
 

@@ -19,7 +19,7 @@ from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
-from tiered_kv.storage.tiers import make_tiers
+from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool, memory

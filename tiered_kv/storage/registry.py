@@ -1,4 +1,4 @@
-"""The tiers below CPU memory that an engine is configured with."""
+"""Tiers below CPU memory by name, as an engine is configured with them."""
 
 from __future__ import annotations
 
