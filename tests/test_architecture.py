@@ -256,7 +256,6 @@ RULES: dict[Rule, Module] = {
     absolute_sibling: Module("tiered_kv.codecs.zstd", "from tiered_kv.codecs.base import Codec"),
     relative_stranger: Module("tiered_kv.codecs.zstd", "from ..keys import PageKey"),
     uninstalled_name: Module("tiered_kv.testing.index", "import policies.eviction"),
-    stray_vllm: Module("tiered_kv.pages.order_book", "def f():\n    import vllm.config"),
     upward_arrow: Module(
         "tiered_kv.pages.cpu_index", "from tiered_kv.policies.cache.eviction import ByWorth"
     ),
@@ -286,7 +285,6 @@ TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
         "tests.runtime.pins.test_pin_table",
         "tests.storage.store.",
         "tiered_kv.connectors.runtime.scheduler",
-        "tiered_kv.pages.order_book",
         "tiered_kv.testing.store",
     ),
     docstring_without_subject: (
