@@ -63,7 +63,7 @@ def saved_pages(running: Engine, prompt: list[int]) -> list[Bytes]:
     Raises:
         RuntimeError: they are not as many as the prompt fills.
     """
-    slots = running.worker._pool.slots
+    slots = running.worker.pool.slots
     before = slots.any(axis=1)
     running.generate([prompt], max_tokens=1)
     running.settle()

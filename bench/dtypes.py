@@ -91,9 +91,9 @@ def read_features() -> CpuFeatures:
     from torch import cpu
 
     return CpuFeatures(
-        cpu._is_avx512_supported(),
-        cpu._is_avx512_bf16_supported(),
-        cpu._is_amx_tile_supported(),
+        cpu._is_avx512_supported(),  # noqa: SLF001 - torch has no other
+        cpu._is_avx512_bf16_supported(),  # noqa: SLF001
+        cpu._is_amx_tile_supported(),  # noqa: SLF001
     )
 
 

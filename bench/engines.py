@@ -88,15 +88,15 @@ class Engine:
 
         Only while idle. Blocks stay cached; what is computed meanwhile is not saved.
         """
-        from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.distributed.kv_transfer import kv_transfer_state as state
 
         scheduler = self.core.scheduler
-        connector, agent = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
-        scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+        connector, agent = scheduler.connector, state._KV_CONNECTOR_AGENT  # noqa: SLF001 - no setter
+        scheduler.connector = state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
         try:
             yield
         finally:
-            scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = connector, agent
+            scheduler.connector, state._KV_CONNECTOR_AGENT = connector, agent  # noqa: SLF001
 
     def settle(self) -> None:
         """Step until copies under way are reported; an in-process engine does not by itself."""

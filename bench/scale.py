@@ -235,7 +235,7 @@ def excess(ours: Watched, stock: Watched) -> float:
 
 def fill(watched: Watched, pages: int) -> None:
     """Pages that nobody waits for take all of CPU memory."""
-    index = watched.rig.half.index
+    index = watched.rig.index
     keys = [PageKey(b"%064d" % i) for i in range(pages)]
     index.commit_all(keys, index.reserve_all(keys))
 
@@ -345,7 +345,7 @@ def full(pages: int) -> float:
             ours=is_ours, pins=False, blocks=20_000, longest=5_000, seqs=64, pages=pages
         ) as one:
             if is_ours:
-                fill(one, one.rig.half.index.num_slots)
+                fill(one, one.rig.index.num_slots)
             for wave in range(6):
                 one.add_all([(f"j{i}/{wave}", 4_096, i, 20 + i) for i in range(16)])
                 one.run()

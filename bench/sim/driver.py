@@ -95,6 +95,12 @@ class _Run:
                 f"a job of {workload.name} grows to {longest} tokens, which {machine.name} cannot "
                 "hold: leave such jobs out with Workload.that_fit"
             )
+        self._course: KnownCourse | None = None
+        if server.knowing:
+            contexts = {
+                one.name: [turn.prompt + turn.output for turn in one.turns] for one in everyone
+            }
+            self._course = KnownCourse(contexts, block)
         self.engine = Engine(
             machine,
             server,
@@ -105,14 +111,8 @@ class _Run:
             cpu_bytes=tiers.cpu,
             ssd_bytes=tiers.ssd,
             policy=policy,
+            course=self._course,
         )
-        self._course: KnownCourse | None = None
-        if server.knowing:
-            contexts = {
-                one.name: [turn.prompt + turn.output for turn in one.turns] for one in everyone
-            }
-            self._course = KnownCourse(contexts, block)
-            self.engine.half.admission.jobs.course = self._course
         self._gate = Gate(machine.pool_tokens) if server.gated else None
         self._ordering = Ordering(server.order)
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -9,17 +9,21 @@ between, so that only the simulator's own time is saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
+from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
 from tiered_kv.tiers import SSD, StoreId
 
@@ -87,8 +91,8 @@ class _Live:
     ahead: int = 0  # tokens said in a leap, whose computing is paid
 
 
-class InlineKeeper:
-    """In place of ``PolicyKeeper``: the same every time, so without a thread."""
+class InlineUpkeep:
+    """Refits the policy at once: the same every time, so without a thread. Saves nothing."""
 
     def __init__(self, policy: TurnPolicy) -> None:
         self._policy = policy
@@ -103,6 +107,33 @@ class InlineKeeper:
         pass
 
 
+class LeapTimer(StepTimer):
+    """Takes a leap for the many steps of a real engine that it is.
+
+    Args:
+        decoded: steps so far, those of leaps counted.
+    """
+
+    def __init__(self, decoded: Callable[[], int]) -> None:
+        super().__init__()
+        self._decoded = decoded
+        self._seen = 0
+
+    def look(self, now: float, steps: int) -> None:
+        since, self._seen = self._decoded() - self._seen, self._decoded()
+        super().look(now, steps and since)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedRestore(AlwaysRestore):
+    """Restores that end where a chunk of tokens does, and have no partial tail."""
+
+    chunk: int
+
+    def usable(self, tokens: int) -> int:
+        return tokens // self.chunk * self.chunk
+
+
 class Engine:
     """One server.
 
@@ -110,6 +141,7 @@ class Engine:
         pool_blocks: of the pool in VRAM, the null block left out.
         cpu_bytes, ssd_bytes: of those tiers, if the server has them.
         policy: in place of the one that the server's name says.
+        course: in place of the forecast of how jobs go on.
         folder: an empty one, for vLLM's model and the like.
     """
 
@@ -125,6 +157,7 @@ class Engine:
         cpu_bytes: float,
         ssd_bytes: float,
         policy: TurnPolicy | None = None,
+        course: Course | None = None,
     ) -> None:
         self.machine = machine
         self.now = BEGIN_S
@@ -150,9 +183,11 @@ class Engine:
                 (folder / "ssd").mkdir(parents=True)
                 extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
         config = engine_config(folder / "model", size, extra)
-        self.scheduler = make_scheduler(
-            config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
-        )
+        self._server, self._policy, self._course = server, policy, course
+        with given(lambda: self.now, self._change):
+            self.scheduler = make_scheduler(
+                config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
+            )
         RememberedLookups(self.scheduler.kv_cache_manager)
         self.worker: SimWorker | None = None
         self._live: dict[str, _Live] = {}
@@ -161,32 +196,33 @@ class Engine:
             page_bytes = block * machine.kv_bytes
             ssd_pages = int(ssd_bytes // page_bytes) if server.ssd else 0
             self.worker = SimWorker(machine, page_bytes, ssd_pages)
-            self._take_over(server, policy)
+            self._introduce()
 
-    def _take_over(self, server: Server, policy: TurnPolicy | None) -> None:
-        half, machine = self.half, self.machine
-        half._clock = lambda: self.now
-        half.exchange._last_word = self.now
-        half.gaps._keeper.close()
-        if policy is not None:
-            half.gaps.waits.policy = policy
-        half.gaps._keeper = InlineKeeper(half.gaps.waits.policy)
+    def _change(self, found: Dependencies) -> Dependencies:
+        """What the connector is given, but for what the simulation has its own of."""
+        found.policy_state.close()
+        policy = self._policy or found.policy
+        chunk = self._server.chunk
+        return replace(
+            found,
+            policy=policy,
+            policy_state=InlineUpkeep(policy),
+            course=self._course or found.course,
+            step_timer=LeapTimer(lambda: self.decoded_steps),
+            restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
+            if chunk
+            else found.restore_policy,
+        )
+
+    def _introduce(self) -> None:
+        """Tell the connector what its workers would have measured."""
+        server, machine = self._server, self.machine
         stored = {StoreId(SSD, CONTEXT): StoredPages((), machine.ssd_read)} if server.ssd else {}
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
         said = TieredHandshake(Handshake(speeds, stored))
         self.scheduler.connector.set_xfer_handshake_metadata({0: said})
-        half.prefills.fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)
-        # A leap is many steps of a real engine, and is to be taken for so many.
-        time_steps, seen = half.restores.time_steps, [0]
-
-        def time_real_steps(now: float, steps: int) -> None:
-            since, seen[0] = self.decoded_steps - seen[0], self.decoded_steps
-            time_steps(now, steps and since)
-
-        half.restores.time_steps = time_real_steps
-        if server.chunk:
-            half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
-            _in_chunks(half.restores, server.chunk, self.block)
+        fit = self.half.gaps.prefills.fit
+        fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)
 
     @property
     def half(self) -> Any:
@@ -359,31 +395,13 @@ class Engine:
         """
         if self.worker is not None:
             half = self.half
-            half.pins.release_all()
-            half.index.check_integrity()
-            assert half.planner.in_flight == 0, "orders never settled"
-            assert not half._turns, "turns never ended"
+            half.admission.pins.release_all()
+            half.pages.index.check_integrity()
+            assert half.pages.book.in_flight == 0, "orders never settled"
+            assert not len(half.turns), "turns never ended"
             assert half.counters.totals["hook_errors"] == 0, "a hook raised"
         lost = self._free_at_start - self.pool.get_num_free_blocks()
         assert lost == 0, f"{lost} blocks leaked"
 
     def close(self) -> None:
         self.scheduler.shutdown()
-
-
-def _in_chunks(restores: Any, chunk: int, block: int) -> None:
-    """Restores end where a chunk does, and have no partial tail."""
-    from dataclasses import replace
-
-    find = restores.find
-
-    def whole_chunks(turn: Any, num_computed: int, others: int) -> Any:
-        hit = find(turn, num_computed, others)
-        if hit is None:
-            return None
-        tokens = (num_computed + hit.tokens) // chunk * chunk - num_computed
-        if tokens <= 0:
-            return None
-        return replace(hit, keys=hit.keys[: -(-tokens // block)], tokens=tokens)
-
-    restores.find = whole_chunks

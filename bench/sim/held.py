@@ -83,7 +83,7 @@ def _pair(crowd: Crowd, *, held_first: bool) -> dict[str, float]:
                     times[name].append(rig.scheduler_s)
         finally:
             gc.enable()
-        parked = {name: len(rig.scheduler._parked) for name, rig in rigs.items()}
+        parked = {name: len(rig.held()) for name, rig in rigs.items()}
         if parked != {"held": crowd.held, "none": 0} or any(r.finished for r in rigs.values()):
             raise RuntimeError(f"{parked} jobs were held at the end: nothing was measured")
     return {name: statistics.median(samples) for name, samples in times.items()}

@@ -79,7 +79,7 @@ class Request(Protocol):
     def outcome(self) -> str: ...
 
     def extra_key(self, token: int) -> object:
-        """What tells the block of that token from others with the same tokens: adapter, salt."""
+        """The part of the block's identity beside its tokens: adapter, salt."""
         ...
 
 

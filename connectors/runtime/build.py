@@ -1,21 +1,22 @@
-"""The parts of the scheduler half, each given what it asks for."""
+"""The components of the scheduler half, in three groups, each given what it asks for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.admission.gate import Admission
+from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.admission.queue import TIGHT_TOKENS, JobQueue
 from tiered_kv.connectors.runtime.gaps.cost_model import Prices
 from tiered_kv.connectors.runtime.gaps.gap_manager import Gaps
-from tiered_kv.connectors.runtime.gaps.open_gaps import Waits
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyKeeper
+from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
+from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillClock
-from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
-from tiered_kv.connectors.runtime.gaps.turn_log import Accounts
+from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
+from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
+from tiered_kv.connectors.runtime.pages.cpu_stay import CpuStay
 from tiered_kv.connectors.runtime.pages.dispatch import Exchange
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
@@ -30,190 +31,232 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.tier_index import make_index
-from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.eviction import ByWorth
-from tiered_kv.policies.cache.restore_mode import RestorePolicy
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
 from tiered_kv.trace import TraceWriter
 
-from .base import BlockPool, EngineFacts
-from .turn import Turn
+from .base import BlockPool
+from .dependencies import Clock, Dependencies
+from .live_turns import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""
 
-Clock = Callable[[], float]
 
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What the parts are given from outside.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """The engine as every component sees it.
 
     Attributes:
-        facts: the engine. config: the operator's settings.
-        policy: where a finished turn's KV waits. restores: sync or async.
-        tools: reads tool calls; None if answers cannot be decoded.
-        keeper: of ``policy``; owned by the parts.
-        clock: monotonic seconds. wall: seconds since the epoch, for the trace.
-    """
-
-    facts: EngineFacts
-    config: TierConfig
-    policy: TurnPolicy
-    restores: RestorePolicy
-    tools: ToolReader | None
-    keeper: PolicyKeeper
-    clock: Clock
-    wall: Clock
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Those that hooks talk to.
-
-    Attributes:
-        admission: None if nothing is held.
-        pool: the engine's block pool.
+        pool: its blocks.
+        turns: its live requests.
     """
 
     pool: BlockPool
+    turns: LiveTurns
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Pages outside VRAM: where they are, and what is ordered of them.
+
+    Attributes:
+        order: order of eviction from CPU memory.
+        stay: time that pages stay there.
+        dispatch: orders out, reports in.
+    """
+
     index: PageIndex
-    planner: OrderBook
+    order: ByWorth
+    stay: CpuStay
+    book: OrderBook
     tails: TailIndex
-    prefills: PrefillClock
     restores: Restores
     saves: Saves
     tiers: LowerTiers
-    pins: PinTable
-    room: Room
-    admission: Admission | None
-    queue: JobQueue
-    prices: Prices
-    gaps: Gaps
-    exchange: Exchange
-    accounts: Accounts
+    dispatch: Exchange
 
 
-def wire(
-    given: Outside,
-    pool: BlockPool,
-    counters: Counters,
-    turns: Mapping[str, Turn],
-    running: Callable[[], int],
-) -> Parts:
-    """Make them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionGroup:
+    """Blocks of VRAM: who has them, who waits for them, and who gives way.
 
-    Args:
-        pool: the engine's block pool.
-        turns: those that live, by request. running: how many of them have blocks.
-
-    Raises:
-        ConfigError: the trace cannot be written.
+    Attributes:
+        pressure: has pins give way.
+        gate: holds new jobs back.
+        queue: order of requests.
     """
-    facts, config, clock = given.facts, given.config, given.clock
+
+    pins: PinTable
+    pressure: Room
+    gate: Admission | NoAdmission
+    queue: JobQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapGroup:
+    """Gaps between turns: forecasts, costs and decisions.
+
+    Attributes:
+        prefills: measures prefills, for ``costs``.
+    """
+
+    prefills: PrefillClock
+    costs: Prices
+    manager: Gaps
+    log: TurnLog
+
+
+def build_pages(given: Dependencies, engine: EngineState) -> Pages:
+    """Build the components that keep pages."""
+    facts, config, clock, pool = given.facts, given.config, given.clock, engine.pool
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     specs = tiers_below(config) if slots else ()
     below = sum(spec.capacity_bytes or 0 for spec in specs)
     stored = below // max(1, facts.ranks * facts.slot_bytes)
-    order = ByWorth(clock, lambda: prices.cpu_stay_s(), 2 * (slots + stored))
+    stay = CpuStay(clock)
+    order = ByWorth(clock, stay.seconds, 2 * (slots + stored))
     index = PageIndex(slots, order)
+    stay.watch(index)
     stores = {
         StoreId(spec.tier, group): spec for spec in specs for group in range(len(facts.groups))
     }
     indices = {store: make_index(spec, clock) for store, spec in stores.items()}
     page_bytes = [group.page_bytes for group in facts.groups]
-    planner = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
+    book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex()
-    restores = Restores(facts, planner, tails, given.restores, counters)
-    saves = Saves(facts, planner, tails, counters, pool)
-    prefills = PrefillClock(ahead=facts.ahead)
-    accounts = Accounts(counters, _trace(config), given.wall)
-
-    usable = facts.num_blocks - 1  # vLLM keeps one as its null block
-    pins = PinTable(pool, int(config.pin_fraction * usable))
-    room = Room(facts, pins, saves, counters, pool, clock)
-    admission = None
-    if config.admission != "off":
-        max_wait_s = config.admission_max_wait_s
-        admission = Admission(
-            facts, max_wait_s, pins, pool, slots, running, lambda job: waits.forecast(job), clock
-        )
-    queue = JobQueue(turns, admission, pins, pool, TIGHT_TOKENS // facts.block_size, clock)
-    prices = Prices(
-        facts,
-        planner,
-        prefills.fit,
-        pins,
-        pool,
-        admission.demand_with_pin if admission is not None else None,
-        running,
-        clock,
-    )
+    restores = Restores(facts, book, tails, given.restore_policy, given.step_timer, engine.counters)
+    saves = Saves(facts, book, tails, engine.counters, pool)
     tiers = LowerTiers(
         [
             LowerTier(
                 store,
                 spec,
                 facts,
-                planner,
-                counters.of_tier(spec.tier),
-                lambda key: order.chance(key, math.inf),
-                clock,
+                book,
+                engine.counters.of_tier(spec.tier),
+                chance=lambda key: order.chance(key, math.inf),
+                clock=clock,
             )
             for store, spec in stores.items()
         ],
         facts,
-        planner,
+        book,
         tails,
-        counters,
-        lambda block_hash: pool.cached(block_hash) is not None,
-        clock,
+        engine.counters,
+        cached=lambda block_hash: pool.cached(block_hash) is not None,
+        clock=clock,
     )
-    waits = Waits(given.policy, prices, order, clock)
-    gaps = Gaps(
-        Lineage(facts.block_size),
-        waits,
-        prices,
-        pins,
-        planner,
-        tiers,
-        pool,
-        given.tools,
-        given.keeper,
-        accounts,
-        counters,
-        admission.over if admission is not None else lambda _: None,
-        clock,
-    )
-    failed_restores = FailedRestores(pool, saves)
-    exchange = Exchange(planner, saves, restores, tiers, failed_restores, turns, clock)
-    return Parts(
-        pool,
-        index,
-        planner,
-        tails,
-        prefills,
-        restores,
-        saves,
-        tiers,
-        pins,
-        room,
-        admission,
-        queue,
-        prices,
-        gaps,
-        exchange,
-        accounts,
+    return Pages(
+        index=index,
+        order=order,
+        stay=stay,
+        book=book,
+        tails=tails,
+        restores=restores,
+        saves=saves,
+        tiers=tiers,
+        dispatch=Exchange(
+            book,
+            saves,
+            restores,
+            tiers,
+            failed_restores=FailedRestores(pool, saves, restores),
+            turns=engine.turns.by_id,
+            clock=clock,
+        ),
     )
 
 
-def _trace(config: TierConfig) -> TraceWriter | None:
+def build_admission(
+    given: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps
+) -> AdmissionGroup:
+    """Build the components that share VRAM out."""
+    facts, config, clock, pool = given.facts, given.config, given.clock, engine.pool
+    usable = facts.num_blocks - 1  # the engine keeps one as its placeholder
+    pins = PinTable(pool, int(config.pin_fraction * usable))
+    gate: Admission | NoAdmission = NoAdmission()
+    if config.admission != "off":
+        gate = Admission(
+            facts,
+            config.admission_max_wait_s,
+            pins,
+            pool,
+            slots=pages.index.num_slots,
+            turns=engine.turns,
+            forecast=gaps.forecast,
+            course=given.course,
+            clock=clock,
+        )
+    return AdmissionGroup(
+        pins=pins,
+        pressure=Room(facts, pins, pages.saves, engine.counters, pool, clock),
+        gate=gate,
+        queue=JobQueue(
+            engine.turns,
+            gate,
+            pins,
+            pool,
+            tight_blocks=TIGHT_TOKENS // facts.block_size,
+            clock=clock,
+        ),
+    )
+
+
+def build_gaps(
+    given: Dependencies,
+    engine: EngineState,
+    pages: Pages,
+    admission: AdmissionGroup,
+    gaps: OpenGaps,
+) -> GapGroup:
+    """Build the components that decide between turns.
+
+    Raises:
+        ConfigError: the trace cannot be written.
+    """
+    facts, clock, pool = given.facts, given.clock, engine.pool
+    log = TurnLog(engine.counters, _trace(given.config, given.wall))
+    prefills = PrefillClock(ahead=facts.ahead)
+    costs = Prices(
+        facts,
+        pages.book,
+        prefills.fit,
+        admission.pins,
+        pool,
+        stay=pages.stay,
+        gate=admission.gate,
+        turns=engine.turns,
+        clock=clock,
+    )
+    manager = Gaps(
+        facts,
+        lineage=Lineage(facts.block_size),
+        placement=KvPlacement(given.policy, gaps, costs, pages.order, clock),
+        gaps=gaps,
+        prices=costs,
+        pins=admission.pins,
+        planner=pages.book,
+        tiers=pages.tiers,
+        gate=admission.gate,
+        pool=pool,
+        tools=given.tools,
+        policy_state=given.policy_state,
+        log=log,
+        counters=engine.counters,
+        clock=clock,
+    )
+    return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
+
+
+def _trace(config: TierConfig, wall: Clock) -> TurnTrace | NoTrace:
     if config.trace is None:
-        return None
+        return NoTrace()
     try:
-        return TraceWriter(config.trace)
+        return TurnTrace(TraceWriter(config.trace), wall)
     except OSError as error:
         raise ConfigError(
             f"TIERED_KV_TRACE={config.trace} cannot be written ({error.strerror or error}): "

@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from tiered_kv.policies.base import JobKey
 
 MAX_JOBS = 65_536
-"""Jobs remembered. One that never says it is over is forgotten when this many came after."""
+"""Jobs remembered. Of more, the least recently heard of is forgotten: it never said it was over."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A job that has been seen.
+    """A job that has been seen. Written by ``JobTable``.
 
     Attributes:
-        born: when its first turn arrived, or the first after it was taken to have ended, on the
-            scheduler half's clock.
+        born: arrival of its first turn, or of the first after it was taken to have ended;
+            seconds on the scheduler's clock.
+        first_blocks: blocks of its first prompt, which other jobs may begin with as well.
         turns: turns arrived so far.
-        first_blocks: blocks of the first one's prompt, which other jobs may begin with as well.
         running: ids of its requests that have not finished.
-        over: the client said that no turn follows those that are running.
+        over: True if the client said that no turn follows those that are running.
     """
 
     key: JobKey
     born: float
+    first_blocks: int
     turns: int = 0
-    first_blocks: int = 0
     running: set[str] = field(default_factory=set)
     over: bool = False
 
@@ -41,11 +41,15 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def turn_arrived(self, key: JobKey, request_id: str, now: float) -> Job:
-        """The job of a new turn, made if it is the first."""
+    def turn_arrived(self, key: JobKey, request_id: str, now: float, blocks: int) -> Job:
+        """The job of a new turn, made if it is the first.
+
+        Args:
+            blocks: blocks of its prompt.
+        """
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = Job(key, now)
+            job = self._jobs[key] = Job(key, now, blocks)
             self._forget_old()
         self._jobs.move_to_end(key)
         job.turns += 1
@@ -54,11 +58,23 @@ class JobTable:
         return job
 
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
-        """A turn finished; ``over`` if the client said that none follows."""
+        """End a turn; ``over`` if the client said that none follows."""
         job.running.discard(request_id)
         job.over = job.over or over
         if job.over and not job.running and self._jobs.get(job.key) is job:
             del self._jobs[job.key]
+
+    def turn_lost(self, job: Job, request_id: str) -> None:
+        """Forget a turn whose end could not be handled: it would run for ever."""
+        job.running.discard(request_id)
+
+    def begin_anew(self, job: Job, now: float) -> None:
+        """Give the job the youngest place: its room went to others, and so did its place."""
+        job.born = now
+
+    def oldest_first(self) -> list[JobKey]:
+        """Keys of the jobs, by when they began."""
+        return sorted(self._jobs, key=lambda key: self._jobs[key].born)
 
     def _forget_old(self) -> None:
         while len(self._jobs) > MAX_JOBS:

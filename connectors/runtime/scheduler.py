@@ -1,19 +1,18 @@
-"""The scheduler half: what each of vLLM's hooks asks of the parts that decide (``wiring``).
+"""The scheduler half: events and questions of the engine, carried to the components (``build``).
 
-All of it runs on the scheduler's thread, between vLLM's hooks, without locks or I/O.
-Hooks come in this order: ``arrived`` once; ``match`` in every step until admitted;
-``allocated`` at admission (twice with an async restore); ``build`` in every step;
-``completed`` after steps in which workers reported; ``finished`` once.
+All of it runs on the scheduler's thread, between the engine's hooks, without locks or I/O.
+They come in this order: ``on_arrived`` once; ``match`` in every step until the request is admitted;
+``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
+``on_reports`` after steps in which workers reported; ``on_finished`` once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
+from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
@@ -21,322 +20,332 @@ from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
-from .base import BlockPool, Fingerprints, Request
-from .build import Outside, wire
-from .turn import Turn
+from .base import BlockPool, Request
+from .build import EngineState, build_admission, build_gaps, build_pages
+from .dependencies import Dependencies
+from .live_turns import LiveTurns
+from .scheduler_stats import Stats
+from .turn import Turn, TurnPages
 from .watchdog import STUCK_S, Watchdog
 
 logger = logging.getLogger(__name__)
 
 TIME_EVERY = 8
 """Steps between two looks at how long steps take."""
-LOOK_EVERY_S = 0.25
-"""Between two looks at what is due between turns."""
+POLL_EVERY_S = 0.25
+"""Seconds between two looks at what is due between turns."""
 STATS_EVERY = 16
 """Steps between two accounts of the counters while requests run."""
 
 
 class SchedulerHalf:
-    """vLLM's scheduler-side hooks. Owns the turns that live, and the parts.
+    """The connector beside the engine's scheduler. Owns the live turns and the components.
 
     Args:
-        given: the engine, the operator's settings, policies and clocks.
-        fingerprints: keys' first part; owned from now on.
-        work: of the model's prefills; None if that is not known.
+        given: everything from outside; closed with this.
+        pool: the engine's blocks.
+
+    Attributes:
+        turns: the live requests.
+        pages: components that keep pages.
+        admission: components that share VRAM out.
+        gaps: components that decide between turns.
+        step: steps built so far.
+        stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
+
+    Raises:
+        ConfigError: the trace cannot be written; ``given`` is not closed.
     """
 
-    def __init__(
-        self, given: Outside, fingerprints: Fingerprints, work: PrefillWork | None
-    ) -> None:
+    def __init__(self, given: Dependencies, pool: BlockPool) -> None:
         self.facts = given.facts
         self.counters = Counters()
-        self._given = given
-        self._clock = given.clock
-        self._fingerprints = fingerprints
-        self._work = work
-        self._tools = given.tools
-        self._tools_read: Collection[Any] = given.tools.answers if given.tools is not None else ()
-        self._look_at = 0.0
-        self._turns: dict[str, Turn] = {}
-        self._step = 0
-        self._was_idle = True
-        self._running = 0
+        self.turns = LiveTurns()
+        engine, gaps = EngineState(pool=pool, turns=self.turns, counters=self.counters), OpenGaps()
+        self.pages = build_pages(given, engine)
+        self.admission = build_admission(given, engine, self.pages, gaps)
+        self.gaps = build_gaps(given, engine, self.pages, self.admission, gaps)
+        self.step = 0
         self.stats_due = True
-        """A busy engine asks for stats in every step and is told in some of them."""
-        self._gauges_told = False
+        self._given = given
+        self._pool = pool
+        self._clock = given.clock
+        self._answers = given.tools.answers
+        self._stats = Stats(given, self.counters, self.pages, self.admission, self.gaps)
+        self._look_at = 0.0
+        self._was_idle = True
         self._watchdog = Watchdog()
         self._ordering_failed = False
 
-    def bind(self, pool: BlockPool) -> None:
-        """Take the engine's block pool."""
-        given = replace(self._given, clock=lambda: self._clock())  # a test may put in its own
-        parts = wire(given, pool, self.counters, self._turns, lambda: self._running)
-        self._pool = pool
-        self.index, self.planner, self.tails = parts.index, parts.planner, parts.tails
-        self.restores, self.saves, self.tiers = parts.restores, parts.saves, parts.tiers
-        self.pins, self.room, self.admission = parts.pins, parts.room, parts.admission
-        self.queue, self.prices, self.prefills = parts.queue, parts.prices, parts.prefills
-        self.gaps, self.exchange, self.accounts = parts.gaps, parts.exchange, parts.accounts
-
     def before_reset(self) -> None:
-        """The engine is about to reset its prefix cache. Never raises."""
+        """Prepare for a reset of the engine's prefix cache. Never raises."""
         try:
             self.reset()
         except Exception:
             self.counters.add("hook_errors")
             logger.exception("dropping pins and saves before a cache reset failed")
 
-    def introduced(self, said: Mapping[int, Handshake]) -> None:
-        """``set_xfer_handshake_metadata``: how fast the ranks are, what they have on SSD."""
+    def on_handshake(self, said: Mapping[int, Handshake]) -> None:
+        """Learn how fast the ranks are, and which pages they have from before."""
         if copies := [one.speeds.copy for one in said.values() if one.speeds.copy]:
-            self.planner.bandwidth = min(copies)
+            self.pages.book.bandwidth = min(copies)
         flops = sum(one.speeds.flops for one in said.values())
-        if self._work is not None and flops:
-            self.prefills.fit.suppose(*self._work.estimate(flops))
-        self.tiers.on_handshake(said)
+        if self._given.prefill_work is not None and flops:
+            self.gaps.prefills.fit.suppose(*self._given.prefill_work.estimate(flops))
+        self.pages.tiers.on_handshake(said)
+
+    def take_over_queue(self, *, in_job_order: bool) -> None:
+        """Have the engine's scheduler ask ``admission.queue`` who is held.
+
+        Args:
+            in_job_order: True if it takes requests in the order of their jobs.
+        """
+        self.admission.queue.parks = True
+        self.admission.pressure.in_job_order = in_job_order
 
     # -- a turn arrives -----------------------------------------------------------
 
-    def arrived(self, request: Request, hints: TurnHints) -> None:
-        """``on_new_request``."""
+    def on_arrived(self, request: Request, hints: TurnHints) -> None:
+        """Begin with a request that has come in."""
         if request.streams_input:  # what was said may change
             return
         self.counters.add("hints_ignored", hints.ignored)
-        found, size = self.gaps.arrived(request, hints), self.facts.block_size
-        if found.job is not None and found.job.turns == 1:
-            found.job.first_blocks = -(-request.num_prompt_tokens // size)
-        turn = self._turns[request.request_id] = Turn(
+        found, size = self.gaps.manager.on_arrived(request, hints), self.facts.block_size
+        shared = found.gap.shared_blocks * size if request.reads_cache else 0
+        turn = Turn(
             request=request,
             hints=hints,
             job=found.job,
             number=found.job.turns if found.job else 1,
-            fingerprint=self._fingerprint(request),
             arrived_at=self._clock(),
-            context_before=found.context,
-            shared=found.shared * size if request.reads_cache else 0,
-            kept=found.kept,
-            saved=found.saved,
+            pages=TurnPages(self._fingerprint(request), shared_tokens=shared),
+            gap=found.gap,
         )
-        if self.admission is not None and self.admission.arrived(turn) and turn.job is not None:
-            turn.job.born = turn.arrived_at  # its room went to others, and so did its place
-        if self._may_restore(turn):
-            self.tiers.promote(turn, self.prefills.fit)
+        self.turns.add(turn)
+        if self.admission.gate.arrived(turn) and turn.job is not None:
+            self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
+        if turn.may_restore:
+            self.pages.tiers.promote(turn, self.gaps.prefills.fit)
 
     def _fingerprint(self, request: Request) -> bytes | None:
-        if self.index.num_slots == 0:
+        if self.pages.index.num_slots == 0:
             return None
-        return self._fingerprints.of(request.adapter, CONTEXT)
-
-    def _may_restore(self, turn: Turn) -> bool:
-        return turn.fingerprint is not None and turn.request.reads_cache
+        return self._given.fingerprints.of(request.adapter, CONTEXT)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
-        """``get_num_new_matched_tokens``: what can be restored beyond ``num_computed``."""
-        turn = self._turns.get(request_id)
+        """Find what can be restored of a waiting request.
+
+        Args:
+            num_computed: tokens of its prompt that VRAM has.
+
+        Returns:
+            Tokens beyond those, and True if they come async. None: ask again in the next step.
+        """
+        turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
-        if self.room.defer_new:
+        if self.admission.pressure.defer_new or self.admission.queue.holds_in_queue(turn):
             return None, False
-        if self.queue.holds_in_queue(turn):
-            return None, False
-        self.room.for_waiting(turn, num_computed, self._step)
-        turn.hit = None
-        if not turn.admitted:
-            turn.vram_tokens = num_computed
-        if not self._may_restore(turn):
+        self.admission.pressure.for_waiting(turn, num_computed, self.step)
+        pages, prefill = self.pages, self.gaps.prefills.fit
+        pages.restores.withdraw(turn)
+        if not turn.source.admitted:
+            turn.source.vram_tokens = num_computed
+        if not turn.may_restore:
             return 0, False
-        if self.restores.comes_later(turn, num_computed):
+        if pages.restores.comes_later(turn, num_computed):
             return None, False
-        if self.tiers.still_coming(turn, self.prefills.fit):
+        if pages.tiers.still_coming(turn, prefill):
             return None, False
-        turn.hit = self.restores.find(turn, num_computed, self._running)
-        if turn.hit is None:
+        hit = pages.restores.find(turn, num_computed, self.turns.running)
+        if hit is None:
             return 0, False
-        return turn.hit.tokens, turn.hit.mode is RestoreMode.ASYNC
+        return hit.tokens, hit.mode is RestoreMode.ASYNC
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
-        """``update_state_after_alloc``: the request has its blocks; order its restore."""
-        turn = self._turns.get(request_id)
+    def on_allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
+        """Order the restore of a request that has its blocks.
+
+        Args:
+            num_external: tokens that the engine counts on.
+        """
+        turn = self.turns.by_id.get(request_id)
         if turn is None:
             return
-        restored = self.exchange.restored.pop(request_id, None) is not None
-        turn.loading = False  # whoever loaded into its blocks is done; ``order`` may begin anew
-        fresh = not turn.admitted
+        pages = self.pages
+        restored = pages.dispatch.restored.pop(request_id, None) is not None
+        pages.restores.loaded(turn)  # whoever loaded into its blocks is done; ``order`` begins anew
+        pages.saves.resume(turn)
+        fresh = not turn.source.admitted
         if fresh:
-            turn.admitted = True
-            turn.cpu_tokens = num_external
-            self._running += 1
-            self.prices.admitted(turn)
-            turn.ssd_tokens = min(num_external, self._came_up(turn))
-            self.queue.left(turn.request_id)
-            self._began(turn)
-        self.tiers.claimed(turn)
-        if turn.job is not None and self.pins.release(turn.job.key):
+            self._on_admitted(turn, num_external)
+        pages.tiers.claimed(turn)
+        if turn.job is not None and self.admission.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
-            self.restores.order(turn, block_ids, num_external)
+            pages.restores.order(turn, block_ids, num_external)
         if turn.loading:
             return
-        self.saves.watch(turn, self._step + 1)
-        came = restored and turn.request.num_computed_tokens == turn.vram_tokens + turn.cpu_tokens
-        if fresh or came:
-            self.prefills.started(turn, self._clock())
+        pages.saves.watch(turn, self.step + 1)
+        found = turn.source.vram_tokens + turn.source.cpu_tokens
+        if fresh or (restored and turn.request.num_computed_tokens == found):
+            self.gaps.prefills.started(turn, self._clock())
 
-    def _began(self, turn: Turn) -> None:
-        """A turn has its first blocks; if those are its job's first, the job has begun."""
-        if self.admission is None:
-            return
-        first = turn.new
-        self.admission.began(turn)
+    def _on_admitted(self, turn: Turn, num_external: int) -> None:
+        """Count a turn that has its first blocks; if they are its job's first, that has begun."""
+        self.turns.admit(turn)
+        turn.source.cpu_tokens = num_external
+        self.gaps.costs.admitted(turn)
+        hit = turn.restore.hit
+        came_up = sum(key in turn.tiers.keys for key in hit.keys) if hit is not None else 0
+        turn.source.ssd_tokens = min(num_external, came_up * self.facts.block_size)
+        self.admission.queue.left(turn.request_id)
+        first = turn.hold.new
+        self.admission.gate.began(turn)
         for request_id in turn.job.running if first and turn.job is not None else ():
-            beside = self._turns.get(request_id)
-            if beside is not None and beside.new:
-                self.admission.joined(beside)
-                self.queue.ranks_changed = True
+            beside = self.turns.by_id.get(request_id)
+            if beside is not None and beside.hold.new:
+                self.admission.gate.joined(beside)
+                self.admission.queue.ranks_changed = True
 
     def tokens_from_ssd(self, request_id: str) -> int:
-        """``get_external_cache_hit_sources``: those of its restore that came up from SSD."""
-        turn = self._turns.get(request_id)
-        return turn.ssd_tokens if turn is not None else 0
-
-    def _came_up(self, turn: Turn) -> int:
-        """Tokens of the restore about to be ordered whose pages were on SSD only."""
-        keys = turn.hit.keys if turn.hit else ()
-        return self.facts.block_size * sum(key in turn.ssd_keys for key in keys)
+        """Tokens of a request's restore that came up from SSD."""
+        turn = self.turns.by_id.get(request_id)
+        return turn.source.ssd_tokens if turn is not None else 0
 
     def refuse_restore(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """``allocated`` failed although the engine counts on a restore."""
-        turn = self._turns.get(request_id)
-        bad = self.restores.refuse(request_id, turn.hit if turn else None, block_ids)
-        self._pool.forget(bad)  # vLLM has hashed them
+        """Have a restore fail that the engine counts on, since ``on_allocated`` failed."""
+        turn = self.turns.by_id.get(request_id)
+        hit = turn.restore.hit if turn is not None else None
+        self._pool.forget(self.pages.restores.refuse(request_id, hit, block_ids))  # they are hashed
         if turn is not None:
             turn.forget_pages()
+            self.pages.restores.withdraw(turn)
 
-    def has_pending_block_frees(self) -> bool:
-        """A running request lacks blocks: release a pin rather than preempt."""
-        return self.room.for_running(self._step)
+    def release_for_running(self) -> bool:
+        """Release a pin, as a running request lacks blocks; False if somebody must be preempted."""
+        return self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------
 
-    def build(self, scheduled: Mapping[str, int]) -> Orders:
-        """``build_connector_meta``: this step's orders.
+    def build_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Orders of a step that was scheduled.
 
         Args:
-            scheduled: tokens that each request computes in this step.
+            scheduled: tokens that each request computes in it.
         """
-        self._step += 1
-        self.room.defer_new = False
-        self.stats_due = not (self._running and self._step % STATS_EVERY)
-        if scheduled or not self._turns:
+        self.step += 1
+        pages, admission, gaps = self.pages, self.admission, self.gaps
+        admission.pressure.defer_new = False
+        self.stats_due = not (self.turns.running and self.step % STATS_EVERY)
+        if scheduled or not self.turns.by_id:
             self._watchdog.worked()
         elif self._watchdog.barks(self._clock()):
             self._give_everything_up()
         if not scheduled:
             self._was_idle = True
-        if not self._step % TIME_EVERY:
+        if not self.step % TIME_EVERY:
             now = self._clock()
-            self.restores.time_steps(now, 0 if self._was_idle else TIME_EVERY)
+            self._given.step_timer.look(now, 0 if self._was_idle else TIME_EVERY)
             self._was_idle = False
             if now >= self._look_at:
-                self._look_at = now + LOOK_EVERY_S
-                self._look_at_demand()
-                self.gaps.look_around()
-        if self._tools_read:
-            self.gaps.hear_tools()
-        if self.pins and (late := self.pins.expire(self._clock())):
+                self._look_at = now + POLL_EVERY_S
+                self.measure_demand()
+                gaps.manager.look_around()
+        if self._answers:
+            gaps.manager.hear_tools()
+        if admission.pins and (late := admission.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
-        if restored := self.exchange.restored:
+        if restored := pages.dispatch.restored:
             # Of the step that was just scheduled: what is on its way is there in the next.
-            self.room.for_restored(list(restored.values()), self._step - 1)
-        if self.prefills.running:
-            self.prefills.look(self._clock())
-        self.saves.step(self._step, scheduled)
-        return self.take_orders()
+            admission.pressure.for_restored(list(restored.values()), self.step - 1)
+        if gaps.prefills.running:
+            gaps.prefills.look(self._clock())
+        pages.saves.step(self.step, scheduled)
+        return pages.dispatch.take()
 
     def _give_everything_up(self) -> None:
-        """Requests wait and nothing happens: it must not be for anything that we hold."""
+        """Let go of everything: requests wait and nothing happens, and it must not be for us."""
+        turns = self.turns.by_id.values()
         state = {
-            "requests": len(self._turns),
-            "new": sum(turn.new for turn in self._turns.values()),
-            "loading": sum(turn.loading for turn in self._turns.values()),
-            "awaiting pages": sum(bool(turn.awaits) for turn in self._turns.values()),
-            "pinned blocks": self.pins.held_blocks,
+            "requests": len(turns),
+            "new": sum(turn.hold.new for turn in turns),
+            "loading": sum(turn.loading for turn in turns),
+            "awaiting pages": sum(bool(turn.tiers.awaits) for turn in turns),
+            "pinned blocks": self.admission.pins.held_blocks,
             "free blocks": self._pool.num_free(),
-            "orders in flight": self.planner.in_flight,
-            "jobs begun": len(self.admission.jobs) if self.admission is not None else None,
+            "orders in flight": self.pages.book.in_flight,
+            "jobs begun": self.admission.gate.begun,
         }
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
         logger.error("the state was: %s", state)
         self.counters.add("watchdog_barks")
         self.let_go()
-        self.queue.let_all_in()
-        for turn in self._turns.values():
-            turn.awaits.clear()
+        self.admission.queue.let_all_in()
+        for turn in turns:
+            self.pages.tiers.stop_waiting(turn)
 
-    def _look_at_demand(self) -> None:
+    def measure_demand(self) -> None:
+        """Measure how much VRAM is wanted."""
         waiting = (
             turn.request.num_tokens
-            for turn in self._turns.values()
-            if not (turn.admitted or turn.new)  # room is made for new jobs by holding them
+            for turn in self.turns.by_id.values()
+            if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
         )
-        self.prices.look(sum(waiting))
+        self.gaps.costs.look(sum(waiting))
 
     def take_orders(self) -> Orders:
-        """The orders not yet sent. Also what is sent when ``build`` itself fails."""
-        return self.exchange.take()
+        """Hand over the orders not yet sent, as when ``build_orders`` itself fails."""
+        return self.pages.dispatch.take()
 
-    def completed(self, reports: Reports) -> None:
-        """``update_connector_output``: workers reported."""
-        self.exchange.heard(reports, self._step)
+    def on_reports(self, reports: Reports) -> None:
+        """Hear the workers' reports."""
+        self.pages.dispatch.heard(reports, self.step)
 
     # -- a turn ends ----------------------------------------------------------------
 
-    def finished(self, request_id: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        """``request_finished_all_groups``; returns what the client is told."""
-        turn = self._turns.pop(request_id, None)
+    def on_finished(self, request_id: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """End a request; returns the answer to its client."""
+        turn = self.turns.pop(request_id)
         if turn is None:
             return None
         try:
-            return self._turn_ended(turn, block_ids)
+            return self._end_turn(turn, block_ids)
         except Exception:
-            if turn.job is not None:  # what is not known to have ended would run for ever
-                turn.job.running.discard(turn.request_id)
-                if self.admission is not None:
-                    self.admission.over(turn.job.key)
+            if turn.job is not None:
+                self.gaps.manager.jobs.turn_lost(turn.job, turn.request_id)
+                self.admission.gate.over(turn.job.key)
             raise
 
-    def _turn_ended(self, turn: Turn, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        request = turn.request
-        self.exchange.restored.pop(request.request_id, None)
-        self.queue.left(request.request_id)
-        self._running -= turn.admitted
-        self.tiers.claimed(turn)
-        has_kv = turn.admitted and not turn.loading
-        pages, save = list[PageKey](), None
-        if has_kv and turn.fingerprint is not None:
-            last, pages = self.saves.finish(turn, block_ids)
+    def _end_turn(self, turn: Turn, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        request, pages = turn.request, self.pages
+        pages.dispatch.restored.pop(request.request_id, None)
+        self.admission.queue.left(request.request_id)
+        pages.tiers.claimed(turn)
+        has_kv = turn.source.admitted and not turn.loading
+        context, save = list[PageKey](), None
+        if has_kv and turn.pages.fingerprint is not None:
+            last, context = pages.saves.finish(turn, block_ids)
             save = last.order_id if last else None
         if turn.hints.is_last_step:
             self._let_go_first(turn)
-        if self.admission is not None:
-            over, gone = turn.hints.is_last_step, not request.answered
-            self.admission.ended(turn, over=over, gone=gone)
-        wait, pinned = self.gaps.ended(turn, pages, save, has_kv=has_kv)
+        self.admission.gate.ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
+        gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
             own = self._pool.tables.get(turn.request_id, ())
-            self.room.freed_late(sum(block.ref_cnt == 1 for block in own), self._step)
-        return self.accounts.turn(turn, wait.decision, pinned)
+            late = sum(block.ref_cnt == 1 for block in own)
+            self.admission.pressure.freed_late(late, self.step)
+        return self.gaps.log.turn(turn, gap)
 
-    def scheduler_failed(self) -> None:
-        """``ContinuumScheduler`` could not ask us: it goes on as vLLM's own."""
+    def on_scheduler_failed(self) -> None:
+        """Count a failure of the job order: the engine's scheduler goes on without it."""
         self.counters.add("hook_errors")
         if not self._ordering_failed:
             self._ordering_failed = True
             logger.exception("ordering requests failed; those held are let in (logged once)")
 
     def _let_go_first(self, turn: Turn) -> None:
-        """The job is over: its blocks are taken before those of jobs that go on, as vLLM reuses
-        blocks without a hash first. What it may share with others, now or later, stays."""
+        """Have the blocks of a job that is over reused before those of jobs that go on: the engine
+        takes blocks without a hash first. What it may share with others, now or later, stays."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
         blocks = self._pool.tables.get(turn.request_id, ())[turn.job.first_blocks :]
@@ -346,72 +355,46 @@ class SchedulerHalf:
 
     def let_go(self) -> None:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
-        self.counters.add("pins_released", self.pins.release_all())
-        self.tiers.invalidate(self.saves.drop_all())
+        self.counters.add("pins_released", self.admission.pins.release_all())
+        self.pages.tiers.invalidate(self.pages.saves.drop_all())
 
     def reset(self) -> None:
         """Let go of every VRAM block, and start a new generation of pages.
 
         KV of running requests was made by what is being reset, so it is not saved.
         """
+        pages, fingerprints = self.pages, self._given.fingerprints
         self.counters.add("resets")
         self.let_go()
-        self._fingerprints.next_generation()
-        self.tiers.reset(lambda group: self._fingerprints.base(group).digest())
-        self.planner.forget_all()
-        self.tails.clear()
-        self.gaps.reset()
-        for turn in self._turns.values():
+        fingerprints.next_generation()
+        pages.tiers.reset(lambda group: fingerprints.base(group).digest())
+        pages.book.forget_all()
+        pages.tails.clear()
+        self.gaps.manager.reset()
+        for turn in self.turns.by_id.values():
             turn.forget_pages()
+            pages.restores.withdraw(turn)
             if turn.request.num_computed_tokens == 0:
-                turn.cursor = 0
-                turn.fingerprint = self._fingerprint(turn.request)
+                pages.saves.start_over(turn)
+                turn.rename_pages(self._fingerprint(turn.request))
 
     def has_pending_push_work(self) -> bool:
         """Keep an otherwise idle engine stepping until copies under way are reported.
 
-        An engine that has just started makes one step: vLLM exports gauges with steps only.
+        An engine that has just started makes one step: gauges are exported with steps only.
         """
-        self.gaps.idle()
-        return not self._step or self.exchange.under_way
+        self.gaps.manager.idle()
+        return not self.step or self.pages.dispatch.under_way
 
     def take_stats(self) -> dict[str, int]:
-        """Counters added since the last call, with the gauges; empty if nothing happened. The
-        first time, the gauges at least."""
-        totals = {
-            "pages_evicted": self.index.evictions,
-            "pages_not_saved": self.planner.unsaved,
-            "trace_dropped": self.accounts.dropped,
-            "jobs_held": self.admission.refused if self.admission is not None else 0,
-            "turns_held": self.admission.delayed if self.admission is not None else 0,
-        }
-        if self._tools is not None:
-            totals |= {
-                "answers_unread": self._tools.dropped,
-                "tool_read_errors": self._tools.errors,
-            }
-        for name, total in totals.items():
-            self.counters.add(name, total - self.counters.totals[name])
-        fresh = self.counters.take()
-        if fresh or not self._gauges_told:
-            self._gauges_told = True
-            fresh |= {
-                "cpu_pages": len(self.index),
-                "cpu_slots": self.index.num_slots,
-                **self.tiers.gauges(),
-                "pinned_blocks": self.pins.held_blocks,
-                "orders_in_flight": self.planner.in_flight,
-                "jobs": len(self.gaps.jobs),
-                "jobs_begun": len(self.admission.jobs) if self.admission is not None else 0,
-                "room_percent": round(
-                    100 * (self.admission.allowance.share if self.admission is not None else 1.0)
-                ),
-            }
-        return fresh
+        """Counters added since the last call, with the gauges; empty if nothing happened."""
+        return self._stats.take()
 
     def close(self) -> None:
         """Save what was learned, stop the threads. Idempotent."""
-        self.gaps.close()
-        self._fingerprints.close()
-        self.accounts.close()
-        self.tiers.close()
+        try:
+            self.gaps.manager.close_all()
+        finally:
+            self._given.close()
+            self.gaps.log.trace.close()
+            self.pages.tiers.close()

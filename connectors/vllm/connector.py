@@ -25,16 +25,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tiered_kv.config import load_config
-from tiered_kv.connectors.runtime.build import Outside
+from tiered_kv.config import TierConfig, load_config
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyKeeper
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
+from tiered_kv.connectors.runtime.gaps.tools import NoTools, ToolCalls
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
+from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
 from .beside import refuse_company
@@ -89,7 +93,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_config(os.environ, transfer.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         facts = read_engine(vllm_config, kv_cache_config)
-        self.scheduler_half: SchedulerHalf | None = None
+        self._given: Dependencies | None = None
+        self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
         self.worker_half: WorkerHalf | None = None
         self._failed_hooks: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
@@ -100,29 +105,47 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                     "vLLM kills its workers as soon as it is told to stop, and what only CPU "
                     "memory holds is lost then: add --shutdown-timeout 30 to have it flushed to SSD"
                 )
-            policy = registry.policy(config.policy)
-            keeper = PolicyKeeper(policy, config.ssd_path, config.policy)
-            keeper.load()
-            given = Outside(
-                facts,
-                config,
-                policy,
-                FasterRestore(),
-                _tool_reader(vllm_config) if policy.reads_tools else None,
-                keeper,
-                time.monotonic,
-                time.time,
-            )
-            fingerprints = Fingerprints(base_fingerprints(vllm_config, facts))
-            work = prefill_work(vllm_config.model_config)
-            self.scheduler_half = SchedulerHalf(given, fingerprints, work)
+            self._given = self.make_dependencies(vllm_config, facts, config)
         else:
             self.worker_half = WorkerHalf(
                 facts,
                 config,
                 vllm_config.parallel_config.rank,
                 lambda: base_fingerprints(vllm_config, facts),
+                self.clock(),
             )
+
+    @classmethod
+    def clock(cls) -> Clock:
+        """Monotonic seconds, for both halves."""
+        return time.monotonic
+
+    @classmethod
+    def make_dependencies(
+        cls, vllm_config: Any, facts: EngineFacts, config: TierConfig
+    ) -> Dependencies:
+        """Everything that the scheduler half is given. Tests and simulations override it.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        policy = registry.policy(config.policy)
+        saved = PolicyKeeper(policy, config.ssd_path, config.policy)
+        saved.load()
+        return Dependencies(
+            facts=facts,
+            config=config,
+            fingerprints=Fingerprints(base_fingerprints(vllm_config, facts)),
+            prefill_work=prefill_work(vllm_config.model_config),
+            policy=policy,
+            policy_state=saved,
+            restore_policy=FasterRestore(),
+            course=Course(),
+            tools=_tool_reader(vllm_config) if policy.reads_tools else NoTools(),
+            step_timer=StepTimer(),
+            clock=cls.clock(),
+            wall=time.time,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -131,7 +154,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _scheduler(self) -> SchedulerHalf:
-        assert self.scheduler_half is not None, "a scheduler hook on a worker"
+        assert self.scheduler_half is not None, "a scheduler hook on a worker, or before the blocks"
         return self.scheduler_half
 
     @property
@@ -143,7 +166,9 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         if name not in self._failed_hooks:
             self._failed_hooks.add(name)
             logger.exception("%s failed; the engine goes on without it (logged once)", name)
-        half = self._scheduler
+        half = self.scheduler_half
+        if half is None:
+            return
         half.counters.add("hook_errors")
         try:
             half.let_go()  # a hook that failed half-way must not keep blocks from the engine
@@ -154,14 +179,19 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        half = self._scheduler
+        given = self._given
+        assert given is not None, "a scheduler hook on a worker"
         pool = VllmBlockPool(kv_cache_manager, CONTEXT)
-        half.bind(pool)
+        try:
+            half = self.scheduler_half = SchedulerHalf(given, pool)
+        except Exception:
+            given.close()
+            raise
         Resets(kv_cache_manager, pool.tables, half.before_reset)
 
     @_never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.arrived(VllmRequest(request), hints_of(request))
+        self._scheduler.on_arrived(VllmRequest(request), hints_of(request))
 
     @_never_raises(lambda self: (0, False))
     def get_num_new_matched_tokens(
@@ -175,7 +205,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             block_ids = blocks.get_block_ids()[CONTEXT]
         try:
-            half.allocated(request.request_id, block_ids, num_external_tokens)
+            half.on_allocated(request.request_id, block_ids, num_external_tokens)
         except Exception:
             if num_external_tokens > 0:
                 half.refuse_restore(request.request_id, block_ids)
@@ -195,7 +225,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         try:
-            orders = self.scheduler_half.build(scheduler_output.num_scheduled_tokens)  # type: ignore[union-attr]
+            orders = self.scheduler_half.build_orders(scheduler_output.num_scheduled_tokens)  # type: ignore[union-attr]
         except Exception:
             self._hook_failed("build_connector_meta")
             orders = self._scheduler.take_orders()
@@ -206,7 +236,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         if meta is None:
             return
         try:
-            self.scheduler_half.completed(meta.reports)  # type: ignore[union-attr]
+            self.scheduler_half.on_reports(meta.reports)  # type: ignore[union-attr]
         except Exception:
             self._hook_failed("update_connector_output")
 
@@ -220,11 +250,11 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         half = self._scheduler
-        return False, half.finished(request.request_id, block_ids[CONTEXT])
+        return False, half.on_finished(request.request_id, block_ids[CONTEXT])
 
     @_never_raises(lambda self: False)
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler.has_pending_block_frees()
+        return self._scheduler.release_for_running()
 
     @_never_raises(lambda self: False)
     def has_pending_push_work(self) -> bool:
@@ -239,7 +269,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         found = {r: one for r, one in metadata.items() if isinstance(one, TieredHandshake)}
-        self._scheduler.introduced({rank: one.handshake for rank, one in found.items()})
+        self._scheduler.on_handshake({rank: one.handshake for rank, one in found.items()})
 
     # -- worker side --------------------------------------------------------------
 
@@ -301,6 +331,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.scheduler_half is not None:
             self.scheduler_half.close()
+        elif self._given is not None:
+            self._given.close()
         if self.worker_half is not None:
             self.worker_half.close()
 
@@ -310,11 +342,11 @@ def _connector_class(config: Mapping[str, Any]) -> type:
     return found
 
 
-def _tool_reader(vllm_config: Any) -> ToolReader | None:
-    """Build the reader of tool calls; None if the engine has no tokenizer."""
+def _tool_reader(vllm_config: Any) -> ToolCalls:
+    """Build the reader of tool calls; one that reads none if the engine has no tokenizer."""
     model_config = vllm_config.model_config
     if model_config.skip_tokenizer_init:
-        return None
+        return NoTools()
 
     def load() -> Any:
         from vllm.tokenizers import cached_tokenizer_from_config

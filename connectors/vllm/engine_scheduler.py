@@ -13,7 +13,7 @@ a separate scheduler, are refused (``UnsupportedError``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -53,8 +53,7 @@ class _InJobOrder:
         half = getattr(self.connector, "scheduler_half", None)
         self._half: SchedulerHalf | None = half
         if half is not None:
-            half.queue.parks = True
-            half.room.in_job_order = self.policy is SchedulingPolicy.FCFS
+            half.take_over_queue(in_job_order=self.policy is SchedulingPolicy.FCFS)
 
     def add_request(self, request: Any) -> None:
         known = request.request_id in self.requests
@@ -63,11 +62,12 @@ class _InJobOrder:
             return
         self._unsorted = True
         try:
-            if self._half.queue.holds(request.request_id, behind=self._is_behind(request)):
+            queue = self._half.admission.queue
+            if queue.holds(request.request_id, behind=self._is_behind(request)):
                 self.waiting.remove_request(request)
                 self._park(request)
         except Exception:
-            self._half.scheduler_failed()
+            self._half.on_scheduler_failed()
 
     def _is_behind(self, request: Any) -> bool:
         """True if a parked request precedes a new job."""
@@ -89,7 +89,12 @@ class _InJobOrder:
     def _parked_rank(self, request: Any) -> tuple[float, ...]:
         assert self._half is not None
         priority = 0 if self.policy is SchedulingPolicy.FCFS else request.priority
-        return priority, *self._half.queue.parked_rank(request.request_id)
+        return priority, *self._half.admission.queue.parked_rank(request.request_id)
+
+    @property
+    def parked(self) -> Sequence[Any]:
+        """Requests outside the queue, in the order in which they are let in."""
+        return tuple(self._parked.values())
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
@@ -114,7 +119,7 @@ class _InJobOrder:
                 if self.policy is SchedulingPolicy.FCFS:
                     self._put_in_order()
             except Exception:
-                self._half.scheduler_failed()
+                self._half.on_scheduler_failed()
                 self._unpark_all()
         self._counts_parked = False  # vLLM shares the step's tokens among those it counts
         try:
@@ -124,7 +129,7 @@ class _InJobOrder:
 
     def _let_in(self) -> None:
         assert self._half is not None
-        queue, came = self._half.queue, self._came
+        queue, came = self._half.admission.queue, self._came
         if queue.ranks_changed:
             queue.ranks_changed = False
             self._sort_parked()
@@ -148,16 +153,16 @@ class _InJobOrder:
             self._unpark(next(iter(self._parked)))
 
     def _put_in_order(self) -> None:
-        half, waiting = self._half, self.waiting
-        assert half is not None
+        assert self._half is not None
+        queue, waiting = self._half.admission.queue, self.waiting
         if self._unsorted and len(waiting) > 1:
-            ordered = sorted(waiting, key=half.queue.waiting_rank)
+            ordered = sorted(waiting, key=queue.waiting_rank)
             waiting.clear()
             waiting.extend(ordered)
         self._unsorted = False
-        if len(self.running) > 1 and half.queue.is_tight(len(self.running)):
+        if len(self.running) > 1 and queue.is_tight(len(self.running)):
             # vLLM preempts the last.
-            self.running = sorted(self.running, key=half.queue.running_rank)
+            self.running = sorted(self.running, key=queue.running_rank)
 
 
 class ContinuumScheduler(_InJobOrder, Scheduler):

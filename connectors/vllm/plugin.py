@@ -26,5 +26,5 @@ def register() -> None:
     """Register the connector with vLLM's factory, once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
+    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - it raises for known names
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)

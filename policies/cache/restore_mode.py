@@ -28,9 +28,13 @@ class RestorePolicy(Protocol):
 
     def choose(self, cost: RestoreCost) -> RestoreMode: ...
 
+    def usable(self, tokens: int) -> int:
+        """Tokens of a prompt to have after a restore, out of those that are found."""
+        return tokens
+
 
 @dataclass(frozen=True, slots=True)
-class FasterRestore:
+class FasterRestore(RestorePolicy):
     """The mode that makes all requests together wait the least.
 
     A sync restore holds up this step, so this request and every other wait for the
@@ -48,7 +52,7 @@ class FasterRestore:
 
 
 @dataclass(frozen=True, slots=True)
-class AlwaysRestore:
+class AlwaysRestore(RestorePolicy):
     """One mode whatever it costs, for tests and measurements."""
 
     mode: RestoreMode

@@ -111,8 +111,8 @@ class _Reader:
     """Reader of one script; nested scripts get their own readers."""
 
     def __init__(self, outer: _Reader | None = None) -> None:
-        self._depth: int = outer._depth + 1 if outer else 0
-        self._tokens_left: int = outer._tokens_left if outer else MAX_TOKENS
+        self._depth: int = outer._depth + 1 if outer else 0  # noqa: SLF001 - its own class
+        self._tokens_left: int = outer._tokens_left if outer else MAX_TOKENS  # noqa: SLF001
         self.segments: list[Segment] = []
         self.least_s = self.most_s = 0.0
         self._pipe_least_s = self._pipe_most_s = 0.0

@@ -109,7 +109,7 @@ def test_greedy_output_alone_is_that_of_stock(ours: Engine, stock: Stock) -> Non
     assert tokens_of(twice) == right, "VRAM hit"
     for mode in RestoreMode:
         ours.evict_vram(POOL_TOKENS)
-        ours.half.restores.policy = AlwaysRestore(mode)
+        ours.half.pages.restores.policy = AlwaysRestore(mode)
         before = restored_tokens(ours)
         assert tokens_of(ours.alone(stock.texts)) == right, f"restored, {mode}"
         assert restored_tokens(ours) - before == sum(LENGTHS) - len(LENGTHS)
@@ -121,7 +121,7 @@ def test_output_is_the_same_after_restores_that_fail(
 ) -> None:
     ours.alone(stock.texts)
     ours.evict_vram(POOL_TOKENS)
-    ours.half.restores.policy = AlwaysRestore(mode)
+    ours.half.pages.restores.policy = AlwaysRestore(mode)
     faulty = ours.worker.backend = FaultyTransfer(ours.worker.backend)
     try:
         for text, answer in zip(stock.texts, stock.alone, strict=True):
@@ -133,7 +133,7 @@ def test_output_is_the_same_after_restores_that_fail(
 
 
 def test_eight_at_a_time_agree_as_closely_as_stock_with_itself(ours: Engine, stock: Stock) -> None:
-    ours.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     ours.alone(stock.texts)
     ours.evict_vram(POOL_TOKENS)
     before = restored_tokens(ours)
@@ -166,7 +166,7 @@ def by_text(a: list[Answer], b: list[Answer]) -> NDArray[np.float64]:
 
 def test_a_deliberately_wrong_page_is_noticed(ours: Engine, stock: Stock) -> None:
     """Without this the test above would prove nothing."""
-    ours.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     ours.evict_vram(POOL_TOKENS)
     faulty = ours.worker.backend = FaultyTransfer(ours.worker.backend)
     try:
@@ -186,6 +186,6 @@ def test_a_deliberately_wrong_page_is_noticed(ours: Engine, stock: Stock) -> Non
 def test_nothing_is_left_behind(ours: Engine) -> None:
     ours.settle()
     assert ours.free_blocks == 129
-    ours.half.index.check_integrity()
-    assert ours.half.planner.in_flight == 0
+    ours.half.pages.index.check_integrity()
+    assert ours.half.pages.book.in_flight == 0
     assert ours.half.counters.totals["hook_errors"] == 0

@@ -91,14 +91,14 @@ def test_two_ranks_count_as_one_and_keep_their_pages_over_a_restart(
         assert after["prompt_tokens_cpu"] - before["prompt_tokens_cpu"] > 1000
         assert after["bytes_saved"] == after["pages_saved"] * two.half.facts.page_bytes * 2
         assert after["hook_errors"] == after["restore_failures"] == 0
-        assert two.half.planner.in_flight == 0
-        two.half.index.check_integrity()
+        assert two.half.pages.book.in_flight == 0
+        two.half.pages.index.check_integrity()
     assert len(list((tmp_path / "ssd").glob("*/*/lock"))) == 2
 
     with engine(model, connector=True, extra=extra, **options) as two:
         assert [answer.tokens for answer in two.alone(prompts())] == cold
         two.settle()
-        two.half.index.check_integrity()
+        two.half.pages.index.check_integrity()
         totals = two.half.counters.totals
         assert totals["prompt_tokens_ssd"] > 0.9 * sum(map(len, prompts())) - 5 * 32
         assert totals["hook_errors"] == totals["promotion_failures"] == 0

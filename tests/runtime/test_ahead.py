@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_turn_comes_back_from_cpu_memory_and_says_the_same(make_rig: MakeRig) 
 
 def test_every_restore_is_async_as_vllm_cannot_go_back_on_a_sync_one(make_rig: MakeRig) -> None:
     rig = make_rig(ahead=True)
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=1)
     rig.ask("first", prompt)
@@ -90,10 +91,10 @@ def test_a_running_request_waits_a_step_for_blocks_rather_than_take_a_pin(
     rig = tight(make_rig, in_job_order=False)
     one_that_stops(rig)
     run_until_it_stops(rig)
-    assert rig.half.has_pending_block_frees(), "vLLM need not preempt"
+    assert rig.half.release_for_running(), "vLLM need not preempt"
     assert rig.count("pins_released") == 0
     rig.step()
-    assert rig.half.has_pending_block_frees()
+    assert rig.half.release_for_running()
     assert rig.count("pins_released") == 1, "now they are there, and were not enough"
     rig.run()
 
@@ -103,8 +104,9 @@ def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
 ) -> None:
     """The third place of vLLM's step at which blocks are found missing."""
     rig = tight(make_rig, in_job_order=False)
-    room, turn = rig.half.room, SimpleNamespace(request=SimpleNamespace(num_tokens=300))
-    turn.request_id = "restored"
+    room = rig.admission.pressure
+    request = SimpleNamespace(num_tokens=300)
+    turn: Any = SimpleNamespace(request=request, request_id="restored")
     short = 19 - rig.pool.get_num_free_blocks()
     taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks() - 10)
     room.freed_late(short + 30, step=7)
@@ -129,7 +131,7 @@ def tight(make_rig: MakeRig, in_job_order: bool, saved: Sequence[int] = ()) -> R
         rig.fill()
     rig.policy = FixedPin(3600.0)
     rig.ask("pinned", text(150, seed=1), params={"job_id": "away"})
-    assert len(rig.half.pins) == 1
+    assert len(rig.pins) == 1
     return rig
 
 

@@ -60,15 +60,15 @@ def test_a_copy_under_way_is_waited_for_and_flushed(
 
 
 def test_the_slab_is_given_back(rig: Rig) -> None:
-    pool = rig.worker_half._pool
+    pool = rig.worker_half.pool
     rig.ask("first", CONTEXT)
     rig.close()
     assert pool.slots.size == 0
     rig.close()
 
 
-def test_the_thread_that_reads_tool_calls_ends(rig: Rig) -> None:
-    rig.half.gaps._tools = ToolReader(lambda: None, make_parser)
+def test_the_thread_that_reads_tool_calls_ends(make_rig: MakeRig) -> None:
+    rig = make_rig(tools=ToolReader(lambda: None, make_parser))
     threads = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     assert threads
     rig.close()

@@ -28,7 +28,7 @@ class Generations(CheckingRunner):
 
     def __init__(self, rig: Rig) -> None:
         super().__init__(rig.memory.numpy().reshape(rig.options.blocks, 16, CELL))
-        self._blocks_of = rig.half._pool.tables
+        self._blocks_of = rig.tables
         self._old: dict[str, Sequence[Any]] = {}
         self.generation = 0
 
@@ -72,8 +72,8 @@ def play(folder: Path, seed: int) -> int:
         extra={"cpu_gib": rng.choice([12, 300]) * 16 * CELL / 2**30, "admission": "off", **ssd},
     )
     with Rig(folder / "model", options) as rig:
-        runner = rig._runner = Generations(rig)
-        rig.half.restores.policy = AlwaysRestore(rng.choice(list(RestoreMode)))
+        runner = rig.runner = Generations(rig)
+        rig.pages.restores.policy = AlwaysRestore(rng.choice(list(RestoreMode)))
         faulty = rig.inject(FaultyTransfer)
         contexts = [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(3)]
         for i in range(rng.randrange(20, 50)):

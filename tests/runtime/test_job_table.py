@@ -13,10 +13,10 @@ KEY = JobKey("salt", "job")
 
 def test_turns_of_a_job_are_counted_from_its_birth() -> None:
     table = JobTable()
-    job = table.turn_arrived(KEY, "r1", now=10.0)
+    job = table.turn_arrived(KEY, "r1", now=10.0, blocks=1)
     table.turn_ended(job, "r1", over=False)
 
-    again = table.turn_arrived(KEY, "r2", now=20.0)
+    again = table.turn_arrived(KEY, "r2", now=20.0, blocks=1)
 
     assert again is job
     assert (again.turns, again.born, again.running) == (2, 10.0, {"r2"})
@@ -25,26 +25,26 @@ def test_turns_of_a_job_are_counted_from_its_birth() -> None:
 
 def test_equal_names_under_other_salts_are_strangers() -> None:
     table = JobTable()
-    mine = table.turn_arrived(JobKey("me", "job"), "r1", 0.0)
-    yours = table.turn_arrived(JobKey("you", "job"), "r2", 1.0)
+    mine = table.turn_arrived(JobKey("me", "job"), "r1", 0.0, blocks=1)
+    yours = table.turn_arrived(JobKey("you", "job"), "r2", 1.0, blocks=1)
     assert mine is not yours
     assert (mine.turns, yours.turns) == (1, 1)
 
 
 def test_a_job_that_is_over_is_forgotten() -> None:
     table = JobTable()
-    job = table.turn_arrived(KEY, "r1", 0.0)
+    job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
     table.turn_ended(job, "r1", over=True)
     assert len(table) == 0
 
-    reborn = table.turn_arrived(KEY, "r2", 50.0)
+    reborn = table.turn_arrived(KEY, "r2", 50.0, blocks=1)
     assert (reborn.turns, reborn.born) == (1, 50.0)
 
 
 def test_a_job_is_not_over_while_another_of_its_turns_runs() -> None:
     table = JobTable()
-    job = table.turn_arrived(KEY, "r1", 0.0)
-    table.turn_arrived(KEY, "r2", 1.0)
+    job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
+    table.turn_arrived(KEY, "r2", 1.0, blocks=1)
     assert job.running == {"r1", "r2"}
 
     table.turn_ended(job, "r1", over=True)
@@ -55,7 +55,7 @@ def test_a_job_is_not_over_while_another_of_its_turns_runs() -> None:
 
 def test_a_turn_that_ends_twice_is_no_mistake() -> None:
     table = JobTable()
-    job = table.turn_arrived(KEY, "r1", 0.0)
+    job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
     table.turn_ended(job, "r1", over=True)
     table.turn_ended(job, "r1", over=True)
     assert len(table) == 0
@@ -67,11 +67,28 @@ def test_the_job_not_heard_of_for_longest_is_forgotten_when_there_are_too_many(
     monkeypatch.setattr(jobs, "MAX_JOBS", 3)
     table = JobTable()
     for n in range(3):
-        table.turn_arrived(JobKey("", f"job {n}"), f"r{n}", float(n))
-    table.turn_arrived(JobKey("", "job 0"), "r3", 3.0)
+        table.turn_arrived(JobKey("", f"job {n}"), f"r{n}", float(n), blocks=1)
+    table.turn_arrived(JobKey("", "job 0"), "r3", 3.0, blocks=1)
 
-    table.turn_arrived(JobKey("", "new"), "r4", 4.0)
+    table.turn_arrived(JobKey("", "new"), "r4", 4.0, blocks=1)
 
     assert len(table) == 3
-    assert table.turn_arrived(JobKey("", "job 0"), "r5", 5.0).turns == 3
-    assert table.turn_arrived(JobKey("", "job 1"), "r6", 6.0).turns == 1, "it was forgotten"
+    assert table.turn_arrived(JobKey("", "job 0"), "r5", 5.0, blocks=1).turns == 3
+    again = table.turn_arrived(JobKey("", "job 1"), "r6", 6.0, blocks=1)
+    assert again.turns == 1, "it was forgotten"
+
+
+def test_a_job_that_begins_anew_is_the_youngest() -> None:
+    table = JobTable()
+    first = table.turn_arrived(JobKey("", "first"), "r1", 0.0, blocks=1)
+    table.turn_arrived(JobKey("", "second"), "r2", 1.0, blocks=1)
+    table.begin_anew(first, 2.0)
+    assert [key.name for key in table.oldest_first()] == ["second", "first"]
+
+
+def test_a_turn_that_is_lost_does_not_run_for_ever() -> None:
+    table = JobTable()
+    job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
+    table.turn_lost(job, "r1")
+    assert not job.running
+    assert len(table) == 1

@@ -53,6 +53,9 @@ class SomeTools:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._queued: list[str] = []
+        self.answers = (("", NO_TOOL),)  # asked in every step
+
+    dropped = errors = 0
 
     def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
         if self._rng.random() < 0.2:
@@ -89,23 +92,23 @@ def break_once(store: Any, rng: random.Random) -> None:
 def watch_the_order(rig: Rig) -> None:
     """No new job begins while one that came before it is parked, and those that are parked are in
     the order in which they will be let in."""
-    allocated = rig.half.allocated
+    allocated = rig.half.on_allocated
 
     def watched(request_id: str, *args: Any) -> None:
-        turn = rig.half._turns[request_id]
-        if turn.new:
-            parked = [one.arrival_time for one in rig.scheduler._parked.values()]
+        turn = rig.turn(request_id)
+        if turn.hold.new:
+            parked = [one.arrival_time for one in rig.scheduler.parked]
             assert turn.request.arrival_time < min(parked, default=float("inf")), "overtaken"
-        ranks = [rig.half.queue.parked_rank(request_id) for request_id in rig.scheduler._parked]
-        assert ranks == sorted(ranks) or rig.half.queue.ranks_changed
+        ranks = [rig.admission.queue.parked_rank(one.request_id) for one in rig.scheduler.parked]
+        assert ranks == sorted(ranks) or rig.admission.queue.ranks_changed
         allocated(request_id, *args)
 
-    rig.half.allocated = watched
+    rig.half.on_allocated = watched
 
 
 def play(rig: Rig, rng: random.Random) -> None:
     """Run one script."""
-    faulty = rig.inject(FaultyTransfer) if rig.half.index.num_slots else None
+    faulty = rig.inject(FaultyTransfer) if rig.index.num_slots else None
     contexts = [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(4)]
     asked: dict[str, tuple[list[int], int, Sequence[int]]] = {}
     for i in range(rng.randrange(10, 40)):
@@ -174,6 +177,7 @@ def play_script(folder: Path, seed: int) -> None:
         max_num_seqs=rng.choice([2, 8]),
         in_job_order=rng.random() < 0.7,
         ahead=rng.random() < 0.5,
+        tools=SomeTools(rng) if rng.random() < 0.5 else None,
         extra={
             "cpu_gib": slots * 16 * CELL / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
@@ -185,10 +189,7 @@ def play_script(folder: Path, seed: int) -> None:
         if rng.random() < 0.7:
             named = registry.policy(rng.choice(sorted(registry.POLICIES)))
             rig.policy = rng.choice([SomeGoToSsd(rng), named])
-        if rng.random() < 0.5:
-            rig.half.gaps._tools = SomeTools(rng)
-            rig.half._tools_read = (None,)  # asked in every step
-        rig.half.restores.policy = rng.choice(
+        rig.pages.restores.policy = rng.choice(
             [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
         )
         if options.in_job_order:

@@ -16,8 +16,8 @@ def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_rig: MakeRig) ->
     rig.add("t1", prompt, params={"job_id": "j"})
     while "t1" not in rig.finished:
         rig.step()
-    assert len(rig.half.pins) == 1
-    assert rig.half.saves.unsent, "the tail's save waits for the next step"
+    assert len(rig.pins) == 1
+    assert rig.pages.saves.unsent, "the tail's save waits for the next step"
 
     assert rig.scheduler.reset_prefix_cache()
 
@@ -32,12 +32,12 @@ def test_saves_under_way_during_a_reset_are_never_found(make_rig: MakeRig) -> No
     rig.add("t1", prompt)
     rig.step()  # saves of the first blocks are sent
     rig.abort("t1")
-    assert rig.half.planner.in_flight > 0 or rig.half.saves.unsent
+    assert rig.pages.book.in_flight > 0 or rig.pages.saves.unsent
 
     assert rig.scheduler.reset_prefix_cache()
     rig.run()
 
-    assert len(rig.half.index) == 0
+    assert len(rig.index) == 0
     rig.ask("t2", prompt)
     assert rig.count("prompt_tokens_cpu") == 0
     rig.check_clean()
@@ -55,7 +55,7 @@ def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig)
     rig.run()
 
     assert rig.count("resets") == 1
-    assert len(rig.half.index) == 0, "nothing of it is kept in the new generation"
+    assert len(rig.index) == 0, "nothing of it is kept in the new generation"
     rig.check_clean()
 
 
@@ -85,7 +85,7 @@ def test_a_reset_that_preempts_lets_the_request_be_saved_again(make_rig: MakeRig
     rig.run()
 
     assert rig.outputs["old"] == expected(prompt, 60)
-    assert len(rig.half.index) > 0
+    assert len(rig.index) > 0
     rig.check_clean()
 
 
@@ -93,11 +93,11 @@ def test_resetting_the_connector_alone_forgets_its_pages(make_rig: MakeRig) -> N
     rig = make_rig()
     prompt = text(200, seed=5)
     rig.ask("t1", prompt)
-    assert len(rig.half.index) > 0
+    assert len(rig.index) > 0
 
     assert rig.scheduler.reset_connector_cache()
 
-    assert len(rig.half.index) == 0
+    assert len(rig.index) == 0
     rig.check_clean()
 
 
@@ -120,7 +120,7 @@ def test_generations_do_not_mix(make_rig: MakeRig, times: int) -> None:
 
 
 def blocks_of(rig: Rig, request_id: str) -> set[int]:
-    return {block.block_id for block in rig.half._pool.tables[request_id]}
+    return {block.block_id for block in rig.tables[request_id]}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -129,13 +129,13 @@ def test_what_a_restore_brings_after_a_reset_is_found_by_nobody(
 ) -> None:
     """It is of the past generation. vLLM hashes its blocks when it has come."""
     rig = make_rig(ahead=ahead)
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(200, seed=1)
     rig.ask("t1", prompt)
     rig.now += 10
     rig.fill()
     rig.add("t2", prompt, max_tokens=60)
-    while not ("t2" in rig.half._turns and rig.half._turns["t2"].loading):
+    while not ("t2" in rig.turns.by_id and rig.turn("t2").loading):
         rig.step()
 
     assert not rig.scheduler.reset_prefix_cache(), "vLLM refuses while blocks are being filled"

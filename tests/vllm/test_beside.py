@@ -130,7 +130,7 @@ def test_pages_are_saved_and_restored_beside_a_producer(rig: Rig) -> None:
 def test_our_handshake_arrives_beside_a_producer(rig: Rig) -> None:
     said = rig.worker.get_handshake_metadata()
     assert said.handshake == rig.worker_half.handshake()
-    assert rig.half.planner.bandwidth == said.handshake.speeds.copy
+    assert rig.pages.book.bandwidth == said.handshake.speeds.copy
 
 
 def test_a_restore_that_fails_beside_a_producer_is_computed(rig: Rig) -> None:
@@ -174,8 +174,8 @@ def test_nothing_is_saved_of_a_request_that_goes_while_another_connector_fills_i
     rig.step()
     rig.abort("remote")
     rig.run()
-    assert len(rig.half.index) == 0
-    assert len(rig.half.pins) == 0
+    assert len(rig.index) == 0
+    assert len(rig.pins) == 0
     assert rig.ask("again", prompt) == expected(prompt, 4)
     rig.half.let_go()
     rig.check_clean()
@@ -184,7 +184,7 @@ def test_nothing_is_saved_of_a_request_that_goes_while_another_connector_fills_i
 @pytest.mark.parametrize("mode", list(RestoreMode))
 def test_a_prompt_that_both_have_is_loaded_once(receiving: Rig, mode: RestoreMode) -> None:
     rig, prompt = receiving, text(200, seed=1)
-    rig.half.restores.policy = AlwaysRestore(mode)
+    rig.pages.restores.policy = AlwaysRestore(mode)
     rig.ask("one", prompt)
     rig.now += 10
     rig.fill()

@@ -39,12 +39,12 @@ def test_bad_hints_are_counted_and_ignored(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize(
     "hook",
     [
-        "arrived",
+        "on_arrived",
         "match",
-        "build",
-        "completed",
-        "finished",
-        "has_pending_block_frees",
+        "build_orders",
+        "on_reports",
+        "on_finished",
+        "release_for_running",
         "take_stats",
     ],
 )
@@ -82,7 +82,7 @@ def test_a_restore_that_cannot_be_ordered_is_recomputed(
     def broken(*_: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.half.restores, "order", broken)
+    monkeypatch.setattr(rig.pages.restores, "order", broken)
     assert rig.ask("again", prompt) == expected(prompt, 4)
     assert rig.count("hook_errors") == 1
 
@@ -148,4 +148,4 @@ def test_counters_reach_vllms_stats(make_rig: MakeRig) -> None:
     assert told["turns"] == 1
     assert told["pages_saved"] == 7
     assert told["prompt_tokens_recomputed"] == 100
-    assert told["cpu_slots"] == rig.half.index.num_slots
+    assert told["cpu_slots"] == rig.index.num_slots

@@ -122,6 +122,11 @@ class IoThread:
             heapq.heappush(self._later, (due, self._submitted, order))
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Look again at what is due: the clock may have jumped."""
+        with self._changed:
+            self._changed.notify_all()
+
     def expedite(self, order_ids: Collection[OrderId]) -> None:
         """Carry these out now, whenever they were due. Those under way or over are ignored."""
         with self._changed:

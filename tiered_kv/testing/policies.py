@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from collections.abc import Mapping
+
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd, TurnPolicy
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 
@@ -19,3 +21,33 @@ class FixedPin(LearnsNothing):
         if turn.job is None or turn.job.name.startswith(INFERRED_PREFIX) or turn.aborted:
             return Decision(Tier.CPU)
         return Decision(Tier.PIN, self.ttl_s)
+
+
+class SwitchedPolicy(TurnPolicy):
+    """Another policy, which a test may change for a third.
+
+    Attributes:
+        now: the policy that is asked.
+    """
+
+    def __init__(self, now: TurnPolicy) -> None:
+        self.now = now
+
+    @property
+    def reads_tools(self) -> bool:
+        return self.now.reads_tools
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return self.now.decide(turn, costs)
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        self.now.observe(turn, gap_s, ended=ended)
+
+    def refit(self) -> None:
+        self.now.refit()
+
+    def dump(self) -> dict[str, object]:
+        return self.now.dump()
+
+    def load(self, learned: Mapping[str, object]) -> None:
+        self.now.load(learned)

@@ -60,9 +60,10 @@ class BegunJobs:
         pins: PinTable,
         slots: int,
         forecast: Callable[[JobKey], Forecast | None],
+        course: Course,
         clock: Callable[[], float],
     ) -> None:
-        self.course = Course()
+        self.course = course
         self.pace = Pace()
         self._facts = facts
         self._pins = pins
@@ -119,7 +120,7 @@ class BegunJobs:
 
     def began(self, job: JobKey, turn: Turn) -> None:
         """The first turn of a job has its first blocks."""
-        shared = turn.vram_tokens // self._facts.block_size
+        shared = turn.source.vram_tokens // self._facts.block_size
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared

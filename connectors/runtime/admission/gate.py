@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.policies.admission.working_set import Allowance, Share
+from tiered_kv.policies.admission.working_set import Allowance, Course, Share
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
@@ -34,10 +35,11 @@ class Admission:
 
     Args:
         max_wait_s: after that long a job is let in, whatever it needs.
-        pool: vLLM's block pool.
+        pool: the engine's block pool.
         slots: pages that CPU memory holds, those of running jobs too.
-        running: requests that were given blocks and have not ended.
+        turns: the live requests.
         forecast: of the gap of a job that is away; None if there is none.
+        course: forecasts how jobs go on.
         clock: monotonic seconds.
 
     Attributes:
@@ -53,22 +55,33 @@ class Admission:
         pins: PinTable,
         pool: BlockPool,
         slots: int,
-        running: Callable[[], int],
+        turns: LiveTurns,
         forecast: Callable[[JobKey], Forecast | None],
+        course: Course,
         clock: Callable[[], float],
     ) -> None:
-        self.jobs = BegunJobs(facts, pins, slots, forecast, clock)
+        self.jobs = BegunJobs(facts, pins, slots, forecast, course, clock)
         self.allowance = Allowance()
         self.refused = self.delayed = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._pool = pool
         self._slots = slots
-        self._running = running
+        self._turns = turns
         self._clock = clock
         self._refused_at = -math.inf
         self._changed = True
         self._spared_at = -math.inf
+
+    @property
+    def begun(self) -> int:
+        """Jobs that have begun."""
+        return len(self.jobs)
+
+    @property
+    def share(self) -> float:
+        """Share of the pool that is given out."""
+        return self.allowance.share
 
     # -- what happens to jobs -----------------------------------------------------------
 
@@ -81,12 +94,11 @@ class Admission:
         self._changed = True
         job = _job_of(turn)
         back = self.jobs.welcome_back(job)
-        if back:
-            turn.kept = False  # no room was kept for it
+        turn.hold.was_dormant = back
         if job in self.jobs:
             self.jobs.arrived(job, turn)
         else:
-            turn.new = True
+            turn.hold.new = True
         return back
 
     def began(self, turn: Turn) -> None:
@@ -97,8 +109,9 @@ class Admission:
             self.jobs.began(job, turn)
             return
         self.jobs.went_on(job)
-        if turn.kept:
-            found, whole = turn.vram_tokens + turn.cpu_tokens, turn.shared
+        if turn.gap.kept and not turn.hold.was_dormant:  # then no room was kept for it
+            source = turn.source
+            found, whole = source.vram_tokens + source.cpu_tokens, turn.pages.shared_tokens
             lost = whole - found if found + size < whole else 0  # its last block may lack
             pool = size * (self._facts.num_blocks - 1)
             self.allowance.returned((whole - lost) / pool, lost / pool)
@@ -106,7 +119,7 @@ class Admission:
     def joined(self, turn: Turn) -> None:
         """Another turn of a new one's job has begun, and so has the job."""
         self._changed = True
-        turn.new = False
+        turn.hold.new = False
         self.jobs.joined(_job_of(turn), turn)
 
     def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
@@ -122,22 +135,26 @@ class Admission:
 
     def _settled(self, turn: Turn) -> None:
         self._changed = True
-        turn.new = False
+        turn.hold.new = False
         self.jobs.entered(turn.request_id)
 
     # -- whether a new one may begin ------------------------------------------------------
 
-    def holds(self, turn: Turn) -> bool:
-        """Whether a turn must wait for room. Always False once let in."""
+    def holds(self, turn: Turn, *, behind: bool = False) -> bool:
+        """Whether a turn must wait for room; one of a new job also ``behind`` others that came
+        before. Always False once let in."""
+        if behind and turn.hold.new:
+            self.refuse(turn)
+            return True
         if turn.request_id in self.jobs.entering:
             return False
         now = self._clock()
-        idle = not (self._running() or self.jobs.entering)
+        idle = not (self._turns.running or self.jobs.entering)
         patient = not (idle or self._waited(turn, now))
         if patient and not self._changed and now - self._refused_at < LOOK_EVERY_S:
             return True
         self._changed = False
-        if not turn.new:
+        if not turn.hold.new:
             if not (patient and self._behind_older(turn)):
                 return False
             self._refused_at = now
@@ -157,7 +174,7 @@ class Admission:
         """Let a turn in that was held for as long as it may be; whether it was."""
         if not self._waited(turn, self._clock()):
             return False
-        if turn.new:
+        if turn.hold.new:
             self.let_in(turn)
         return True
 
@@ -192,10 +209,10 @@ class Admission:
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""
-        if not turn.refused:
-            turn.refused = True
-            self.refused += turn.new
-            self.delayed += not turn.new
+        if not turn.hold.refused:
+            turn.hold.refused = True
+            self.refused += turn.hold.new
+            self.delayed += not turn.hold.new
 
     def _spare(self) -> None:
         if self._clock() - self._spared_at >= LEARN_EVERY_S:

@@ -1,4 +1,4 @@
-"""Between turns: whose KV waits where, from a turn's end until the job's next turn arrives.
+"""Gaps between turns: each job's KV from a turn's end until its next turn arrives.
 
 A pin must be taken while a turn ends, before its tool call can be read: so it is provisional,
 and what was decided is revised once the call was read, off this thread.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from tiered_kv.connectors.runtime.base import BlockPool
+from tiered_kv.connectors.runtime.admission.gate import Admission
+from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request
 from tiered_kv.connectors.runtime.job_table import Job, JobTable
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
@@ -28,11 +29,12 @@ from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 
 from .cost_model import Prices
-from .open_gaps import Marks, Wait, Waits
-from .policy_state import PolicyKeeper
+from .open_gaps import OpenGap, OpenGaps, PrefixSketch
+from .placement import KvPlacement
+from .policy_state import PolicyUpkeep
 from .prefetch_queue import Returns
-from .tool_reader import ToolReader
-from .turn_log import Accounts
+from .tools import ToolCalls
+from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
 """How long a turn is pinned at most while its tool call is being read."""
@@ -46,91 +48,95 @@ class Arrival:
 
     Attributes:
         job: None if it belongs to none.
-        context: tokens that the job waited with.
-        shared: blocks of it that the prompt begins with as well; a few may lack.
-        kept: whether they were to be in some tier still. saved: whether they were saved outside
-            VRAM.
+        gap: the gap that it ends.
     """
 
     job: Job | None = None
-    context: int = 0
-    shared: int = 0
-    kept: bool = False
-    saved: bool = False
+    gap: EndedGap = NO_GAP
 
 
 class Gaps:
-    """Jobs, and what happens to the KV of each between its turns.
+    """Jobs, and the KV of each between its turns.
 
     Args:
         pool: the engine's block pool.
-        tools: reads tool calls; None if answers cannot be decoded.
-        keeper: of the policy; closed with this.
-        over: told of jobs that are not waited for any longer.
+        gate: told of jobs that are not waited for any longer.
+        policy_state: has the policy learn.
         clock: monotonic seconds.
+
+    Attributes:
+        jobs: the jobs that have been seen.
+        open: their open gaps.
+        returns: contexts in the tiers below that are to come up in time.
     """
 
     def __init__(
         self,
+        facts: EngineFacts,
         lineage: Lineage,
-        waits: Waits,
+        placement: KvPlacement,
+        gaps: OpenGaps,
         prices: Prices,
         pins: PinTable,
         planner: OrderBook,
         tiers: LowerTiers,
+        gate: Admission | NoAdmission,
         pool: BlockPool,
-        tools: ToolReader | None,
-        keeper: PolicyKeeper,
-        accounts: Accounts,
+        tools: ToolCalls,
+        policy_state: PolicyUpkeep,
+        log: TurnLog,
         counters: Counters,
-        over: Callable[[JobKey], None],
         clock: Callable[[], float],
     ) -> None:
         self.jobs = JobTable()
+        self.open = gaps
         self.returns = Returns()
-        self.waits = waits
+        self._facts = facts
         self._lineage = lineage
+        self._placement = placement
         self._prices = prices
         self._pins = pins
         self._planner = planner
         self._tiers = tiers
+        self._gate = gate
         self._pool = pool
         self._tools = tools
-        self._keeper = keeper
-        self._accounts = accounts
+        self._policy_state = policy_state
+        self._log = log
+        self._trace = log.trace
         self._counters = counters
-        self._says_over = over
         self._clock = clock
 
     # -- a turn arrives -------------------------------------------------------------
 
-    def arrived(self, request: Any, hints: TurnHints) -> Arrival:
-        """A turn arrives: whose it is, and what that waited with."""
+    def on_arrived(self, request: Request, hints: TurnHints) -> Arrival:
+        """Find the job of a turn that arrives, and end that one's gap."""
         self.hear_tools()  # the gap that ends here may be of one that was read meanwhile
         key = self._job_of(request, hints)
         if key is None:
             return Arrival()
-        job = self.jobs.turn_arrived(key, request.request_id, self._clock())
+        blocks = -(-request.num_prompt_tokens // self._facts.block_size)
+        job = self.jobs.turn_arrived(key, request.request_id, self._clock(), blocks)
         self._counters.add("concurrent_turns", len(job.running) > 1)
         self.returns.forget(key)
-        back = self.waits.returned(key)
+        back = self._placement.on_returned(key)
         if back is None:
             return Arrival(job)
-        wait, gap_s = back
-        self._accounts.gap(wait, gap_s, ended=True, held=key in self._pins)
+        gap, gap_s = back
+        self._trace.gap(gap, gap_s, ended=True, held=key in self._pins)
         # Until it has its blocks, however long it queues: nothing saves more.
         self._pins.until(key, math.inf, math.inf, math.inf)
         shared = 0
-        if not wait.end.aborted:  # how far that had come is not known
-            marks = Marks.of(request.block_hashes)
-            shared = wait.marks.common_blocks(marks)
-            if not shared and wait.marks.hashes and marks.hashes:
-                self._release(key)  # of another text: it would wait for its own pin
-        kept = _to_stay(wait, gap_s)
-        return Arrival(job, wait.end.context_tokens, shared, kept, wait.saved)
+        if not gap.end.aborted:  # how far that had come is not known
+            sketch = PrefixSketch.of(request.block_hashes)
+            shared = gap.sketch.common_blocks(sketch)
+            if not shared and gap.sketch.hashes and sketch.hashes:
+                self._release(key)  # of another text: it would gap for its own pin
+        kept = _to_stay(gap, gap_s)
+        return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
 
-    def _job_of(self, request: Any, hints: TurnHints) -> JobKey | None:
-        """As the client says, or as the prompt tells."""
+    def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
+        """The job that the client names, or that the prompt tells."""
         salt = request.cache_salt or ""
         if hints.job_id is not None:
             return JobKey(salt, hints.job_id)
@@ -145,15 +151,15 @@ class Gaps:
 
     # -- a turn ends ----------------------------------------------------------------
 
-    def ended(
+    def on_ended(
         self, turn: Turn, pages: Sequence[PageKey], save: OrderId | None, *, has_kv: bool
-    ) -> tuple[Wait, int]:
-        """Decide where the turn's KV waits; returns that, and how many blocks are pinned.
+    ) -> OpenGap:
+        """Decide where the KV of a turn that ended waits, and see to it.
 
         Args:
-            pages: of its context, first to last.
+            pages: pages of its context, first to last.
             save: the order that saves the last of them, if there is one.
-            has_kv: whether its blocks hold what they should.
+            has_kv: True if its blocks hold what they should.
         """
         job = turn.job
         if job is not None:
@@ -161,42 +167,44 @@ class Gaps:
         end = _turn_end(turn, self._clock())
         away = has_kv and job is not None and not job.running and not end.is_last_step
         unread = away and end.tool is None and self._read_tool(turn, end)
-        marks = Marks.of(turn.request.block_hashes) if away else Marks()
-        wait = self.waits.begin(turn.request_id, end, pages, marks, save, unread=unread, away=away)
+        sketch = PrefixSketch.of(turn.request.block_hashes) if away else PrefixSketch()
+        gap = self._placement.decide(
+            turn.request_id, end, pages, sketch, save, unread=unread, away=away
+        )
         if job is not None:
             if away:
-                wait.pinned = self._act(job, turn, wait)
-                if not wait.unread:
-                    wait.pages = ()
-            self._turn_ended(job, turn, end, pages)
-        self._accounts.decision(wait)
-        return wait, wait.pinned
+                gap.pinned = self._act(job, turn, gap)
+                if not gap.unread:
+                    self._placement.settle(gap)
+            self._follow_up(job, turn, end, pages)
+        self._trace.decision(gap)
+        return gap
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
         """Have the tool call read, off this thread; False if nobody would use it."""
-        if self._tools is None or not self.waits.policy.reads_tools or end.aborted:
+        if end.aborted or not self._placement.reads_tools:
             return False
         return self._tools.read(turn.request_id, turn.request.output_token_ids)
 
-    def _act(self, job: Job, turn: Turn, wait: Wait) -> int:
-        """Carry out what was decided; returns how many blocks are pinned."""
-        decision = wait.decision
-        if wait.unread:  # the blocks are gone right after this hook
-            return self._pin(job, turn, wait, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
+    def _act(self, job: Job, turn: Turn, gap: OpenGap) -> int:
+        """Carry the decision out; returns the blocks that are pinned."""
+        decision = gap.decision
+        if gap.unread:  # the blocks are gone right after this hook
+            return self._pin(job, turn, gap, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
         if decision.tier is Tier.PIN:
-            return self._pin(job, turn, wait, decision.ttl_s)
+            return self._pin(job, turn, gap, decision.ttl_s)
         self._release(job.key)
-        self._send_down(wait)
+        self._send_down(gap)
         return 0
 
-    def _pin(self, job: Job, turn: Turn, wait: Wait, ttl_s: float) -> int:
+    def _pin(self, job: Job, turn: Turn, gap: OpenGap, ttl_s: float) -> int:
         blocks = [
             block
             for block in self._pool.blocks_of(turn.request_id)
             if block.block_hash is not None and not block.is_null
         ]
         pinned = self._pins.pin(
-            job.key, blocks, self._clock() + ttl_s, job.born, *_worth(wait, ttl_s)
+            job.key, blocks, self._clock() + ttl_s, job.born, *_worth(gap, ttl_s)
         )
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
@@ -205,65 +213,67 @@ class Gaps:
     def _release(self, job: JobKey) -> None:
         self._counters.add("pins_released", self._pins.release(job))
 
-    def _send_down(self, wait: Wait) -> None:
-        """To the tiers below, if that was decided, and up again in time."""
-        if not self._planner.stores or wait.decision.tier is not Tier.STORE:
+    def _send_down(self, gap: OpenGap) -> None:
+        """Send pages to the tiers below, if that was decided, and up again in time."""
+        if not self._planner.stores or gap.decision.tier is not Tier.STORE:
             return
-        saving = wait.save is not None and self._planner.under_way(wait.save)
-        self._tiers.demote(wait.pages, after=wait.save if saving else None)
-        if wait.end.job is not None and wait.decision.back_s is not None:
-            self.returns.expect(wait.end.job, wait.since + wait.decision.back_s, wait.pages)
+        saving = gap.save is not None and self._planner.under_way(gap.save)
+        self._tiers.demote(gap.pages, after=gap.save if saving else None)
+        if gap.end.job is not None and gap.decision.back_s is not None:
+            self.returns.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
 
-    def _turn_ended(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
+    def _follow_up(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
         if turn.hints.job_id is None:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
         if not job.running and end.is_last_step:
             self._prices.memoryfulness.observe(job.turns)
-            self._over(job.key, pages[job.first_blocks :])
-        elif not job.running and not turn.admitted:
+            self.give_up(job.key, pages[job.first_blocks :])
+        elif not job.running and not turn.source.admitted:
             self._release(job.key)  # what the job's last turn left for it
-            self.waits.lose(job.key)
+            self._placement.on_lost(job.key)
 
-    def _over(self, job: JobKey, own: Sequence[PageKey] = ()) -> None:
-        """The job is not waited for any longer. ``own``: see ``Waits.over``."""
+    def give_up(self, job: JobKey, own: Sequence[PageKey] = ()) -> None:
+        """Wait for the job no longer.
+
+        Args:
+            own: pages of its last turn that no other job begins with.
+        """
         self._release(job)
-        self._says_over(job)
+        self._gate.over(job)
         self.returns.forget(job)
-        if (found := self.waits.over(job, own)) is not None:
-            wait, gap_s = found
-            self._prices.memoryfulness.observe(wait.end.turn)
-            self._accounts.gap(wait, gap_s, ended=False, held=False)
+        if (found := self._placement.on_over(job, own)) is not None:
+            gap, gap_s = found
+            self._prices.memoryfulness.observe(gap.end.turn)
+            self._trace.gap(gap, gap_s, ended=False, held=False)
 
-    # -- while they wait --------------------------------------------------------------
+    # -- while they gap --------------------------------------------------------------
 
     def hear_tools(self) -> None:
-        """Hear of tool calls that were read: decide anew where those turns' KV waits."""
-        if self._tools is None:
-            return
+        """Decide anew where turns' KV waits whose tool calls were read since the last call."""
         for request_id, tool in self._tools.take():
-            wait = self.waits.read(request_id, tool)
-            if wait is None or wait.end.job is None:
+            gap = self._placement.revise(request_id, tool)
+            if gap is None or gap.end.job is None:
                 continue
-            self._accounts.decision(wait)
-            made = wait.decision
+            self._trace.decision(gap)
+            made = gap.decision
             if made.tier is Tier.PIN:
-                worth = _worth(wait, made.ttl_s)
-                self._pins.until(wait.end.job, wait.since + made.ttl_s, *worth)
+                worth = _worth(gap, made.ttl_s)
+                self._pins.until(gap.end.job, gap.since + made.ttl_s, *worth)
             else:
-                self._release(wait.end.job)
-                self._send_down(wait)
-            wait.pages = ()
+                self._release(gap.end.job)
+                self._send_down(gap)
+            self._placement.settle(gap)
 
     def look_around(self) -> None:
-        """What need not be looked at in every step."""
+        """See to what need not be looked at in every step."""
         if self.returns:
             self._bring_back(until=self._clock())
-        while (late := self.waits.oldest_late()) is not None:
-            self._over(late)
-        self._keeper.tend_if_due(self._clock())
+        while (late := self.open.oldest_late(self._clock())) is not None:
+            self.give_up(late)
+        self._policy_state.tend_if_due(self._clock())
 
     def idle(self) -> None:
-        """No request is left, and perhaps no hook runs for long: order ahead."""
+        """Order ahead: no request is left, and perhaps no hook runs for long."""
         self.hear_tools()
         if self.returns:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
@@ -275,31 +285,28 @@ class Gaps:
                 self.returns.expect(job, due, pages)
 
     def reset(self) -> None:
-        """Every page is gone; the jobs are not."""
-        self.waits.forget_pages()
+        """Forget every page; the jobs stay."""
+        self._placement.forget_pages()
         self.returns = Returns()
 
-    def close(self) -> None:
-        """Nobody is waited for any longer; save what was learned. Idempotent."""
-        for job in self.waits.jobs():
-            self._over(job)
-        if self._tools is not None:
-            self._tools.close()
-        self._keeper.close()
+    def close_all(self) -> None:
+        """Wait for nobody any longer. Idempotent."""
+        for job in self.open.jobs():
+            self.give_up(job)
 
 
-def _worth(wait: Wait, ttl_s: float) -> tuple[float, float]:
-    """What a pin for so long saves, and what it earns in a second."""
-    forecast, costs = wait.decision.forecast, wait.costs
+def _worth(gap: OpenGap, ttl_s: float) -> tuple[float, float]:
+    """Seconds that a pin of ``ttl_s`` saves, and seconds saved in each of its seconds."""
+    forecast, costs = gap.decision.forecast, gap.costs
     return saved_s(forecast, costs.benefit_s, ttl_s), earnings(forecast, costs, ttl_s)
 
 
-def _to_stay(wait: Wait, gap_s: float) -> bool:
-    """Whether a context was to be in some tier still, so long after its turn's end."""
-    made = wait.decision
-    if made.tier is Tier.PIN and wait.pinned and gap_s < made.ttl_s:
+def _to_stay(gap: OpenGap, gap_s: float) -> bool:
+    """True if some tier was to hold the context still, ``gap_s`` after its turn's end."""
+    made = gap.decision
+    if made.tier is Tier.PIN and gap.pinned and gap_s < made.ttl_s:
         return True
-    return wait.saved and made.tier is not Tier.DROP
+    return gap.saved and made.tier is not Tier.DROP
 
 
 def _turn_end(turn: Turn, now: float) -> TurnEnd:
@@ -310,7 +317,7 @@ def _turn_end(turn: Turn, now: float) -> TurnEnd:
         is_last_step=turn.hints.is_last_step or (turn.job is not None and turn.job.over),
         aborted=not request.answered,
         context_tokens=request.num_tokens,
-        new_tokens=max(0, request.num_prompt_tokens - turn.context_before),
+        new_tokens=max(0, request.num_prompt_tokens - turn.gap.context_tokens),
         output_tokens=request.num_output_tokens,
         tool=_said_tool(turn.hints),
         ended_at=now,

@@ -1,42 +1,40 @@
-"""Jobs between two turns: what was decided for each, and what comes of it."""
+"""Open gaps: the jobs between two turns, and what is known of each."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
-from tiered_kv.policies.base import Costs, Decision, JobKey, ToolUse, TurnEnd, TurnPolicy
-from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.distribution import Forecast
-
-from .cost_model import Prices
 
 LONGEST_S = 4 * 3600.0
 """A job silent for so long is not waited for any longer: its gap is censored."""
-MARK_EVERY = 8
-"""Blocks between two marks of a context: with fewer, what waits would take more memory."""
+SKETCH_EVERY = 8
+"""Blocks between two hashes of a sketch: with fewer, open gaps would take more memory."""
 MOST = 8192
-"""Jobs waited for; of more, the one that waits the longest is not waited for any longer."""
+"""Open gaps kept; beyond this the oldest is closed as censored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """What tells how far two contexts agree: the hash of every so many blocks, each of which
-    covers all before it."""
+class PrefixSketch:
+    """A context's beginning, to compare with others: the hash of every so many blocks, each of
+    which covers all before it."""
 
     hashes: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, block_hashes: Sequence[bytes]) -> Marks:
-        return cls(tuple(block_hashes[MARK_EVERY - 1 :: MARK_EVERY]))
+    def of(cls, block_hashes: Sequence[bytes]) -> PrefixSketch:
+        """The sketch of a context with these blocks."""
+        return cls(tuple(block_hashes[SKETCH_EVERY - 1 :: SKETCH_EVERY]))
 
-    def common_blocks(self, other: Marks) -> int:
-        """Blocks with which both begin, in steps of ``MARK_EVERY``."""
-        return MARK_EVERY * bisect_left(
+    def common_blocks(self, other: PrefixSketch) -> int:
+        """Blocks with which both begin, in steps of ``SKETCH_EVERY``."""
+        return SKETCH_EVERY * bisect_left(
             range(min(len(self.hashes), len(other.hashes))),
             True,
             key=lambda at: self.hashes[at] != other.hashes[at],
@@ -44,17 +42,21 @@ class Marks:
 
 
 @dataclass(slots=True)
-class Wait:
-    """A job whose last turn ended.
+class OpenGap:
+    """A job whose last turn ended. Written by ``placement``, but for ``pinned``.
 
     Attributes:
-        pages: of its context, first to last, while it is not decided for good what becomes of
-            them; those of all who wait would take much memory. saved: whether there were any.
-        marks: of its context, see ``Marks``.
-        save: the order that saves the last of them, if there is one.
-        since: when the turn ended, on the scheduler half's clock.
-        unread: whether the tool call is still being read.
-        pinned: blocks that were pinned for it.
+        end: the turn's end.
+        costs: costs of each tier then.
+        decision: where the turn's KV waits.
+        pages: pages of its context, first to last, until that is decided for good; those of all
+            open gaps would take much memory.
+        sketch: beginning of its context.
+        save: the order that saves the last of its pages, if there is one.
+        since: when the turn ended, seconds on the scheduler's clock.
+        unread: True while the tool call is being read.
+        saved: True if its context has pages outside VRAM.
+        pinned: blocks pinned for it. Written by ``gap_manager``.
     """
 
     request_id: str
@@ -62,7 +64,7 @@ class Wait:
     costs: Costs
     decision: Decision
     pages: Sequence[PageKey]
-    marks: Marks
+    sketch: PrefixSketch
     save: OrderId | None
     since: float
     unread: bool
@@ -70,123 +72,52 @@ class Wait:
     pinned: int = 0
 
 
-class Waits:
-    """Asks the policy, and tells it what became of its decisions. One thread.
+class OpenGaps:
+    """Open gaps by job, the oldest first. One thread."""
 
-    Args:
-        order: of the pages in CPU memory, which is told who waits for which.
-    """
-
-    def __init__(
-        self, policy: TurnPolicy, prices: Prices, order: ByWorth, clock: Callable[[], float]
-    ) -> None:
-        self.policy = policy
-        self._prices = prices
-        self._order = order
-        self._clock = clock
-        self._waits: OrderedDict[JobKey, Wait] = OrderedDict()  # the longest waiting first
-        self._by_request: dict[str, JobKey] = {}
+    def __init__(self) -> None:
+        self._gaps: OrderedDict[JobKey, OpenGap] = OrderedDict()
+        self._unread: dict[str, JobKey] = {}
 
     def __len__(self) -> int:
-        return len(self._waits)
+        return len(self._gaps)
 
-    def begin(
-        self,
-        request_id: str,
-        end: TurnEnd,
-        pages: Sequence[PageKey],
-        marks: Marks,
-        save: OrderId | None,
-        *,
-        unread: bool,
-        away: bool,
-    ) -> Wait:
-        """A turn ended: decide where its KV waits.
+    def __getitem__(self, job: JobKey) -> OpenGap:
+        return self._gaps[job]
 
-        Args:
-            away: whether the job is waited for now: no other turn of it is running, and this
-                one got as far as having KV.
-        """
-        costs = self._prices.costs(end.context_tokens, end.job)
-        decision = self.policy.decide(end, costs)
-        now = self._clock()
-        saved = bool(pages)
-        wait = Wait(request_id, end, costs, decision, pages, marks, save, now, unread, saved)
-        if end.job is not None and away:
-            self._waits[end.job] = wait
-            self._waits.move_to_end(end.job)
-            if unread:
-                self._by_request[request_id] = end.job
-            self._rank(wait)
-        return wait
+    def open(self, job: JobKey, gap: OpenGap) -> None:
+        """Begin a job's gap, in place of the one before."""
+        self._gaps[job] = gap
+        self._gaps.move_to_end(job)
+        if gap.unread:
+            self._unread[gap.request_id] = job
 
-    def read(self, request_id: str, tool: ToolUse) -> Wait | None:
-        """The turn's tool call was read: decide anew. None if nobody waits any more."""
-        job = self._by_request.pop(request_id, None)
-        wait = self._waits.get(job) if job is not None else None
-        if wait is None or wait.request_id != request_id:
-            return None
-        wait.end, wait.unread = replace(wait.end, tool=tool), False
-        wait.decision = self.policy.decide(wait.end, wait.costs)
-        self._rank(wait)
-        return wait
+    def take_unread(self, request_id: str) -> OpenGap | None:
+        """The open gap whose tool call was being read for that request; None if it was closed."""
+        job = self._unread.pop(request_id, None)
+        gap = self._gaps.get(job) if job is not None else None
+        return gap if gap is not None and gap.request_id == request_id else None
 
-    def _rank(self, wait: Wait) -> None:
-        job, forecast = wait.end.job, wait.decision.forecast
-        if job is not None and forecast is None:
-            self._order.lose(job)
-        elif job is not None and forecast is not None and wait.pages:
-            page_s = wait.costs.recompute_s / len(wait.pages)
-            self._order.waits(job, wait.pages, forecast, wait.since, page_s)
-
-    def returned(self, job: JobKey) -> tuple[Wait, float] | None:
-        """The job's next turn arrived: what it was waiting with, and for how long. None if it
-        was not waited for."""
-        self._order.back(job)
-        return self._end(job, ended=True)
-
-    def over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[Wait, float] | None:
-        """The job is not waited for any longer; if it was, what with and for how long.
-
-        Args:
-            own: pages of its last turn that no other job begins with.
-        """
-        self._order.over(job, own)
-        return self._end(job, ended=False)
-
-    def _end(self, job: JobKey, *, ended: bool) -> tuple[Wait, float] | None:
-        wait = self._waits.pop(job, None)
-        if wait is None:
-            return None
-        self._by_request.pop(wait.request_id, None)
-        gap_s = self._clock() - wait.since
-        if not wait.end.aborted:  # what follows then is a client that tries again
-            self.policy.observe(wait.end, gap_s, ended=ended)
-        return wait, gap_s
+    def close(self, job: JobKey) -> OpenGap | None:
+        """End a job's gap; None if there is none."""
+        gap = self._gaps.pop(job, None)
+        if gap is not None:
+            self._unread.pop(gap.request_id, None)
+        return gap
 
     def forecast(self, job: JobKey) -> Forecast | None:
-        """Forecast of a job's gap, from its begin; None if there is no wait or no forecast."""
-        wait = self._waits.get(job)
-        return wait.decision.forecast if wait is not None else None
+        """Forecast of a job's gap, from its begin; None if there is no gap or no forecast."""
+        gap = self._gaps.get(job)
+        return gap.decision.forecast if gap is not None else None
 
-    def oldest_late(self) -> JobKey | None:
+    def oldest_late(self, now: float) -> JobKey | None:
         """A job that has been silent for too long, or for longest while too many are."""
-        oldest = next(iter(self._waits.values()), None)
+        oldest = next(iter(self._gaps.values()), None)
         if oldest is None:
             return None
-        late = len(self._waits) > MOST or self._clock() - oldest.since >= LONGEST_S
+        late = len(self._gaps) > MOST or now - oldest.since >= LONGEST_S
         return oldest.end.job if late else None
 
-    def lose(self, job: JobKey) -> None:
-        """A turn of the job ended before it had any KV."""
-        self._order.lose(job)
-
-    def forget_pages(self) -> None:
-        """A cache reset: what jobs wait with is gone, the waiting goes on."""
-        for job, wait in self._waits.items():
-            self._order.over(job)
-            wait.pages, wait.marks, wait.save, wait.saved = (), Marks(), None, False
-
     def jobs(self) -> list[JobKey]:
-        """Those that are waited for."""
-        return list(self._waits)
+        """Jobs with an open gap, the oldest first."""
+        return list(self._gaps)

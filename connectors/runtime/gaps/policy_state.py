@@ -1,4 +1,4 @@
-"""What a policy does beside the scheduler's work: it learns from what it saw, and is kept."""
+"""A policy's state beside the scheduler's work: refitted to what it saw, saved and loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from tiered_kv.policies.base import TurnPolicy
 
@@ -20,8 +21,20 @@ MAX_BYTES = 64 << 20
 """A larger file is none of ours."""
 
 
+class PolicyUpkeep(Protocol):
+    """Has a policy learn and be saved."""
+
+    def tend_if_due(self, now: float) -> None:
+        """Refit and save the policy, if that was not done for a while. Does not wait."""
+        ...
+
+    def close(self) -> None:
+        """Save what was learned. Idempotent."""
+        ...
+
+
 class PolicyKeeper:
-    """Tends one policy on a thread: what takes it long, and a file of what it learned.
+    """Refits one policy on a thread, and keeps a file of what it learned.
 
     Engines that share the folder each save their own word; the last stays. A file is written
     under another name and then takes its place: a reader finds the old or the new one, whole.
@@ -29,7 +42,7 @@ class PolicyKeeper:
 
     Args:
         folder: made when there is something to save; None keeps nothing.
-        name: of the policy; each has a file of its own.
+        name: the policy's name; each has a file of its own.
     """
 
     def __init__(self, policy: TurnPolicy, folder: Path | None, name: str) -> None:
@@ -65,7 +78,7 @@ class PolicyKeeper:
         return True
 
     def tend_if_due(self, now: float) -> None:
-        """Let the policy grow and save it, if that was not done for a while. Does not wait."""
+        """Refit and save the policy, if that was not done for a while. Does not wait."""
         if self._tended_at is None:
             self._tended_at = now
         if now - self._tended_at < TEND_EVERY_S or (self._tending and not self._tending.done()):

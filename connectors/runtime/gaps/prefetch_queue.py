@@ -1,4 +1,4 @@
-"""Predicted returns: contexts on SSD that should be up again before their job asks."""
+"""Contexts that are to come up again before their job asks for them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ class Returns:
         return len(self._keys)
 
     def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
-        """The job is expected back soon after ``due``. Takes the place of what was expected
-        of it before."""
+        """Expect the job back soon after ``due``, in place of the time before."""
         self._keys[job] = (due, keys)
         heapq.heappush(self._heap, (due, job))
 
     def forget(self, job: JobKey) -> None:
-        """It is back, or over. Unknown jobs are ignored."""
+        """Expect the job no longer. Unknown jobs are ignored."""
         self._keys.pop(job, None)
 
     def take(self, until: float) -> list[tuple[JobKey, float, Sequence[PageKey]]]:
-        """Take out what is due until then, in that order: whose, when, and the pages."""
+        """Take out the contexts that are due until then, in that order: job, time and pages."""
         taken = []
         while self._heap and self._heap[0][0] <= until:
             due, job = heapq.heappop(self._heap)

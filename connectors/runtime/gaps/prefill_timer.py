@@ -1,4 +1,4 @@
-"""How long prompts take to compute: measured from what this engine's requests went through."""
+"""The time that prompts take to compute, measured on this engine's requests."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class PrefillClock:
         self._not_yet = 2 if ahead else 0
 
     def started(self, turn: Turn, now: float) -> None:
-        """What VRAM and CPU memory have not given is computed from now on."""
-        behind = turn.vram_tokens + turn.cpu_tokens
+        """Time the prefill that begins now, of what VRAM and CPU memory have not given."""
+        behind = turn.source.vram_tokens + turn.source.cpu_tokens
         tokens = turn.request.num_prompt_tokens - behind
         if tokens >= FEWEST_TOKENS:
             self.running.append(_Prefill(turn, now, behind, tokens, self._not_yet))
 
     def look(self, now: float) -> None:
-        """See which of the ``running`` prefills are over; once in every step, when it was
+        """Measure those of the ``running`` prefills that are over. Once in every step, when it was
         scheduled."""
         still = []
         for prefill in self.running:

@@ -92,7 +92,7 @@ class ToolReader:
         return True
 
     def take(self) -> list[tuple[str, ToolUse]]:
-        """What has been read since the last call, in the order of ``read``."""
+        """Tool calls read since the last call, by ticket, in the order of ``read``."""
         if not self.answers:
             return []
         taken = []
@@ -154,7 +154,7 @@ class ToolReader:
         return ours
 
     def _parse(self, name: str, text: str) -> list[ToolCall]:
-        """What the engine's parser of that name finds; nothing if it fails."""
+        """Tool calls that the engine's parser of that name finds; none if it fails."""
         try:
             if name not in self._parsers:
                 self._parsers[name] = None  # one that cannot be made is not tried again

@@ -1,4 +1,4 @@
-"""What the scheduler half and the workers tell each other: orders out, reports in."""
+"""The way between the scheduler half and the workers: orders out, reports in."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MAX_PUSH_S = 30.0
 
 
 class Exchange:
-    """Collects the orders of a step, and has each report reach whom it concerns.
+    """Collects the orders of a step, and passes each report to its component.
 
     Args:
-        turns: those that live, by request.
+        turns: live requests by id.
         clock: monotonic seconds.
 
     Attributes:
-        restored: turns whose async restore is over and that vLLM has not scheduled since.
+        restored: turns whose async restore is over and that the engine has not scheduled since.
         seen_failures: restores that failed on each rank so far, as far as reported.
     """
 
@@ -53,7 +53,7 @@ class Exchange:
         self._last_word = clock()  # either way
 
     def take(self) -> Orders:
-        """The orders not yet sent."""
+        """Hand over the orders not yet sent."""
         if not (self._saves.unsent or self._restores.unsent or self._tiers.unsent):
             return self._no_orders
         self._last_word = self._clock()
@@ -63,14 +63,14 @@ class Exchange:
 
     @property
     def under_way(self) -> bool:
-        """Whether a step would send orders, or could hear of those that were sent."""
+        """True if a step would send orders, or could hear of those that were sent."""
         if self._saves.unsent or self._restores.unsent or self._tiers.unsent:
             return True
         now = self._clock()
         return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
 
     def heard(self, reports: Reports, step: int) -> None:
-        """What the workers reported after ``step``."""
+        """Pass on the workers' reports after ``step``."""
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()
         if any(n > self.seen_failures.get(rank, 0) for rank, n in reports.failures.items()):
@@ -97,10 +97,10 @@ class Exchange:
                 continue
             restored = self._restores.settled(done)
             turn = self._turns.get(done.order.request_id)
-            if turn is not None and turn.loading:
-                turn.loading = False
+            if turn is not None and turn.restore.loading:
+                self._restores.loaded(turn)
                 self.restored[turn.request_id] = turn
-            # vLLM hashes the blocks of an async restore once they are there, if they are.
+            # The engine hashes the blocks of an async restore once they are there, if they are.
             if done.failed and done.order.mode is RestoreMode.SYNC:
                 bad = {done.order.blocks[i] for i in done.failed}
                 self._failed_restores.clear(bad, restored, self._turns.values(), step)

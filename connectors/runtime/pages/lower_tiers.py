@@ -87,13 +87,13 @@ class LowerTiers:
             prefill: time that computing their tokens takes instead.
         """
         room = max(1, self._index.num_slots // 2) - self._unclaimed
-        if turn.promotions == TRIES or room <= 0:
+        if turn.tiers.promotions == TRIES or room <= 0:
             return
         if self._asked and self._ask(turn, prefill):
             return
         if not any(len(tier.pages.index) for tier in self._tiers.values()):
             return
-        turn.promotions += 1
+        turn.tiers.promotions += 1
         wanted, behind, tokens = self._find(turn)
         if not wanted:
             return
@@ -111,10 +111,10 @@ class LowerTiers:
         orders = {coming[key] for key in mine}
         for order in self._book.expedite(orders, now):
             self._tiers[order.store].expedite(order.order_id)
-        turn.awaits |= orders
-        turn.wait_until = now + promotion.longest_wait_s
-        self._unclaimed += len(set(mine) - turn.ssd_keys)
-        turn.ssd_keys.update(mine)
+        turn.tiers.awaits |= orders
+        turn.tiers.wait_until = now + promotion.longest_wait_s
+        self._unclaimed += len(set(mine) - turn.tiers.keys)
+        turn.tiers.keys.update(mine)
 
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> bool:
         """Order a waiting job's pages up, for when it is expected back; False if there are none
@@ -231,7 +231,7 @@ class LowerTiers:
     def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
         """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
         True if the turn waits for an answer."""
-        if turn.lookups == 2:
+        if turn.tiers.lookups == 2:
             return False
         keys = turn.page_keys()
         size, limit = self._facts.block_size, turn.request.num_tokens - 1
@@ -239,7 +239,7 @@ class LowerTiers:
         end, somewhere = self._in_vram(turn, stop), self._somewhere()
         while end < stop and somewhere(keys[end]):
             end += 1
-        unknown = keys[end : min(stop, end + FIRST_LOOKUP) if turn.lookups == 0 else stop]
+        unknown = keys[end : min(stop, end + FIRST_LOOKUP) if turn.tiers.lookups == 0 else stop]
         if not unknown:
             return False
         compute_s = prefill.seconds(end * size, len(unknown) * size)
@@ -248,40 +248,44 @@ class LowerTiers:
         orders = {order for order in asked.values() if order is not None}
         if not orders:
             return False
-        turn.lookups += 1
-        turn.asking = True
-        turn.awaits |= orders
-        turn.wait_until = self._clock() + wait_s
+        turn.tiers.lookups += 1
+        turn.tiers.asking = True
+        turn.tiers.awaits |= orders
+        turn.tiers.wait_until = self._clock() + wait_s
         return True
 
     def still_coming(self, turn: Turn, prefill: PrefillFit) -> bool:
         """Promote for the turn, and tell whether the engine shall ask again later: pages worth
         waiting for, or answers, are under way."""
-        if not turn.awaits:
+        if not turn.tiers.awaits:
             self.promote(turn, prefill)
         self._look_at_awaited(turn)
-        if turn.asking and not turn.awaits:
-            turn.asking = False
+        if turn.tiers.asking and not turn.tiers.awaits:
+            turn.tiers.asking = False
             self.promote(turn, prefill)
             self._look_at_awaited(turn)
-        return bool(turn.awaits)
+        return bool(turn.tiers.awaits)
 
     def _look_at_awaited(self, turn: Turn) -> None:
-        if not turn.awaits:
+        if not turn.tiers.awaits:
             return
-        turn.awaits = {order for order in turn.awaits if self._book.under_way(order)}
-        if turn.awaits and self._clock() >= turn.wait_until:
-            self._counters.add("lookups_overdue" if turn.asking else "promotions_overdue")
-            for order in turn.awaits:
+        turn.tiers.awaits = {order for order in turn.tiers.awaits if self._book.under_way(order)}
+        if turn.tiers.awaits and self._clock() >= turn.tiers.wait_until:
+            self._counters.add("lookups_overdue" if turn.tiers.asking else "promotions_overdue")
+            for order in turn.tiers.awaits:
                 self._tiers[self._book.store_of(order)].give_up(order)
-            turn.awaits.clear()
+            turn.tiers.awaits.clear()
+
+    def stop_waiting(self, turn: Turn) -> None:
+        """Have the turn wait for nothing any more."""
+        turn.tiers.awaits.clear()
 
     def claimed(self, turn: Turn) -> None:
         """Let go of what came up for the turn: it was admitted, or is over."""
-        self._unclaimed -= len(turn.ssd_keys)
-        turn.ssd_keys.clear()
-        turn.awaits.clear()
-        turn.asking = False
+        self._unclaimed -= len(turn.tiers.keys)
+        turn.tiers.keys.clear()
+        turn.tiers.awaits.clear()
+        turn.tiers.asking = False
 
     # -- down ---------------------------------------------------------------------
 

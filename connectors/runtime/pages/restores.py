@@ -1,4 +1,4 @@
-"""Restores: what of a prompt can come back from CPU memory, and the orders for it."""
+"""Restores: the pages of a prompt that can come back from CPU memory, and the orders for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import Hit, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
@@ -18,14 +19,19 @@ from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
 logger = logging.getLogger(__name__)
 
 PAGES_A_STEP = 4096
-"""No further restore begins in a step that has ordered so many pages: to order them, and for vLLM
-to find blocks for them, takes time, and to bring them takes longer than the steps in between."""
-ASSUMED_STEP_S = 0.05
-LONGEST_STEP_S = 1.0
+"""Pages ordered in a step, after which no further restore begins in it: to order them, and for the
+engine to find blocks for them, takes time, and to bring them takes longer than steps do."""
 
 
 class Restores:
-    """Finds readable pages and orders their way back to VRAM. Owns the unsent orders."""
+    """Finds readable pages and orders their way back to VRAM. Owns the unsent orders.
+
+    Args:
+        timer: measures steps.
+
+    Attributes:
+        policy: chooses how a restore is made; may be replaced between two of them.
+    """
 
     def __init__(
         self,
@@ -33,9 +39,11 @@ class Restores:
         planner: OrderBook,
         tails: TailIndex,
         policy: RestorePolicy,
+        timer: StepTimer,
         counters: Counters,
     ) -> None:
         self.policy = policy
+        self._timer = timer
         self._facts = facts
         self._planner = planner
         self._index = planner.index
@@ -45,11 +53,9 @@ class Restores:
         self._pages = 0  # of those
         self._refusals = count(-1, -1)  # order ids that are nobody's, each another
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
-        self._step_s = ASSUMED_STEP_S
-        self._last_look: float | None = None
 
     def take(self) -> tuple[LoadOrder, ...]:
-        """The orders not yet sent."""
+        """Hand over the orders not yet sent."""
         orders, self.unsent = tuple(self.unsent), []
         self._pages = 0
         return orders
@@ -61,16 +67,16 @@ class Restores:
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         return first < len(keys) and self._index.readable(keys[first])
 
-    def time_steps(self, now: float, steps: int) -> None:
-        """Learn how long steps with work take; ``steps`` of them were built since the last
-        call, none if an idle step came between."""
-        if steps and self._last_look is not None:
-            seen = min((now - self._last_look) / steps, LONGEST_STEP_S)
-            self._step_s += 0.3 * (seen - self._step_s)
-        self._last_look = now
+    def withdraw(self, turn: Turn) -> None:
+        """Take back what was offered for the turn."""
+        turn.restore.hit = None
+
+    def loaded(self, turn: Turn) -> None:
+        """End the turn's restore: whoever loaded into its blocks is done."""
+        turn.restore.loading = False
 
     def find(self, turn: Turn, num_computed: int, others: int) -> Hit | None:
-        """The longest run of readable pages after the VRAM prefix, a partial tail included.
+        """Offer the longest run of readable pages after the VRAM prefix, with a partial tail.
 
         At least the last token is left to compute: its logits are wanted.
 
@@ -90,25 +96,32 @@ class Restores:
         elif tail := turn.find_tail(self._tails, end, size, limit, self._index.readable):
             found.append(tail[0])
             tokens += tail[1]
+        usable = self.policy.usable(tokens)
+        if usable < tokens:
+            tokens = usable
+            del found[max(0, -(-tokens // size) - first) :]
         if tokens <= num_computed:
-            return None
-        return Hit(first, tuple(found), tokens - num_computed, self._mode(len(found), others))
+            turn.restore.hit = None
+        else:
+            mode = self._mode(len(found), others)
+            turn.restore.hit = Hit(first, tuple(found), tokens - num_computed, mode)
+        return turn.restore.hit
 
     def _mode(self, pages: int, others: int) -> RestoreMode:
         if not self._facts.sync_restores:
             return RestoreMode.ASYNC
         copy_s = self._planner.copy_seconds(pages)
-        return self.policy.choose(RestoreCost(copy_s, self._step_s, others))
+        return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))
 
     def order(self, turn: Turn, block_ids: Sequence[int], tokens: int) -> None:
-        """Order the restore that vLLM now counts on.
+        """Order the restore that the engine now counts on.
 
         Raises:
             RuntimeError: none was offered; follow with ``refuse``.
         """
-        hit = turn.hit
+        hit = turn.restore.hit
         if hit is None:
-            raise RuntimeError("vLLM expects a restore that was not offered")
+            raise RuntimeError("the engine expects a restore that was not offered")
         keys = hit.keys[: -(-tokens // self._facts.block_size)]
         where = block_ids[hit.first : hit.first + len(keys)]
         order = self._planner.plan_load(turn.request_id, keys, where, hit.mode)
@@ -116,13 +129,13 @@ class Restores:
         self._pages += len(keys)
         if hit.mode is RestoreMode.SYNC:
             self._from_there[order.order_id] = tuple(block_ids[hit.first :])
-        turn.hit = None
-        turn.loading = hit.mode is RestoreMode.ASYNC
-        self._counters.add("restores_async" if turn.loading else "restores_sync")
+        turn.restore.hit = None
+        turn.restore.loading = hit.mode is RestoreMode.ASYNC
+        self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
 
     def refuse(self, request_id: str, hit: Hit | None, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """vLLM counts on a restore that cannot be ordered: order one that must fail, so
-        that the workers report its blocks as bad and the tokens are recomputed.
+        """Order a restore that must fail, in place of one that the engine counts on: the workers
+        report its blocks as bad, and the tokens are recomputed.
 
         Returns:
             The blocks that will hold nothing.
@@ -135,8 +148,11 @@ class Restores:
         return bad
 
     def settled(self, done: Settled) -> tuple[int, ...]:
-        """A restore is over on every rank; returns the blocks of its request that vLLM hashed
-        before it was made, and those behind."""
+        """Take in a restore that is over on every rank.
+
+        Returns:
+            The blocks of its request that the engine hashed before it was made, and those behind.
+        """
         assert isinstance(done.order, LoadOrder)
         good = len(done.keys) - len(done.failed)
         self._counters.add("pages_restored", good)

@@ -55,15 +55,23 @@ class Saves:
         self._last_of_turn: dict[OrderId, list[PageKey]] = {}
 
     def take(self) -> tuple[SaveOrder, ...]:
-        """The orders not yet sent."""
+        """Hand over the orders not yet sent."""
         orders, self.unsent = tuple(self.unsent), []
         return orders
 
     def watch(self, turn: Turn, step: int) -> None:
         """Look for newly filled blocks of this turn in that step, and not before."""
-        if turn.fingerprint is not None:
-            turn.due = step
+        if turn.pages.fingerprint is not None:
+            turn.save.due = step
             self._calendar[step].append(turn)
+
+    def resume(self, turn: Turn) -> None:
+        """Go on saving the turn: nobody else loads into its blocks any more."""
+        turn.save.suspended = False
+
+    def start_over(self, turn: Turn) -> None:
+        """Offer all of the turn's blocks again."""
+        turn.save.cursor = 0
 
     def step(self, step: int, scheduled: Mapping[str, int]) -> None:
         """Order saves of the blocks that are full once this step has run.
@@ -78,17 +86,17 @@ class Saves:
         size = self._facts.block_size
         stride = max(size, STRIDE_TOKENS // size * size)
         for turn in due:
-            if turn.due != step or turn.fingerprint is None:
+            if turn.save.due != step or turn.pages.fingerprint is None:
                 continue
             request = turn.request
             if request.waits_for_kv:
-                turn.loading = True  # by another connector; vLLM admits it again when it has come
+                turn.save.suspended = True  # until the engine admits it again
                 continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
             filled.update(self._newly_filled(turn, tokens))
             look = step + 1  # a prefill may fill many blocks in the next step
             if tokens >= request.num_tokens:
-                look += max(0, turn.cursor * size + stride - tokens - 1)
+                look += max(0, turn.save.cursor * size + stride - tokens - 1)
                 look += -look % TOGETHER
             self.watch(turn, look)
         self._order(filled)
@@ -96,7 +104,7 @@ class Saves:
     def finish(
         self, turn: Turn, block_ids: Sequence[int]
     ) -> tuple[SaveOrder | None, list[PageKey]]:
-        """The turn is over: save the blocks it filled last, and its partial tail.
+        """Save the blocks that a turn filled last, and its partial tail, at its end.
 
         All its pages then count as just used, the end of the context as the least
         valuable: a prefix without its end is a hit, an end without its prefix is none.
@@ -104,7 +112,7 @@ class Saves:
         Returns:
             The last save of the turn, if there is one, and all its pages, first to last.
         """
-        turn.due = -1
+        turn.save.due = None
         request, size = turn.request, self._facts.block_size
         computed = min(
             request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1
@@ -113,10 +121,10 @@ class Saves:
         block, length = divmod(computed, size)
         place = None
         worth_it = block > 0 or turn.job is not None  # else a slot for a few stray tokens
-        if length and worth_it and block == turn.cursor and block < len(block_ids):
+        if length and worth_it and block == turn.save.cursor and block < len(block_ids):
             place = turn.tail_place(block, size)
         self._remember_prompt_end(turn)
-        used = list(reversed(turn.page_keys()[: turn.cursor]))
+        used = list(reversed(turn.page_keys()[: turn.save.cursor]))
         if place is not None:
             tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
             pages[tail.key] = block_ids[block]
@@ -133,16 +141,19 @@ class Saves:
         return order, used[::-1]
 
     def _remember_prompt_end(self, turn: Turn) -> None:
-        """The answer has filled the block in which the prompt ended: a prompt that ends there
-        again, or goes on otherwise (answers are tokenised anew), can use its first part."""
+        """Keep the block in which the prompt ended as a partial tail: the answer has filled it.
+
+        A prompt that ends there again, or goes on otherwise (answers are tokenised anew), can use
+        its first part.
+        """
         size = self._facts.block_size
         block, length = divmod(turn.request.num_prompt_tokens, size)
-        if length and block < turn.cursor and (place := turn.tail_place(block, size)):
+        if length and block < turn.save.cursor and (place := turn.tail_place(block, size)):
             tokens = turn.request.all_token_ids[block * size : (block + 1) * size]
             self._tails.add(*place, tokens, key=turn.page_keys()[block])
 
     def settled(self, done: Settled) -> None:
-        """A save is over on every rank: its blocks need no longer stay."""
+        """Give up the blocks of a save that is over on every rank."""
         assert isinstance(done.order, SaveOrder)
         self.over += 1
         self._planner.index.touch(self._last_of_turn.pop(done.order.order_id, ()))
@@ -196,10 +207,10 @@ class Saves:
         keys = turn.page_keys()
         blocks = self._pool.tables.get(turn.request_id, ())
         full = min(tokens // self._facts.block_size, len(keys), len(blocks))
-        start = turn.cursor
+        start = turn.save.cursor
         if full <= start:
             return ()
-        turn.cursor = full
+        turn.save.cursor = full
         return zip(keys[start:full], [b.block_id for b in blocks[start:full]], strict=True)
 
     def _order(self, pages: Mapping[PageKey, int]) -> SaveOrder | None:

@@ -107,8 +107,8 @@ class Room:
         wanted = self._blocks(turn) + self._pool.watermark
         # If not, vLLM refuses it once for want of blocks.
         sure = not self._late(step) or self._pool.num_free() >= wanted
-        asked_before = sure and turn.asked_at == step - 1
-        turn.asked_at = step if sure else -1
+        asked_before = sure and turn.pressure.asked_at == step - 1
+        turn.pressure.asked_at = step if sure else None
         if not len(self._pins):
             return
         spare = turn.job.key if turn.job else None
@@ -120,7 +120,7 @@ class Room:
         waiter_born = self._waiter_born(turn)
         released = self._pins.make_room(enough, spare, waiter_born)
         self._counters.add("pins_released", released)
-        hit = turn.hit
+        hit = turn.restore.hit
         if asked_before and not released and hit is not None and hit.mode is RestoreMode.ASYNC:
             # Refused in the step before although its blocks were free: an async restore
             # must leave what running prefills still need. Give way one by one.
@@ -131,7 +131,7 @@ class Room:
         there who would give blocks back."""
         if turn.request.num_preemptions or not any(self._pool.tables.values()):
             return None
-        return born(turn) if self.in_job_order or turn.new else None
+        return born(turn) if self.in_job_order or turn.hold.new else None
 
     def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""

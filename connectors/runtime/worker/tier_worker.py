@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -37,6 +37,7 @@ class TierWorker:
         rank: index of this worker.
         fingerprint: fingerprint of the group's pages.
         pool: slots that pages come from and go to.
+        clock: monotonic seconds.
 
     Raises:
         ConfigError: the store cannot be opened; the sentence says what to do.
@@ -50,6 +51,7 @@ class TierWorker:
         rank: int,
         fingerprint: Fingerprint,
         pool: CpuPool,
+        clock: Callable[[], float],
     ) -> None:
         self.name = tier.spec.tier
         self._tier = tier
@@ -63,7 +65,7 @@ class TierWorker:
         )
         with _on_all_cores():
             store = tier.open(self._site)
-            self.io = IoThread(store, pool.slots[:, : group.page_bytes])
+            self.io = IoThread(store, pool.slots[:, : group.page_bytes], clock)
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
         self._known = tier.spec.knowledge is Knowledge.KNOWN
         self._lasting = fingerprint.lasting

@@ -8,7 +8,8 @@ the worker's thread; the backend has threads or streams of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ class WorkerHalf:
         rank: this worker's rank.
         fingerprints: gives the fingerprint of each page group; asked only with tiers below
             CPU memory.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -47,14 +49,16 @@ class WorkerHalf:
         config: TierConfig,
         rank: int,
         fingerprints: Callable[[], Sequence[Fingerprint]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
         self._config = config
         self._rank = rank
         self._fingerprints = fingerprints
+        self._clock = clock
         self._speeds = Speeds(copy=0.0, flops=0.0)
         self.stores: dict[StoreId, TierWorker] = {}
-        self._pool: CpuPool | None = None
+        self.pool: CpuPool | None = None
         self.backend: TransferBackend | None = None
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
@@ -89,25 +93,25 @@ class WorkerHalf:
         check_cpu_size(self._config, ranks, local_ranks, *memory())
         slot_bytes = self._facts.slot_bytes
         layouts = [group.layout for group in groups]
-        self._pool = CpuPool(slots, slot_bytes, pin=on_gpu)
+        self.pool = CpuPool(slots, slot_bytes, pin=on_gpu)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if on_gpu:
             from tiered_kv.transfer.cuda.backend import CudaTransfer
 
-            self.backend = CudaTransfer(layouts, raw, self._pool)
+            self.backend = CudaTransfer(layouts, raw, self.pool)
         else:
             from tiered_kv.transfer.cpu import CpuTransfer
 
-            self.backend = CpuTransfer(layouts, raw.numpy(), self._pool)
+            self.backend = CpuTransfer(layouts, raw.numpy(), self.pool)
         logger.info(
             "CPU tier of rank %d: %d slots of %d KiB, %.2f GiB%s",
             self._rank,
             slots,
             slot_bytes >> 10,
             slots * slot_bytes / (1 << 30),
-            ", pinned" if self._pool.pinned else "",
+            ", pinned" if self.pool.pinned else "",
         )
-        copy = measure_copies(self.backend, self._pool, self._facts.num_blocks)
+        copy = measure_copies(self.backend, self.pool, self._facts.num_blocks)
         self._speeds = replace(self._speeds, copy=copy)
         try:
             tiers = make_tiers(self._config)
@@ -115,7 +119,7 @@ class WorkerHalf:
             for tier in tiers:
                 for i, (group, fingerprint) in enumerate(zip(groups, fingerprints, strict=True)):
                     self.stores[StoreId(tier.spec.tier, i)] = TierWorker(
-                        tier, group, self._facts, self._rank, fingerprint, self._pool
+                        tier, group, self._facts, self._rank, fingerprint, self.pool, self._clock
                     )
         except BaseException:
             self.close()
@@ -174,6 +178,11 @@ class WorkerHalf:
         arrived, self._arrived = self._arrived, set()
         return arrived
 
+    @property
+    def bad_blocks(self) -> Collection[int]:
+        """Blocks whose restore failed since they were last taken."""
+        return self._bad_blocks
+
     def take_bad_blocks(self) -> set[int]:
         """VRAM blocks whose restore failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
@@ -219,9 +228,9 @@ class WorkerHalf:
         Idempotent. What one of these fails to do keeps none of the others from being done.
         """
         with ExitStack() as last_to_first:
-            if self._pool is not None:
-                last_to_first.callback(self._pool.close)
-                self._pool = None
+            if self.pool is not None:
+                last_to_first.callback(self.pool.close)
+                self.pool = None
             for tier in self.stores.values():
                 last_to_first.callback(tier.close)
             if self.backend is not None:

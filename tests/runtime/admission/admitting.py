@@ -29,11 +29,5 @@ def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed:
     rig.add(name, text(tokens, seed=seed or sum(name.encode())), max_tokens=40, params=params)
 
 
-def held(rig: Rig) -> list[str]:
-    """Requests parked, or held in vLLM's queue."""
-    parked = list(getattr(rig.scheduler, "_parked", ()))
-    return parked or sorted(rig.half.queue._held)
-
-
 def running(rig: Rig) -> list[str]:
     return sorted(request.request_id for request in rig.scheduler.running)

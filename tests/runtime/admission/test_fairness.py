@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.admission.admitting import TOKENS, held
+from tests.runtime.admission.admitting import TOKENS
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import JobKey
 from tiered_kv.testing.vllm.rig import Rig, text
@@ -45,7 +45,7 @@ def waits_s(rig: Rig, name: str) -> float:
     params = {"job_id": name, "is_last_step": True}
     rig.add(name, text(TOKENS, seed=sum(name.encode())), params=params, salt=f"salt {name}")
     began = rig.now
-    while name in held(rig):
+    while name in rig.held():
         rig.now += 0.5
         rig.step()
         assert "busy" not in rig.finished
@@ -101,16 +101,16 @@ def test_a_pin_of_a_job_that_will_hardly_return_goes_for_anybody(make_rig: MakeR
         rig.now += 1.0
     rig.ask("open0", text(700, seed=2), params={**said, "job_id": "gone"}, salt="one")
     key = JobKey("one", "gone")
-    rig.half.pins.until(key, rig.now + 3600.0, 100.0, 100.0)  # worth everybody's wait
-    assert key in rig.half.pins
+    rig.pins.until(key, rig.now + 3600.0, 100.0, 100.0)  # worth everybody's wait
+    assert key in rig.pins
     rig.add("busy", text(20, seed=99), max_tokens=600, params={"job_id": "busy"}, salt="one")
     rig.step()
     rig.now += 20.0
     rig.add("new", text(700, seed=3), params={"job_id": "new", "is_last_step": True}, salt="other")
     rig.step()
     rig.step()
-    assert "new" not in held(rig)
-    assert key not in rig.half.pins
+    assert "new" not in rig.held()
+    assert key not in rig.pins
     rig.abort("busy")
     rig.run()
 
@@ -123,6 +123,6 @@ def test_a_context_shared_by_jobs_that_have_gone_takes_no_room(make_rig: MakeRig
     for n in range(OPEN):
         params = {**said, "job_id": f"named anew {n}"}
         rig.ask(f"r{n}", shared + text(20 * n, seed=8), params=params, salt="one")
-    before = rig.half.admission.demand()
+    before = rig.gate.demand()
     rig.now += 20.0
-    assert rig.half.admission.demand() < 0.3 * before
+    assert rig.gate.demand() < 0.3 * before

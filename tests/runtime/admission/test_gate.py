@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.admission.admitting import BLOCKS, TOKENS, begin, held, holding_rig, running
+from tests.runtime.admission.admitting import BLOCKS, TOKENS, begin, holding_rig, running
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.admission.active_jobs import AWAY_S
 from tiered_kv.policies.admission.working_set import MOST
+from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig, expected, text
 
@@ -22,11 +23,11 @@ def test_a_job_waits_until_another_has_ended(make_rig: MakeRig, in_job_order: bo
         rig.step()
     for _ in range(5):
         rig.step()
-    assert held(rig) == ["d"]
+    assert rig.held() == ["d"]
     assert running(rig) == ["a", "b", "c"]
     rig.run()
     assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
-    assert len(rig.half.admission.jobs) == 0, "every job said that it was over"
+    assert len(rig.gate.jobs) == 0, "every job said that it was over"
     rig.check_clean()
 
 
@@ -37,9 +38,9 @@ def test_a_small_job_does_not_overtake_one_that_is_held(make_rig: MakeRig) -> No
         rig.step()
     rig.add("small", text(8, seed=1), max_tokens=4, params={"job_id": "small"})
     rig.step()
-    assert held(rig) == ["d", "small"]
+    assert rig.held() == ["d", "small"]
     rig.run()
-    assert rig.half.admission.refused == 2
+    assert rig.gate.refused == 2
 
 
 @pytest.mark.parametrize("in_job_order", [True, False])
@@ -48,7 +49,7 @@ def test_without_admission_nobody_is_held(make_rig: MakeRig, in_job_order: bool)
     for name in "abcdefgh":
         begin(rig, name)
         rig.step()
-    assert held(rig) == []
+    assert rig.held() == []
     rig.run()
     rig.check_clean()
 
@@ -61,10 +62,10 @@ def test_a_job_in_mid_course_is_not_held_however_full_it_is(make_rig: MakeRig) -
         begin(rig, name)
         rig.step()
     begin(rig, "e")
-    assert "e" in held(rig)
+    assert "e" in rig.held()
     context = rig.prompts["a"] + rig.outputs["a"] + text(20, seed=99)
     rig.add("a2", context, max_tokens=4, params={"job_id": "a", "is_last_step": True})
-    assert "a2" not in held(rig)
+    assert "a2" not in rig.held()
     rig.run()
     assert rig.outputs["a2"] == expected(context, 4)
     rig.check_clean()
@@ -95,11 +96,11 @@ def test_a_turn_waits_while_older_jobs_leave_its_context_no_room(make_rig: MakeR
     goes_on(rig, "c")
     begin(rig, "e")
     goes_on(rig, "b")
-    assert held(rig) == ["c2", "d", "e"], "a and b take 50 blocks"
+    assert rig.held() == ["c2", "d", "e"], "a and b take 50 blocks"
     rig.run()
     for name in ("a2", "b2", "c2"):
         assert rig.outputs[name] == expected(rig.prompts[name], 20)
-    assert (rig.half.admission.delayed, rig.half.admission.refused) == (1, 2)
+    assert (rig.gate.delayed, rig.gate.refused) == (1, 2)
     rig.check_clean()
 
 
@@ -110,10 +111,10 @@ def test_a_turn_waits_no_longer_than_a_client_does(make_rig: MakeRig) -> None:
         rig.step()
     rig.now += 4.9
     rig.step()
-    assert held(rig) == ["c2"]
+    assert rig.held() == ["c2"]
     rig.now += 0.2
     rig.step()
-    assert held(rig) == []
+    assert rig.held() == []
     rig.run()
     rig.check_clean()
 
@@ -127,10 +128,10 @@ def test_a_new_job_waits_no_longer_because_turns_go_before_it(make_rig: MakeRig)
     for name in "bc":
         goes_on(rig, name)
     rig.step()
-    assert held(rig) == ["c2", "d"]
+    assert rig.held() == ["c2", "d"]
     rig.now += 2.1
     rig.step()
-    assert held(rig) == ["c2"]
+    assert rig.held() == ["c2"]
     rig.run()
     rig.check_clean()
 
@@ -142,7 +143,7 @@ def test_a_turn_does_not_wait_for_an_older_job_with_a_slow_tool(make_rig: MakeRi
         goes_on(rig, "a")
         rig.step()
         goes_on(rig, "c")
-        assert held(rig) == waiting, "b is away"
+        assert rig.held() == waiting, "b is away"
         rig.run()
         rig.check_clean()
 
@@ -154,14 +155,14 @@ def test_a_turn_waits_for_an_older_job_whose_kv_is_kept_however_slow_its_tool(
     rig.now += AWAY_S + 1
     goes_on(rig, "a")
     rig.step()
-    kept = {job.name: job for job in rig.half.gaps.waits.jobs() if job in rig.half.pins}
+    kept = {job.name: job for job in rig.gaps.manager.open.jobs() if job in rig.pins}
     goes_on(rig, "c")
     assert "b" in kept
-    assert held(rig) == ["c2"], "b is pinned for a minute"
-    rig.half.pins.release(kept["b"])
+    assert rig.held() == ["c2"], "b is pinned for a minute"
+    rig.pins.release(kept["b"])
     rig.now += 1
     rig.step()
-    assert held(rig) == []
+    assert rig.held() == []
     rig.run()
     rig.half.let_go()
     rig.check_clean()
@@ -172,7 +173,7 @@ def test_a_turn_does_not_wait_while_cpu_memory_has_room_for_the_others(make_rig:
     for name in "abc":
         goes_on(rig, name)
         rig.step()
-    assert held(rig) == []
+    assert rig.held() == []
     rig.run()
     rig.check_clean()
 
@@ -184,7 +185,7 @@ def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: Ma
         for name in "abcd":
             begin(rig, name)
             rig.step()
-        assert held(rig) == waiting
+        assert rig.held() == waiting
         rig.run()
         rig.check_clean()
 
@@ -193,11 +194,11 @@ def test_more_than_all_is_given_out_of_vram_but_not_of_cpu_memory(make_rig: Make
     """Four jobs of 19 blocks are more than 62 slots, though not more than five quarters of them."""
     for slots, waiting in ((62, ["d"]), (80, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
-        rig.half.admission.allowance.share = MOST
+        rig.gate.allowance.share = MOST
         for name in "abcd":
             begin(rig, name)
             rig.step()
-        assert held(rig) == waiting
+        assert rig.held() == waiting
         rig.run()
         rig.check_clean()
 
@@ -217,8 +218,8 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
         goes_on(rig, "a")
         rig.step()
         begin(rig, "d", tokens=60)
-        assert rig.half.admission.demand() + 5 < BLOCKS - 1
-        assert held(rig) == waiting
+        assert rig.gate.demand() + 5 < BLOCKS - 1
+        assert rig.held() == waiting
         rig.run()
         rig.check_clean()
 
@@ -228,13 +229,13 @@ def test_a_job_that_waited_for_too_long_is_let_in(make_rig: MakeRig) -> None:
     for name in "abcd":
         begin(rig, name)
         rig.step()
-    assert held(rig) == ["d"]
+    assert rig.held() == ["d"]
     rig.now += 4.9
     rig.step()
-    assert held(rig) == ["d"]
+    assert rig.held() == ["d"]
     rig.now += 0.2
     rig.step()
-    assert held(rig) == []
+    assert rig.held() == []
     rig.run()
     rig.check_clean()
 
@@ -244,7 +245,7 @@ def test_a_job_is_not_held_when_there_is_nothing_else_to_do(make_rig: MakeRig) -
     for name in "abc":
         begin(rig, name, last=False)
         rig.run()
-    assert len(rig.half.admission.jobs) == 3, "none of them has ended"
+    assert len(rig.gate.jobs) == 3, "none of them has ended"
     begin(rig, "d")
     rig.step()
     assert running(rig) == ["d"]
@@ -255,7 +256,7 @@ def test_jobs_that_arrive_at_once_are_counted_before_they_run(make_rig: MakeRig)
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "abcdef":
         begin(rig, name)
-    assert held(rig) == ["d", "e", "f"]
+    assert rig.held() == ["d", "e", "f"]
     rig.run()
     rig.check_clean()
 
@@ -270,10 +271,10 @@ def test_a_client_that_hangs_up_is_held_no_longer(make_rig: MakeRig, whose: str 
         rig.step()
     assert rig.scheduler.get_request_counts() == (3, 1)
     rig.scheduler.finish_requests(whose, RequestStatus.FINISHED_ABORTED)
-    assert held(rig) == []
+    assert rig.held() == []
     rig.run()
     assert rig.outputs["d"] == []
-    assert len(rig.half.admission.jobs) == 0
+    assert len(rig.gate.jobs) == 0
     rig.check_clean()
 
 
@@ -283,7 +284,7 @@ def test_vllm_s_own_queue_holds_eight_at_once(make_rig: MakeRig) -> None:
         begin(rig, f"job{number}", seed=100 + number)
         rig.step()
     # The one held for longest was let in for the last that was looked at, and has no room yet.
-    assert held(rig) == sorted(f"job{number}" for number in range(4, 12))
+    assert rig.held() == sorted(f"job{number}" for number in range(4, 12))
     rig.run()
     rig.check_clean()
 
@@ -296,8 +297,8 @@ def test_what_jobs_share_is_counted_once(make_rig: MakeRig) -> None:
         rig.add(f"job{number}", own, max_tokens=40, params={"job_id": f"job{number}"})
         for _ in range(3):
             rig.step()
-    assert held(rig) == [], "sixteen blocks of each are the same"
-    assert rig.half.admission.demand() < BLOCKS
+    assert rig.held() == [], "sixteen blocks of each are the same"
+    assert rig.gate.demand() < BLOCKS
     rig.run()
 
 
@@ -305,14 +306,14 @@ def test_a_job_that_fell_silent_no_longer_takes_room(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "a", last=False)
     rig.run()
-    before = rig.half.admission.demand()
+    before = rig.gate.demand()
     rig.now += 3600
-    rig.half.pins.release_all()
+    rig.pins.release_all()
     assert before > 15
-    assert rig.half.admission.demand() == 0
+    assert rig.gate.demand() == 0
     context = rig.prompts["a"] + rig.outputs["a"]
     rig.add("a2", context, max_tokens=4, params={"job_id": "a"})
-    assert rig.half.admission.demand() > 15, "it is back"
+    assert rig.gate.demand() > 15, "it is back"
     rig.run()
 
 
@@ -322,26 +323,28 @@ def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig
         begin(rig, name, last=False, tokens=100)
         rig.run()
     rig.now += 3600
-    rig.half.pins.release_all()
+    rig.pins.release_all()
     begin(rig, "young", tokens=100)
     rig.step()
-    assert rig.half.admission.demand() < 15, "they are taken to have ended"
+    assert rig.gate.demand() < 15, "they are taken to have ended"
     for name in "ba":
         context = rig.prompts[name] + rig.outputs[name]
         rig.add(f"{name}2", context, params={"job_id": name, "is_last_step": True})
-    jobs = rig.half.gaps.jobs._jobs
-    for order in (rig.half.admission.jobs._members, sorted(jobs, key=lambda key: jobs[key].born)):
+    begun = [key for key, _ in rig.gate.jobs.items()]
+    for order in (begun, rig.gaps.manager.jobs.oldest_first()):
         assert [key.name for key in order] == ["young", "b", "a"]
     rig.run()
 
 
-def test_requests_without_a_job_count_while_they_run(make_rig: MakeRig) -> None:
+def test_requests_without_a_job_count_while_they_run(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
-    rig.half.gaps._lineage.arrived = lambda *_: None  # nothing is inferred of them
+    monkeypatch.setattr(Lineage, "arrived", lambda *_: None)  # nothing is inferred of them
     for name in "abcd":
         rig.add(name, text(TOKENS, seed=ord(name)), max_tokens=40)
         rig.step()
-    assert held(rig) == ["d"]
+    assert rig.held() == ["d"]
     rig.run()
-    assert len(rig.half.admission.jobs) == 0
+    assert len(rig.gate.jobs) == 0
     rig.check_clean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.admission.admitting import BLOCKS, begin, held
+from tests.runtime.admission.admitting import BLOCKS, begin
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.admission.active_jobs import BegunJobs
 from tiered_kv.testing.vllm.rig import Rig, text
@@ -17,7 +17,7 @@ def rig(make_rig: MakeRig) -> Rig:
 
 
 def jobs(rig: Rig) -> BegunJobs:
-    found: BegunJobs = rig.half.admission.jobs
+    found: BegunJobs = rig.gate.jobs
     return found
 
 
@@ -61,5 +61,5 @@ def test_the_room_is_all_of_vram_but_the_block_that_vllm_keeps(
     begin(rig, "a", tokens=32 * 16)
     rig.step()
     begin(rig, "b", tokens=tokens)
-    assert held(rig) == waiting
+    assert rig.held() == waiting
     rig.run()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.admission.admitting import TOKENS, begin, held, holding_rig, running
+from tests.runtime.admission.admitting import TOKENS, begin, holding_rig, running
 from tests.runtime.conftest import MakeRig
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.policies.base import JobKey
@@ -45,16 +45,16 @@ def test_a_pin_outlasts_younger_jobs_while_something_runs(
     rig.step()
 
     old, young = JobKey("", "old"), JobKey("", "young")
-    rig.half.pins.until(young, rig.now + 60.0, 1.0, earns=0.9)
+    rig.pins.until(young, rig.now + 60.0, 1.0, earns=0.9)
     for seed in (5, 6, 7):
         rig.add(f"middle{seed}", text(240, seed=seed), params={"job_id": "middle"})
     rig.step()
     if in_job_order:
-        assert old in rig.half.pins
-        assert young not in rig.half.pins
+        assert old in rig.pins
+        assert young not in rig.pins
         assert len(rig.scheduler.waiting) == 1, "the room of the youngest is enough for two"
     else:
-        assert old not in rig.half.pins
+        assert old not in rig.pins
         assert not rig.scheduler.waiting
     rig.run()
     assert rig.outputs["middle7"] == expected(text(240, seed=7), 4)
@@ -106,7 +106,7 @@ def test_who_began_last_is_preempted_but_nobody_in_the_last_turn(make_rig: MakeR
 
 
 def rank(rig: Rig) -> Any:
-    return rig.half.queue.running_rank
+    return rig.admission.queue.running_rank
 
 
 def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> None:
@@ -115,7 +115,7 @@ def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> Non
     rig.now += 1
     begin(rig, "pinned", tokens=40, last=False)
     rig.run()
-    rig.half.pins.release(JobKey("", "older"))
+    rig.pins.release(JobKey("", "older"))
     begin(rig, "running", tokens=20)
     rig.step()
     for name in ("older", "pinned"):
@@ -133,14 +133,14 @@ def test_a_scheduler_that_cannot_ask_goes_on_as_vllm_s_own(
     for name in "abcd":
         begin(rig, name)
         rig.step()
-    assert held(rig) == ["d"]
+    assert rig.held() == ["d"]
 
     def broken(_: str) -> bool:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.half.queue, "holds", broken)
+    monkeypatch.setattr(rig.admission.queue, "holds", broken)
     rig.step()
-    assert held(rig) == []
+    assert rig.held() == []
     assert rig.count("hook_errors") == 1
     rig.run()
     assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
@@ -153,18 +153,18 @@ def test_when_nothing_happens_for_long_everything_held_is_given_up(
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "pinned", last=False)
     rig.run()
-    monkeypatch.setattr(rig.half.admission, "holds", lambda turn: turn.new)
-    monkeypatch.setattr(rig.half.admission, "lets_overdue_in", lambda turn: not turn.new)
+    monkeypatch.setattr(rig.gate, "holds", lambda turn, behind=False: turn.hold.new)
+    monkeypatch.setattr(rig.gate, "lets_overdue_in", lambda turn: not turn.hold.new)
     begin(rig, "stuck")
     for _ in range(10):  # at rest, but for a step now and then: a paused engine
         rig.step()
         rig.now += 5
-    assert held(rig) == ["stuck"]
+    assert rig.held() == ["stuck"]
     for _ in range(100):
         rig.step()
         rig.now += 0.5
-    assert held(rig) == []
-    assert rig.half.pins.held_blocks == 0
+    assert rig.held() == []
+    assert rig.pins.held_blocks == 0
     assert rig.count("watchdog_barks") == 1
     rig.run()
     assert rig.outputs["stuck"] == expected(text(TOKENS, seed=sum(b"stuck")), 40)
@@ -189,9 +189,9 @@ def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
         begin(rig, name)
     for name, priority in (("late", 5), ("urgent", 1), ("later", 5)):
         rig.add(name, text(TOKENS, seed=priority), max_tokens=2, priority=priority)
-    assert held(rig) == ["urgent", "late", "later"]
+    assert rig.held() == ["urgent", "late", "later"]
     rig.add("small", text(20, seed=3), max_tokens=2, priority=0)
-    assert "small" not in held(rig), "nobody as urgent is held"
+    assert "small" not in rig.held(), "nobody as urgent is held"
     rig.run()
     assert list(rig.finished).index("urgent") < list(rig.finished).index("late")
 

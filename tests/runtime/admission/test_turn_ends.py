@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.admission.admitting import TOKENS, begin, held, holding_rig, running
+from tests.runtime.admission.admitting import TOKENS, begin, holding_rig, running
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import JobKey
 from tiered_kv.testing.vllm.rig import Rig, expected, text
@@ -29,9 +29,9 @@ def test_a_turn_that_met_a_stop_string_ended_by_itself(make_rig: MakeRig) -> Non
     rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
     cut_short(rig, "stopped", stop=("Observation:",))
     cut_short(rig, "hung up")
-    assert JobKey("", "stopped") in rig.half.pins
-    assert JobKey("", "hung up") not in rig.half.pins
-    assert len(rig.half.admission.jobs) == 1
+    assert JobKey("", "stopped") in rig.pins
+    assert JobKey("", "hung up") not in rig.pins
+    assert len(rig.gate.jobs) == 1
 
 
 def test_one_with_stop_strings_that_said_nothing_was_cancelled(make_rig: MakeRig) -> None:
@@ -52,12 +52,12 @@ def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRi
         begin(rig, name)
         rig.step()
     begin(rig, "new")
-    assert held(rig) == ["new"]
+    assert rig.held() == ["new"]
     rig.add("try1", context, params={"job_id": "patient"})
     rig.abort("try1")
-    assert len(rig.half.admission.jobs) == len(running(rig)), "it takes no room while it is away"
+    assert len(rig.gate.jobs) == len(running(rig)), "it takes no room while it is away"
     rig.add("try2", context, params={"job_id": "patient", "is_last_step": True})
-    assert held(rig) == ["new"]
+    assert rig.held() == ["new"]
     rig.run()
     assert rig.outputs["try2"] == expected(context, 4)
     rig.check_clean()
@@ -70,7 +70,7 @@ def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
     rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
     for number in range(5):
         cut_short(rig, f"j{number}")
-    scopes = rig.half.admission.jobs._scopes
+    scopes = rig.gate.jobs._scopes
     assert list(scopes[""].silent) == [JobKey("", f"j{number}") for number in (2, 3, 4)]
     rig.add("other", text(20, seed=9), params={"job_id": "other"}, salt="another client's")
     rig.step()
@@ -89,16 +89,16 @@ def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
     rig.add("both1", text(TOKENS, seed=1), max_tokens=20, params=params)
     begin(rig, "c")
     rig.add("both2", text(TOKENS, seed=2), max_tokens=20, params=params)
-    assert held(rig) == ["c", "both2"]
+    assert rig.held() == ["c", "both2"]
     while "both1" not in running(rig):
         rig.step()
     with monkeypatch.context() as patch:
-        patch.setattr(rig.half.queue, "holds", lambda _: True)
+        patch.setattr(rig.admission.queue, "holds", lambda _: True)
         rig.step()
-    assert held(rig) == ["both2", "c"], "it goes before new jobs now"
-    begun = len(rig.half.admission.jobs)
+    assert rig.held() == ["both2", "c"], "it goes before new jobs now"
+    begun = len(rig.gate.jobs)
     rig.abort("both2")
-    assert len(rig.half.admission.jobs) == begun, "both1 runs"
+    assert len(rig.gate.jobs) == begun, "both1 runs"
     rig.run()
 
 
@@ -119,8 +119,9 @@ def test_what_jobs_wait_with_is_not_listed_once_for_each(make_rig: MakeRig) -> N
     rig = make_rig()
     for number in range(3):
         rig.ask(f"t{number}", text(300, seed=number), params={"job_id": f"j{number}"})
-    waits = rig.half.gaps.waits
-    assert [(list(wait.pages), wait.saved) for wait in waits._waits.values()] == [([], True)] * 3
+    gaps = rig.gaps.manager.open
+    waiting = [gaps[job] for job in gaps.jobs()]
+    assert [(list(gap.pages), gap.saved) for gap in waiting] == [([], True)] * 3
     rig.ask("again", rig.prompts["t1"] + rig.outputs["t1"] + [1], params={"job_id": "j1"})
     assert rig.outputs["again"] == expected(rig.prompts["again"], 4)
 
@@ -135,12 +136,12 @@ def test_a_turn_whose_end_fails_does_not_run_for_ever(
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.half.saves, "finish", broken)
+        patch.setattr(rig.pages.saves, "finish", broken)
         rig.ask("t2", text(150, seed=2), params={"job_id": "j"})
     assert rig.count("hook_errors") == 1
-    assert len(rig.half.admission.jobs) == 0
+    assert len(rig.gate.jobs) == 0
     rig.ask("t3", text(170, seed=3), params={"job_id": "j"})
-    assert JobKey("", "j") in rig.half.pins, "no other turn of it runs"
+    assert JobKey("", "j") in rig.pins, "no other turn of it runs"
 
 
 def test_a_step_that_fails_defers_nobody_for_good(
@@ -151,10 +152,10 @@ def test_a_step_that_fails_defers_nobody_for_good(
     def broken(*_: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.half.saves, "step", broken)
+    monkeypatch.setattr(rig.pages.saves, "step", broken)
     rig.add("running", text(50, seed=1), max_tokens=20)
     rig.step()
-    rig.half.room.defer_new = True
+    rig.admission.pressure.defer_new = True
     rig.add("next", text(50, seed=2))
     rig.step()
     rig.step()
@@ -169,7 +170,7 @@ def test_a_scheduler_that_cannot_ask_says_so_once(
     def broken(*_: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.half.queue, "is_tight", broken)
+    monkeypatch.setattr(rig.admission.queue, "is_tight", broken)
     with caplog.at_level(logging.ERROR):
         for name in "ab":
             begin(rig, name)

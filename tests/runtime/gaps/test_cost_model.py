@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.gaps.cost_model import STAY_EVERY_S
+from tiered_kv.connectors.runtime.pages.cpu_stay import EVERY_S
 from tiered_kv.connectors.runtime.worker.speed_probe import (
     LARGEST_MATRIX,
     MATMUL_S,
@@ -49,7 +49,7 @@ def rig(make_rig: MakeRig) -> Rig:
 
 def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
     rig.ask("t1", text(320, seed=1), params=JOB)
-    assert rig.half.prices.costs(320).vram_price == 0.0
+    assert rig.costs(320).vram_price == 0.0
 
 
 def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
@@ -60,7 +60,7 @@ def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) 
         rig.add("t1", text(400, seed=1), max_tokens=20, params=JOB)
         while not rig.finished:
             rig.step()
-            rig.half._look_at_demand()
+            rig.half.measure_demand()
         assert [costs.vram_price for costs in asked.costs] == [0.0]
 
 
@@ -69,12 +69,12 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
         rig.add(f"r{i}", text(400, seed=i), max_tokens=60)
     for _ in range(10):
         rig.step()
-    rig.half._look_at_demand()
-    assert rig.half.prices.costs(320).vram_price == TOP_PRICE
+    rig.half.measure_demand()
+    assert rig.costs(320).vram_price == TOP_PRICE
     rig.run()
     rig.now += 120.0
-    rig.half._look_at_demand()
-    assert rig.half.prices.costs(320).vram_price == 0.0
+    rig.half.measure_demand()
+    assert rig.costs(320).vram_price == 0.0
 
 
 def test_room_is_first_theirs_who_began_first(make_rig: MakeRig) -> None:
@@ -85,27 +85,27 @@ def test_room_is_first_theirs_who_began_first(make_rig: MakeRig) -> None:
     for name in names:
         rig.ask(name, text(300, seed=len(name)), params={"job_id": name})
         rig.now += 0.01
-    prices = [rig.half.prices.costs(304, JobKey("", name)).vram_price for name in names]
+    prices = [rig.costs(304, JobKey("", name)).vram_price for name in names]
     assert prices[0] == 0.0
     assert prices[-1] > 0.0
     assert prices == sorted(prices)
-    assert rig.half.prices.costs(304).vram_price == prices[-1], "a job unknown pays for all"
+    assert rig.costs(304).vram_price == prices[-1], "a job unknown pays for all"
 
 
 def test_the_cheapest_restore_is_the_one_that_counts(rig: Rig) -> None:
-    prices = rig.half.prices
+    prices = rig.gaps.costs
     costs = prices.costs(320)
-    assert costs.cpu_s == rig.half.planner.copy_seconds(20) > 0
+    assert costs.cpu_s == rig.pages.book.copy_seconds(20) > 0
     assert not costs.tiers_s
-    rig.half.prefills.fit.observe(0, 320, 10.0)
+    rig.gaps.prefills.fit.observe(0, 320, 10.0)
     assert prices.costs(320).recompute_s == pytest.approx(10.0)
     assert prices.costs(320).restore_s == costs.cpu_s
 
 
 def test_without_cpu_memory_prefilling_is_all_there_is(make_rig: MakeRig) -> None:
     rig = make_rig(extra={"cpu_gib": 0})
-    rig.half.prefills.fit.observe(0, 320, 10.0)
-    costs = rig.half.prices.costs(320)
+    rig.gaps.prefills.fit.observe(0, 320, 10.0)
+    costs = rig.costs(320)
     assert (costs.cpu_s, costs.tiers_s) == (None, {})
     assert costs.restore_s == pytest.approx(10.0)
 
@@ -117,13 +117,13 @@ def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
     rig.add("t2", prompt, params=JOB)
     rig.now += 5.0
     rig.run()
-    assert rig.half.prices.queue.mean_s == 0.0, "it was in VRAM"
+    assert rig.gaps.costs.queue.mean_s == 0.0, "it was in VRAM"
     rig.now += 10.0
     rig.fill(tag="first")
     rig.add("t3", prompt, params=JOB)
     rig.now += 7.0
     rig.run()
-    assert rig.half.prices.queue.mean_s == pytest.approx(7.0)
+    assert rig.gaps.costs.queue.mean_s == pytest.approx(7.0)
 
 
 def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
@@ -131,7 +131,7 @@ def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
 ) -> None:
     """Two contexts in turn, of which CPU memory holds one and VRAM none beside the others."""
     rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
-    prices = rig.half.prices
+    prices = rig.gaps.costs
     assert prices.survival.share == 1.0
     for turn in range(6):
         for job in range(2):
@@ -139,36 +139,36 @@ def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
             rig.now += 100.0
             rig.fill(tag=f"{job}.{turn}")
     assert prices.survival.share < 0.2
-    rig.half.prefills.fit.observe(0, 320, 10.0)
+    rig.gaps.prefills.fit.observe(0, 320, 10.0)
     costs = prices.costs(320)
     assert costs.restore_s > 0.8 * costs.recompute_s
 
 
 def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) -> None:
-    rig.half.prices.survival.share = 0.5
+    rig.gaps.costs.survival.share = 0.5
     for turn in range(7):
         rig.ask(f"t{turn}", text(320, seed=1), max_tokens=1, params=JOB)
         rig.now += 100.0
         rig.fill(tag=f"{turn}")
-    assert rig.half.prices.survival.share > 0.8
+    assert rig.gaps.costs.survival.share > 0.8
 
 
 def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
     """Although less is found than the job waited with: all that the prompt shares with it is."""
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
-    allowance = rig.half.admission.allowance
+    allowance = rig.gate.allowance
     head = text(256, seed=1)
     for turn in range(8):
         prompt = head + text(150, seed=100 + turn)
         rig.ask(f"t{turn}", prompt, max_tokens=4, params=JOB)
         rig.now += 5.0
-    assert (rig.half.prices.survival.share, allowance.share) == (1.0, 1.0)
+    assert (rig.gaps.costs.survival.share, allowance.share) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("how", ["reset", "aborted"])
 def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str) -> None:
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
-    allowance = rig.half.admission.allowance
+    allowance = rig.gate.allowance
     prompt = text(400, seed=1)
     rig.add("t1", prompt, max_tokens=20, params=JOB)
     rig.step()
@@ -180,7 +180,7 @@ def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str
         assert rig.scheduler.reset_prefix_cache()
     rig.fill()
     rig.ask("t2", prompt, max_tokens=4, params=JOB)
-    assert (rig.half.prices.survival.share, allowance.share) == (1.0, 1.0)
+    assert (rig.gaps.costs.survival.share, allowance.share) == (1.0, 1.0)
 
 
 def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig) -> None:
@@ -191,35 +191,34 @@ def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig)
     rig.now += 1.0
     rig.fill()
     rig.ask("t2", text(320, seed=1), max_tokens=4, params=JOB)
-    assert rig.half.admission.allowance.share < 1.0
-    assert rig.half.prices.survival.share < 1.0
+    assert rig.gate.allowance.share < 1.0
+    assert rig.gaps.costs.survival.share < 1.0
 
 
 def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -> None:
     """λ for a pin while 8 requests run, by what becomes of KV without one."""
-    prices = rig.half.prices
-    rig.half.prefills.fit.observe(0, 320, 10.0)
-    assert prices._demand is None, "λ from what was seen"
-    prices._running = lambda: 8
-    assert prices._held_up(0.01, 10.0) == pytest.approx(1.0)
+    prices = rig.gaps.costs
+    rig.gaps.prefills.fit.observe(0, 320, 10.0)
+    rig.turns.running = 8
+    assert prices.held_up(0.01, 10.0) == pytest.approx(1.0)
     prices.survival.share = 0.0
-    assert prices._held_up(0.01, 10.0) == pytest.approx(8.0)
+    assert prices.held_up(0.01, 10.0) == pytest.approx(8.0)
     prices.survival.share = 0.5
-    assert 7.9 < prices._held_up(0.01, 10.0) < 8.0, "almost all seconds are computing"
+    assert 7.9 < prices.held_up(0.01, 10.0) < 8.0, "almost all seconds are computing"
     prices.queue.mean_s = 5.0
-    assert prices._held_up(0.0, 10.0) == pytest.approx((5 + 8 * 5) / 10)
+    assert prices.held_up(0.0, 10.0) == pytest.approx((5 + 8 * 5) / 10)
 
 
 def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
-    prices = rig.half.prices
-    assert prices.cpu_stay_s() == math.inf
+    stay = rig.pages.stay
+    assert stay.seconds() == math.inf
     for i in range(10):
         rig.ask(f"r{i}", text(320, seed=i), max_tokens=1)
-        rig.now += STAY_EVERY_S
-        prices.cpu_stay_s()
-    taken_per_s = 20 / STAY_EVERY_S
-    assert prices.cpu_stay_s() == pytest.approx(40 / taken_per_s, rel=0.1)
+        rig.now += EVERY_S
+        stay.seconds()
+    taken_per_s = 20 / EVERY_S
+    assert stay.seconds() == pytest.approx(40 / taken_per_s, rel=0.1)
 
 
 # -- at start -----------------------------------------------------------------------------

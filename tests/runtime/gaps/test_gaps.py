@@ -21,6 +21,7 @@ from tests.runtime.gaps.waiting import (
 from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
 from tiered_kv.policies.base import NO_TOOL, TurnEnd
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
+from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 from tiered_kv.testing.vllm.rig import Rig, expected, text
@@ -80,7 +81,7 @@ def test_a_verdict_that_comes_after_the_next_turn_is_late(rig: Rig) -> None:
 
 def test_a_verdict_about_a_pin_that_had_to_give_way_pins_nothing(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
-    rig.half.pins.release_all()
+    rig.pins.release_all()
     reader(rig).says("t1", FAST)
     rig.step()
     assert pinned(rig) == 0, "the blocks may be somebody else's"
@@ -200,7 +201,7 @@ def test_a_request_that_never_ran_leaves_nothing(rig: Rig) -> None:
         rig.add(f"t{i}", text(100, seed=i))
         rig.abort(f"t{i}")
     rig.ask("other", text(17, seed=99))
-    assert rig.half.gaps.waits.jobs() == []
+    assert rig.gaps.manager.open.jobs() == []
 
 
 def test_a_job_is_away_when_the_last_of_its_turns_has_ended(rig: Rig) -> None:
@@ -210,10 +211,10 @@ def test_a_job_is_away_when_the_last_of_its_turns_has_ended(rig: Rig) -> None:
         rig.step()
     assert set(rig.finished) == {"short"}
     assert pinned(rig) == 0
-    assert len(rig.half.gaps.waits) == 0
+    assert len(rig.gaps.manager.open) == 0
     rig.run()
     assert pinned(rig) == 21
-    assert len(rig.half.gaps.waits) == 1
+    assert len(rig.gaps.manager.open) == 1
     assert rig.count("concurrent_turns") == 1
 
 
@@ -222,8 +223,8 @@ def test_a_straggler_of_a_job_that_is_over_is_not_waited_for(rig: Rig) -> None:
     rig.add("last", text(100, seed=2), max_tokens=2, params={**JOB, "is_last_step": True})
     rig.run()
     assert pinned(rig) == 0
-    assert len(rig.half.gaps.waits) == 0
-    assert len(rig.half.gaps.jobs) == 0
+    assert len(rig.gaps.manager.open) == 0
+    assert len(rig.gaps.manager.jobs) == 0
     rig.check_clean()
 
 
@@ -274,8 +275,8 @@ def test_what_was_learned_of_gaps_outlives_the_engine(make_rig: MakeRig, tmp_pat
     end = TurnEnd(None, 1, False, False, 300, tool=tool_use([ToolCall("bash", {}, "make check")]))
 
     def median_s(rig: Rig) -> float:
-        found: float = rig.half._given.policy.model.forecast(end).quantile(0.5)
-        return found
+        assert isinstance(rig.policy, Occupancy)
+        return rig.policy.model.forecast(end).quantile(0.5)
 
     rig = make_rig(extra=extra)
     before = median_s(rig)

@@ -37,7 +37,7 @@ def comes_back(rig: Rig, gap_s: float) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += gap_s
     rig.step()
-    rig.half.pins.release_all()
+    rig.pins.release_all()
     rig.fill()
     rig.ask("t2", CONTEXT, params=JOB)
     assert rig.count("prompt_tokens_vram") == 0
@@ -52,7 +52,7 @@ def test_a_pin_that_gave_way_was_a_loss_until_its_time_was_up(
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     comes_back(rig, gap_s)
-    assert (rig.half.admission.allowance.share < 1.0) is lost
+    assert (rig.gate.allowance.share < 1.0) is lost
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_was_saved_and_is_gone_was_a_loss(
     rig = make(make_rig, cpu_gib=slots * 16 * 8 / 2**30)
     rig.policy = Goes(tier)
     comes_back(rig, 1.0)
-    assert (rig.half.admission.allowance.share < 1.0) is lost
+    assert (rig.gate.allowance.share < 1.0) is lost
 
 
 @pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
@@ -80,20 +80,20 @@ def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: boo
     rig.policy = FixedPin(PIN_S)
     prompt = text(256, seed=1)
     rig.ask("t1", prompt, params=JOB)
-    blocks = [block.block_id for block in rig.half.pins._pins[rig.half.gaps.waits.jobs()[0]].blocks]
+    blocks = [block.block_id for block in rig.pins._pins[rig.gaps.manager.open.jobs()[0]].blocks]
     assert len(blocks) == 16
-    rig.half.pins.release_all()
+    rig.pins.release_all()
     rig.pool.evict_blocks(set(blocks[16 - gone :]))
     rig.ask("t2", prompt + text(40, seed=2), params=JOB)
     assert rig.count("prompt_tokens_vram") == (16 - gone) * 16
-    assert (rig.half.admission.allowance.share < 1.0) is lost
+    assert (rig.gate.allowance.share < 1.0) is lost
 
 
 def test_a_context_that_is_found_whole_brings_some_of_the_room_back(make_rig: MakeRig) -> None:
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     comes_back(rig, 1.0)
-    allowance = rig.half.admission.allowance
+    allowance = rig.gate.allowance
     fallen = allowance.share
     rig.ask("t3", CONTEXT, params=JOB)
     assert allowance.share == pytest.approx(fallen + (1 - fallen) * 16 / 127), "known to agree"

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.gaps.open_gaps import MARK_EVERY, Marks, Waits
+from tiered_kv.connectors.runtime.gaps.open_gaps import SKETCH_EVERY, OpenGaps, PrefixSketch
+from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, ToolUse, TurnEnd, TurnPolicy
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
@@ -29,12 +30,12 @@ def test_contexts_agree_as_far_as_they_do_in_whole_steps(head: str, one: str, ot
     first, second = head + one, head + other
     pairs = zip(first, second, strict=False)
     agree = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-    common = Marks.of(hashes(first)).common_blocks(Marks.of(hashes(second)))
-    assert common == agree // MARK_EVERY * MARK_EVERY
+    common = PrefixSketch.of(hashes(first)).common_blocks(PrefixSketch.of(hashes(second)))
+    assert common == agree // SKETCH_EVERY * SKETCH_EVERY
 
 
 def test_nothing_is_known_of_a_context_that_was_forgotten() -> None:
-    assert Marks().common_blocks(Marks.of(hashes("a" * 40))) == 0
+    assert PrefixSketch().common_blocks(PrefixSketch.of(hashes("a" * 40))) == 0
 
 
 # -- what is waited for in CPU memory ------------------------------------------------------
@@ -61,13 +62,14 @@ class Waiting:
     def __init__(self, policy: TurnPolicy) -> None:
         self.order = ByWorth(lambda: 0.0, lambda: 100.0, 100)
         prices: Any = SimpleNamespace(costs=lambda tokens, job: Costs(recompute_s=1.0))
-        self.waits = Waits(policy, prices, self.order, lambda: 0.0)
+        self.placement = KvPlacement(policy, OpenGaps(), prices, self.order, lambda: 0.0)
 
     def ends(self, turn: int, *, tool: ToolUse | None = None, pages: Sequence[PageKey]) -> None:
         job = JobKey("", "j")
         end = TurnEnd(job, turn, is_last_step=False, aborted=False, context_tokens=64, tool=tool)
         unread = tool is None
-        self.waits.begin(f"t{turn}", end, pages, Marks(), None, unread=unread, away=True)
+        sketch = PrefixSketch()
+        self.placement.decide(f"t{turn}", end, pages, sketch, None, unread=unread, away=True)
 
     def chance(self) -> float:
         """That the job wants its first page in the next five seconds."""
@@ -81,7 +83,7 @@ def test_a_tool_call_that_was_read_tells_anew_when_pages_are_wanted(
     waiting = Waiting(Forecasts(unread, SOON))
     waiting.ends(1, pages=PAGES)
     assert waiting.chance() == (unread.within(5.0) if unread is not None else 0.0)
-    assert waiting.waits.read("t1", TOOL) is not None
+    assert waiting.placement.revise("t1", TOOL) is not None
     assert waiting.chance() == SOON.within(5.0) == 0.5
 
 
@@ -89,7 +91,7 @@ def test_a_job_of_which_nothing_is_forecast_any_more_is_nobody_s() -> None:
     waiting = Waiting(Forecasts(None, SOON))
     waiting.ends(1, tool=TOOL, pages=PAGES)
     assert waiting.chance() == 0.5
-    waiting.waits.returned(JobKey("", "j"))
+    waiting.placement.on_returned(JobKey("", "j"))
     assert waiting.chance() == 1.0, "its turn is here"
     waiting.ends(2, pages=PAGES)
     assert waiting.chance() == 0.0
@@ -99,6 +101,6 @@ def test_a_wait_for_no_page_changes_no_order() -> None:
     """Nothing of the turn was saved: what it was to find is still there, or is not."""
     waiting = Waiting(Forecasts(SOON, SOON))
     waiting.ends(1, pages=PAGES)
-    waiting.waits.returned(JobKey("", "j"))
+    waiting.placement.on_returned(JobKey("", "j"))
     waiting.ends(2, pages=())
     assert waiting.chance() == 1.0

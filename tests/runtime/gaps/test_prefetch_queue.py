@@ -39,19 +39,19 @@ def long_gone(rig: Rig) -> None:
     rig.run()
     rig.step()
     rig.run()
-    assert len(rig.half.planner.stores[SSD].index) == 21
+    assert len(rig.pages.book.stores[SSD].index) == 21
     assert pinned(rig) == 0
-    rig.half.index.clear()
+    rig.index.clear()
     rig.fill()
-    for name in rig.half.gaps.waits.jobs():
+    for name in rig.gaps.manager.open.jobs():
         if name != JobKey("", "j"):
-            rig.half.gaps._over(name)
+            rig.gaps.manager.give_up(name)
 
 
 @pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
 def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
     """Also where the worker is on a machine whose clock began at another time."""
-    rig.worker_half.stores[SSD].io._clock = lambda: rig.now - began_later
+    rig.worker_ahead_s = -began_later
     long_gone(rig)
     rig.now += 59.0
     rig.wait_for_worker()
@@ -102,36 +102,36 @@ def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -
     assert rig.count("prompt_tokens_cpu") == 320
     assert rig.count("pages_promoted") == 21, "its tail, too: that was ordered ahead"
     assert rig.count("promotions_overdue") == 0
-    assert not rig.half.gaps.returns
+    assert not rig.gaps.manager.returns
 
 
 def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
-    slots = rig.half.index.num_slots
+    slots = rig.index.num_slots
     for i in range(12):
         rig.ask(f"t{i}", text(320, seed=i), params={"job_id": f"j{i}"})
         reader(rig).says(f"t{i}", LONG)
         rig.run()
         rig.step()
     rig.run()
-    rig.half.index.clear()
+    rig.index.clear()
     rig.ask("now", text(320, seed=99), params=JOB)
-    assert 0 < rig.half.planner.ahead() <= slots // 4
-    assert rig.half.index.free_slots > slots // 2
-    assert rig.half.planner.promote_seconds(SSD, 1) * 1e9 < 10 * rig.half.facts.slot_bytes
+    assert 0 < rig.pages.book.ahead() <= slots // 4
+    assert rig.index.free_slots > slots // 2
+    assert rig.pages.book.promote_seconds(SSD, 1) * 1e9 < 10 * rig.half.facts.slot_bytes
 
 
 def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
-    rig.half.gaps.returns.expect(JobKey("", "j"), rig.now + 1, ())
-    rig.half.gaps._over(JobKey("", "j"))
-    assert not rig.half.gaps.returns
+    rig.gaps.manager.returns.expect(JobKey("", "j"), rig.now + 1, ())
+    rig.gaps.manager.give_up(JobKey("", "j"))
+    assert not rig.gaps.manager.returns
 
 
 # -- explained ------------------------------------------------------------------------------
 
 
 def test_decisions_are_explained_in_the_trace(rig: Rig) -> None:
-    rig.half.prices.queue.observe(3.0)
+    rig.gaps.costs.queue.observe(3.0)
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", FAST)
     rig.step()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.gaps.prefill_timer import FEWEST_TOKENS, PrefillClock
+from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.vllm.rig import text
@@ -21,7 +22,7 @@ def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
         num_preemptions=0,
         finished=False,
     )
-    return SimpleNamespace(request=request, vram_tokens=vram, cpu_tokens=cpu)
+    return SimpleNamespace(request=request, source=Source(vram_tokens=vram, cpu_tokens=cpu))
 
 
 def test_nothing_is_known_before_a_prefill_was_seen() -> None:
@@ -81,7 +82,7 @@ def test_the_time_that_a_restore_takes_is_not_that_of_the_prefill_behind_it(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     start = text(160, seed=1)
     rig.ask("first", start)
     rig.fill()
@@ -94,7 +95,7 @@ def test_the_time_that_a_restore_takes_is_not_that_of_the_prefill_behind_it(
     rig.now += 1.0
     rig.ask("next", text(1, seed=3), max_tokens=1)  # a step that looks
     assert rig.count("restores_async") == 1
-    assert rig.half.prefills.fit.seconds(160, 200) == pytest.approx(1.0)
+    assert rig.gaps.prefills.fit.seconds(160, 200) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("mode", RestoreMode)
@@ -103,10 +104,10 @@ def test_a_preempted_request_that_is_restored_is_no_prefill(
 ) -> None:
     """It has output already: the prefill would seem to take no time at all."""
     rig = make_rig(blocks=30, max_model_len=400)
-    rig.half.restores.policy = AlwaysRestore(mode)
+    rig.pages.restores.policy = AlwaysRestore(mode)
     seen: list[int] = []
     monkeypatch.setattr(
-        rig.half.prefills.fit, "observe", lambda behind, tokens, s: seen.append(tokens)
+        rig.gaps.prefills.fit, "observe", lambda behind, tokens, s: seen.append(tokens)
     )
     requests = [rig.add(f"r{i}", text(150, seed=20 + i), max_tokens=200) for i in range(3)]
     rig.run()

@@ -53,6 +53,7 @@ class Reader:
         self.asked: dict[str, list[int]] = {}
         self.full = False
         self.dropped = self.errors = 0
+        self.answers = (("", FAST),)  # asked in every step
         self._read: list[tuple[str, ToolUse]] = []
 
     def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
@@ -81,10 +82,8 @@ def waiting_rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
         "codec": "raw",
         "trace": str(tmp_path / "trace.jsonl"),
     }
-    rig = make_rig(blocks=128, max_model_len=512, extra=extra)
+    rig = make_rig(blocks=128, max_model_len=512, extra=extra, tools=Reader())
     rig.policy = ByTool()
-    rig.half._tools = rig.half.gaps._tools = Reader()
-    rig.half._tools_read = (None,)  # asked in every step
     return rig
 
 
@@ -94,16 +93,17 @@ def policy(rig: Rig) -> ByTool:
 
 
 def reader(rig: Rig) -> Reader:
-    found: Reader = rig.half.gaps._tools
-    return found
+    assert isinstance(rig.options.tools, Reader)
+    return rig.options.tools
 
 
 def pinned(rig: Rig) -> int:
-    return int(rig.half.pins.held_blocks)
+    return int(rig.pins.held_blocks)
 
 
 def events(rig: Rig, name: str) -> list[dict[str, Any]]:
     rig.close()
-    path = Path(rig.half._given.config.trace)
+    assert rig.options.extra is not None
+    path = Path(rig.options.extra["trace"])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["event"] == name]

@@ -90,7 +90,7 @@ def test_pages_that_turn_out_lost_or_bad_are_computed(
     write(make_rig, tmp_path)
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
     rig.add("again", CONTEXT)
-    keys = rig.half._turns["again"].page_keys()
+    keys = rig.turn("again").page_keys()
     if fault == "in part":
         place.lost.update(keys[7:9])
     else:
@@ -122,13 +122,13 @@ def test_answers_that_never_come_hold_nobody_up(
         assert steps < 100
     assert rig.outputs["again"] == expected(CONTEXT, 4)
     rig.now += STALLED_S + 60
-    free = rig.half.index.free_slots
+    free = rig.index.free_slots
     for i in range(3):
         rig.add(f"later{i}", CONTEXT[: 320 - i])
         while len(rig.outputs[f"later{i}"]) < 4:
             rig.step()
             rig.now += 0.02
-    assert free - rig.half.index.free_slots <= 20, "no slots for a store that does not answer"
+    assert free - rig.index.free_slots <= 20, "no slots for a store that does not answer"
     place.open.set()
     rig.run()
     rig.check_clean()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
+from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer
@@ -23,7 +24,7 @@ PROMPT = text(300, seed=1)
 def rig(make_rig: MakeRig) -> Rig:
     """The prompt's KV is in CPU memory alone, and its fourth page cannot be brought back."""
     rig = make_rig(blocks=128)
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
     rig.ask("first", PROMPT)
     rig.fill()
@@ -71,15 +72,23 @@ def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
 
 
 class Touched:
-    """A pool, and the saves: what is done to them."""
+    """A pool, the saves and the restores: records calls of them."""
 
     def __init__(self, tables: dict[str, list[Any]]) -> None:
         self.tables = tables
         self.evicted: set[int] = set()
         self.watched: list[tuple[Any, int]] = []
+        self.started_over: list[Any] = []
+        self.withdrawn: list[Any] = []
 
     def forget(self, blocks: list[int]) -> None:
         self.evicted.update(blocks)
+
+    def start_over(self, turn: Any) -> None:
+        self.started_over.append(turn)
+
+    def withdraw(self, turn: Any) -> None:
+        self.withdrawn.append(turn)
 
     def watch(self, turn: Any, step: int) -> None:
         self.watched.append((turn, step))
@@ -92,9 +101,8 @@ def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
     def turn(name: str, *, admitted: bool = True, loading: bool = False) -> Any:
         return SimpleNamespace(
             request_id=name,
-            admitted=admitted,
+            source=Source(admitted=admitted),
             loading=loading,
-            cursor=5,
             forget_pages=lambda: forgot.append(name),
         )
 
@@ -108,8 +116,9 @@ def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
     ids = {"loads": [1, 2], "loads bad": [7, 8], "holds": [3, 7, 4], "beside": [5, 6]}
     blocks = {name: [SimpleNamespace(block_id=one) for one in own] for name, own in ids.items()}
     touched: Any = Touched(blocks)
-    FailedRestores(touched, touched).clear({7}, [3, 7, 9], turns, step=11)
+    FailedRestores(touched, touched, touched).clear({7}, [3, 7, 9], turns, step=11)
     assert touched.evicted == {7, 9, 4}
     assert forgot == ["holds"]
     assert touched.watched == [(turns[-1], 12)]
-    assert [one.cursor for one in turns] == [5, 5, 5, 5, 0]
+    assert touched.started_over == [turns[-1]]
+    assert touched.withdrawn == [turns[3]]

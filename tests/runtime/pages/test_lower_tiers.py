@@ -54,7 +54,7 @@ def push_out(rig: Rig) -> None:
         while rig.scheduler.has_requests():
             rig.step()
             rig.wait_for_worker()
-    assert rig.half.index.evictions > 0, "CPU memory was not short"
+    assert rig.index.evictions > 0, "CPU memory was not short"
 
 
 def ask_again(rig: Rig, name: str = "again") -> None:
@@ -88,8 +88,8 @@ def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
 def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
     rig.policy = Long()
     rig.ask("first", CONTEXT, params={"job_id": "j"})
-    assert len(rig.half.planner.stores[SSD].index) == 21
-    rig.half.index.clear()
+    assert len(rig.pages.book.stores[SSD].index) == 21
+    rig.index.clear()
     ask_again(rig)
     assert rig.count("pages_promoted") == 0
     assert rig.count("prompt_tokens_vram") >= 304
@@ -250,8 +250,8 @@ def test_an_aborted_turn_leaves_its_pages_to_come(rig: Rig, gate: Gate) -> None:
 def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
-    rig.half.prefills.fit.observe(0, 1000, 1e-3)
-    rig.half.planner.stores[SSD].bandwidth = 1000.0
+    rig.gaps.prefills.fit.observe(0, 1000, 1e-3)
+    rig.pages.book.stores[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
     assert rig.count("pages_promoted") == 0
@@ -346,7 +346,7 @@ def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: Rig) -> None:
     rig.policy = Long()
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert rig.count("pages_demoted") >= 20
-    assert rig.half.pins.held_blocks == 0
+    assert rig.pins.held_blocks == 0
     rig.check_clean()
 
 
@@ -357,10 +357,10 @@ def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> Non
     while "first" not in rig.finished:
         rig.step()
         rig.wait_for_worker()
-    assert rig.half.saves.unsent, "its end"
+    assert rig.pages.saves.unsent, "its end"
     saved = rig.count("pages_saved")
     reports = Reports({}, {0: 1}, {})
-    rig.half.completed(reports)
+    rig.half.on_reports(reports)
     rig.run()
     assert rig.count("pages_demoted") == rig.count("pages_saved") == saved > 0
     rig.check_clean()
@@ -390,7 +390,7 @@ def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_pat
 
 def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
-    facts, book = replace(rig.half.facts, ranks=2), rig.half.planner
+    facts, book = replace(rig.half.facts, ranks=2), rig.pages.book
     counters = rig.half.counters.of_tier(SSD)
     tier = LowerTier(SSD, TierSpec(SSD.tier), facts, book, counters, lambda _: 0.0, lambda: 0.0)
     tier.on_handshake({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})

@@ -27,7 +27,7 @@ def evicted(rig: Rig, prompt: list[int]) -> None:
 @BOTH
 def test_an_evicted_context_comes_back_from_cpu_memory(make_rig: MakeRig, mode: Any) -> None:
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(mode)
+    rig.pages.restores.policy = AlwaysRestore(mode)
     prompt = text(300, seed=1)
     evicted(rig, prompt)
 
@@ -88,7 +88,7 @@ def test_a_job_keeps_even_a_tail_without_a_full_block(make_rig: MakeRig) -> None
 def test_a_few_stray_tokens_take_no_slot(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.ask("stray", text(3, seed=6))
-    assert len(rig.half.index) == 0
+    assert len(rig.index) == 0
 
 
 def test_tails_of_another_salt_are_strangers(make_rig: MakeRig) -> None:
@@ -146,7 +146,7 @@ def test_a_preempted_request_resumes_from_what_was_saved(make_rig: MakeRig) -> N
 @BOTH
 def test_a_failed_restore_is_recomputed_and_not_tried_again(make_rig: MakeRig, mode: Any) -> None:
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(mode)
+    rig.pages.restores.policy = AlwaysRestore(mode)
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=10)
     evicted(rig, prompt)
@@ -164,7 +164,7 @@ def test_a_failed_restore_is_recomputed_and_not_tried_again(make_rig: MakeRig, m
 def test_what_was_computed_on_a_failed_restore_is_not_saved(make_rig: MakeRig) -> None:
     """The forward pass of that step attended to garbage: its KV must never be found."""
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
     start = text(160, seed=11)
     evicted(rig, start)
@@ -195,7 +195,7 @@ def test_a_request_that_goes_away_before_its_restore_is_known_to_have_failed_poi
 ) -> None:
     """vLLM carries out aborts between the forward pass and what the workers report of it."""
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=43)
     evicted(rig, prompt)
@@ -226,7 +226,7 @@ def test_restores_that_cannot_be_ordered_do_not_take_each_other_s_place(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: RestoreMode
 ) -> None:
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(mode)
+    rig.pages.restores.policy = AlwaysRestore(mode)
     prompts = {name: text(300, seed=ord(name)) for name in "ab"}
     for name, prompt in prompts.items():
         rig.ask(f"first-{name}", prompt)
@@ -236,7 +236,7 @@ def test_restores_that_cannot_be_ordered_do_not_take_each_other_s_place(
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.half.restores, "order", broken)
+        patch.setattr(rig.pages.restores, "order", broken)
         for name, prompt in prompts.items():
             rig.add(name, prompt)
         rig.run()
@@ -252,7 +252,7 @@ def test_a_turn_whose_async_restore_failed_is_saved_like_any_other(
 ) -> None:
     """What it computes instead is right: vLLM did not begin before it knew."""
     rig = make_rig(ahead=ahead)
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     faulty = rig.inject(FaultyTransfer)
     start = text(160, seed=46)
     evicted(rig, start)
@@ -296,7 +296,7 @@ def test_a_failed_save_is_not_there(make_rig: MakeRig) -> None:
 
 def test_a_request_aborted_while_it_is_restored_leaves_nothing(make_rig: MakeRig) -> None:
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(300, seed=15)
     evicted(rig, prompt)
 
@@ -340,7 +340,7 @@ def test_a_failed_restore_poisons_nobody_when_its_request_goes_away(make_rig: Ma
     """vLLM hashes the blocks of a sync restore before it is made, and counts on the request
     to compute them anew when it fails. Aborted in between, garbage would stay findable."""
     rig = make_rig()
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.SYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=40)
     evicted(rig, prompt)
@@ -362,16 +362,16 @@ def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> Non
     while "t1" not in rig.finished:
         rig.step()
     for failures in ({}, {0: 1}, {0: 1}):
-        unsent = list(rig.half.saves.unsent)
-        new = failures.get(0, 0) > rig.half.exchange.seen_failures.get(0, 0)
+        unsent = list(rig.pages.saves.unsent)
+        new = failures.get(0, 0) > rig.pages.dispatch.seen_failures.get(0, 0)
         reports = Reports({}, failures, {})
-        rig.half.completed(reports)
-        assert rig.half.saves.unsent == ([] if new else unsent)
+        rig.half.on_reports(reports)
+        assert rig.pages.saves.unsent == ([] if new else unsent)
         if new:
             rig.add("t2", text(200, seed=47))
             while "t2" not in rig.finished:
                 rig.step()
-            assert rig.half.saves.unsent
+            assert rig.pages.saves.unsent
     rig.run()
     rig.check_clean()
 

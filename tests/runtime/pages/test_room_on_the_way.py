@@ -23,9 +23,9 @@ def test_what_is_due_takes_half_the_slots_at_most(
     make_rig: MakeRig, tmp_path: Path, slots: int, room: int
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=slots))
-    tier, pages = rig.half.tiers, keys(100)
-    rig.half.planner.stores[SSD].index.add(pages)
-    assert rig.half.index.num_slots == slots
+    tier, pages = rig.tiers, keys(100)
+    rig.pages.book.stores[SSD].index.add(pages)
+    assert rig.index.num_slots == slots
     assert tier.promote_ahead(pages, due=rig.now)
     (order,) = tier.take()[SSD].promotes
     assert list(order.keys) == pages[:room]
@@ -35,16 +35,16 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     rig.ask("first", CONTEXT)
     rig.wait_for_worker()
-    tier, index = rig.half.tiers, rig.half.index
-    rig.half.planner.stores[SSD].index.add(pages := keys(100))
+    tier, index = rig.tiers, rig.index
+    rig.pages.book.stores[SSD].index.add(pages := keys(100))
     mine = list(index.least_valuable(64))
     assert len(mine) == 21
     index.clear()
-    rig.half.planner.stores[SSD].index.add(mine)
+    rig.pages.book.stores[SSD].index.add(mine)
     rig.fill()
     rig.add("again", CONTEXT)
-    assert rig.half._turns["again"].ssd_keys
-    coming = len(rig.half._turns["again"].ssd_keys)
+    assert rig.turn("again").tiers.keys
+    coming = len(rig.turn("again").tiers.keys)
     tier.take()
     assert tier.promote_ahead(pages, due=rig.now)
     (order,) = tier.take()[SSD].promotes
@@ -57,9 +57,9 @@ def test_pages_go_down_once_half_the_slots_are_taken(
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     pages = keys(taken)
-    rig.half.index.commit_all(pages, rig.half.index.reserve_all(pages))
-    rig.half.tiers.demote_ahead()
-    assert bool(rig.half.tiers.unsent) is goes_down
+    rig.index.commit_all(pages, rig.index.reserve_all(pages))
+    rig.tiers.demote_ahead()
+    assert bool(rig.tiers.unsent) is goes_down
 
 
 def test_a_busy_engine_brings_a_context_back_when_it_is_due(
@@ -76,8 +76,8 @@ def test_a_busy_engine_brings_a_context_back_when_it_is_due(
         rig.step()
         rig.wait_for_worker()
     assert pinned(rig) == 0
-    assert len(rig.half.planner.stores[SSD].index) == 21
-    rig.half.index.clear()
+    assert len(rig.pages.book.stores[SSD].index) == 21
+    rig.index.clear()
     for wait_s, ordered in ((59.0, 0), (1.5, 21)):
         rig.now += wait_s
         for _ in range(16):

@@ -27,13 +27,14 @@ def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, str
             continue
         if pages := sum(len(order.blocks) for order in output.kv_connector_metadata.orders.saves):
             orders[computed] = pages
-            assert rig.half._step % TOGETHER == 0
+            assert rig.half.step % TOGETHER == 0
     full = block_size + stride  # the prompt had filled one block
     assert min(orders) in range(full, full + TOGETHER)
     assert set(orders.values()) == {stride // block_size}
-    due = rig.half._turns["long"].due
+    due = rig.turn("long").save.due
+    assert due is not None
     filled = block_size + stride * len(orders)
-    assert computed + due - rig.half._step in range(filled + stride, filled + stride + TOGETHER)
+    assert computed + due - rig.half.step in range(filled + stride, filled + stride + TOGETHER)
     rig.abort("long")
     rig.run()
     rig.check_clean()

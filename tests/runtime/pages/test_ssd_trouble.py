@@ -77,7 +77,7 @@ def test_a_store_smaller_than_the_look_ahead_is_not_written_for_ever(
         rig.now += 5
     assert not rig.scheduler.has_requests(), "an idle engine goes on writing"
     assert rig.count("ssd_pages_reclaimed") > 0
-    assert rig.count("pages_demoted") <= rig.half.index.taken + MOST_DEMOTING
+    assert rig.count("pages_demoted") <= rig.index.taken + MOST_DEMOTING
     rig.check_clean()
 
 
@@ -117,11 +117,11 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
     def broken() -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.half.tiers, "demote_ahead", broken)
+    monkeypatch.setattr(rig.tiers, "demote_ahead", broken)
     assert rig.ask("first", CONTEXT) == expected(CONTEXT, 4)
     rig.run()
     assert rig.count("hook_errors") > 0
-    assert rig.pool.get_num_free_blocks() == rig._free_at_start
+    assert rig.pool.get_num_free_blocks() == rig.free_at_start
 
 
 def test_a_proposal_of_before_a_reset_is_void(rig: Rig) -> None:
@@ -153,8 +153,8 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
     """What is refused teaches nothing, so the estimate recovers by itself."""
     rig.ask("first", CONTEXT)
     push_out(rig)
-    rig.half.prefills.fit.observe(0, 1000, 1e-3)
-    rig.half.planner.stores[SSD].bandwidth = 1000.0
+    rig.gaps.prefills.fit.observe(0, 1000, 1e-3)
+    rig.pages.book.stores[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
-    assert rig.half.planner.stores[SSD].bandwidth > 1000.0
+    assert rig.pages.book.stores[SSD].bandwidth > 1000.0

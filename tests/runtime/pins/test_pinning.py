@@ -20,7 +20,7 @@ def turn(job: str, last: bool = False) -> dict[str, Any]:
 
 
 def used_blocks(rig: Rig) -> int:
-    return int(rig._free_at_start - rig.pool.get_num_free_blocks())
+    return int(rig.free_at_start - rig.pool.get_num_free_blocks())
 
 
 def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(make_rig: MakeRig) -> None:
@@ -73,7 +73,7 @@ def test_a_context_of_most_of_the_pool_is_pinned_whole(make_rig: MakeRig) -> Non
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY)
     context = text(800, seed=1)
     rig.ask("long", context, params=turn("job"))
-    assert rig.half.pins.held_blocks == 50
+    assert rig.pins.held_blocks == 50
     for number in range(4):  # without a pin it would be gone
         rig.ask(f"rival{number}", text(180, seed=10 + number))
     rig.ask("back", context)
@@ -98,11 +98,11 @@ def test_nobody_waits_for_a_pin_while_only_a_preempted_turn_goes_on(make_rig: Ma
     """It has no blocks to give back, and vLLM may not come to it before the one that waits."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
     rig.ask("old", text(800, seed=1), params=turn("job"))
-    rig.half._running += 1  # as for one that was preempted
+    rig.turns.running += 1  # as for one that was preempted
     rig.add("young", text(500, seed=2))
     rig.step()
     assert [r.request_id for r in rig.scheduler.running] == ["young"]
-    rig.half._running -= 1
+    rig.turns.running -= 1
     rig.run()
 
 
@@ -113,7 +113,7 @@ def test_pins_over_the_whole_pool_give_way_to_a_new_request(
     rig = make_rig(blocks=64, max_model_len=512, extra=VRAM_ONLY, in_job_order=in_job_order)
     for i in range(6):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
-    assert rig.half.pins.held_blocks > 50
+    assert rig.pins.held_blocks > 50
 
     longest = text(500, seed=99)
     rig.add("longest", longest)
@@ -121,7 +121,7 @@ def test_pins_over_the_whole_pool_give_way_to_a_new_request(
     assert [r.request_id for r in rig.scheduler.running] == ["longest"]
     rig.run()
     assert rig.outputs["longest"] == expected(longest, 4)
-    assert rig.half.pins.held_blocks < 50, "youngest went, the oldest may stay"
+    assert rig.pins.held_blocks < 50, "youngest went, the oldest may stay"
 
 
 @pytest.mark.parametrize("mode", RestoreMode)
@@ -133,11 +133,11 @@ def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("r1", text(150, seed=1), params=turn("job"))
     rig.add("waits", text(100, seed=2))
-    waiting = rig.half._turns["waits"]
-    waiting.hit = Hit(0, (), 96, mode)
+    waiting = rig.turn("waits")
+    waiting.restore.hit = Hit(0, (), 96, mode)
     for step in (7, 8, 9):
-        rig.half.room.for_waiting(waiting, 0, step)
-    assert len(rig.half.pins) == (mode is RestoreMode.SYNC)
+        rig.admission.pressure.for_waiting(waiting, 0, step)
+    assert len(rig.pins) == (mode is RestoreMode.SYNC)
     rig.run()
 
 
@@ -152,7 +152,7 @@ def test_a_running_request_takes_from_pins_before_it_preempts(make_rig: MakeRig)
     assert rig.outputs["grows"] == expected(text(60, seed=50), 300)
     assert rig.count("pins_released") > 0
     assert request.num_preemptions == 0
-    assert len(rig.half.pins) > 0, "no more pins went than were needed"
+    assert len(rig.pins) > 0, "no more pins went than were needed"
 
 
 def test_blocks_freed_for_a_running_request_are_not_taken_by_a_new_one(make_rig: MakeRig) -> None:
@@ -172,7 +172,7 @@ def test_blocks_freed_for_a_running_request_are_not_taken_by_a_new_one(make_rig:
 def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None:
     """After an async restore vLLM asks no hook again before it allocates."""
     rig = make_rig(blocks=64, max_model_len=512)
-    rig.half.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(300, seed=1)
     rig.ask("first", prompt)
     rig.fill()
@@ -182,15 +182,15 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
     pool = rig.pool
     grabbed = pool.get_new_blocks(pool.get_num_free_blocks())
     for block in grabbed:  # stands for pins that were made while the restore was under way
-        rig.half.pins._held[block.block_id] = 1
+        rig.pins._held[block.block_id] = 1
     from tiered_kv.connectors.runtime.pins.pin_table import _Pin
     from tiered_kv.policies.base import JobKey
 
-    rig.half.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)
+    rig.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)
     rig.run()
 
     assert rig.outputs["back"] == expected(back, 4)
-    assert len(rig.half.pins) == 0
+    assert len(rig.pins) == 0
     rig.check_clean()
 
 
@@ -198,10 +198,10 @@ def test_jobs_of_other_salts_do_not_share_a_pin(make_rig: MakeRig) -> None:
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("a", text(100, seed=1), params=turn("job"), salt="alice")
     rig.ask("b", text(100, seed=1), params=turn("job"), salt="bob")
-    assert len(rig.half.pins) == 2
+    assert len(rig.pins) == 2
 
     rig.ask("a2", text(8, seed=3), params=turn("job", last=True), salt="alice")
-    assert len(rig.half.pins) == 1
+    assert len(rig.pins) == 1
 
 
 def test_two_turns_of_a_job_at_once_are_counted_and_balance(make_rig: MakeRig) -> None:
@@ -211,7 +211,7 @@ def test_two_turns_of_a_job_at_once_are_counted_and_balance(make_rig: MakeRig) -
     rig.run()
 
     assert rig.count("concurrent_turns") == 1
-    assert len(rig.half.pins) == 1
+    assert len(rig.pins) == 1
     rig.ask("last", text(8, seed=3), params=turn("job", last=True))
     rig.check_clean()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-CONNECTOR_MODULE = "tiered_kv.connectors.vllm.connector"
+CONNECTOR_MODULE = "tiered_kv.testing.vllm.connector"
 
 
 @dataclass(frozen=True, slots=True)

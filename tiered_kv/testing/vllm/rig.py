@@ -20,11 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
 from tiered_kv.policies.base import TurnPolicy
-from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
 
+from .changes import given
 from .engine import EngineSize, engine_config, kv_config, make_scheduler
 from .runner import CELL, VOCABULARY, CheckingRunner, kv, sample
+from .view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class RigOptions:
         in_job_order: with ``ContinuumScheduler``.
         check_kv: write and check KV; without it the model says the same to everything,
             and large engines are fast.
+        tools: reads tool calls; None: the connector's own reader.
         around: makes the engine's transfer configuration from the connector's, where that is one
             of several.
         ahead: asynchronous scheduling: a step is scheduled and run before the scheduler hears of
@@ -53,10 +58,11 @@ class RigOptions:
     check_kv: bool = True
     in_job_order: bool = False
     ahead: bool = False
+    tools: ToolCalls | None = None
     around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
-class Rig:
+class Rig(View):
     """An engine to drive step by step.
 
     Args:
@@ -88,38 +94,25 @@ class Rig:
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(opts.block_size, hash_fn)
         self.memory = torch.zeros(page * opts.blocks, dtype=torch.uint8)
-        self._runner = CheckingRunner(
+        self.runner = CheckingRunner(
             self.memory.numpy().reshape(opts.blocks, opts.block_size, CELL)
         )
         self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
         self._late_aborts: list[str] = []
-        self.worker: Any = None
-        if opts.extra is not None:
-            from vllm.config import set_current_vllm_config
-            from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-            with set_current_vllm_config(self.config):
-                self.worker = KVConnectorFactory.create_connector(
-                    self.config, KVConnectorRole.WORKER, layout
-                )
-            self.worker.register_kv_caches({"layer.0": self.memory})
-        self.scheduler = make_scheduler(
-            self.config, layout, log_stats=True, in_job_order=opts.in_job_order
-        )
         self.now = 1000.0
+        self.worker: Any = None
+        self._policy = SwitchedPolicy(FixedPin())
+        self.worker_ahead_s = 0.0
+        """Seconds by which the worker's clock is ahead of the scheduler's."""
         if opts.extra is not None:
-            self.half._clock = lambda: self.now  # TTLs pass when a test says so
-            if "policy" not in (opts.extra or {}):
-                self.policy = FixedPin()
-            from tiered_kv.connectors.vllm.envelopes import TieredHandshake
-
-            said = self.worker_half.handshake()
-            for tier in self.worker_half.stores.values():
-                tier.io._clock = lambda: self.now
-            # Its model computes nothing, so that no estimate of a prefill fits it.
-            said = replace(said, speeds=replace(said.speeds, flops=0.0))
-            self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
+            with given(lambda: self.now + self.worker_ahead_s, self._change):
+                self._make_worker(layout)
+        with given(lambda: self.now, self._change):  # TTLs pass when a test says so
+            self.scheduler = make_scheduler(
+                self.config, layout, log_stats=True, in_job_order=opts.in_job_order
+            )
+        if opts.extra is not None:
+            self._introduce()
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.finished: dict[str, Any] = {}
@@ -128,42 +121,46 @@ class Rig:
         """CPU seconds that the scheduler itself took in the last step."""
         self.last_stats: Any = None
         """vLLM's SchedulerStats of the last step."""
-        self._free_at_start = self.pool.get_num_free_blocks()
+        self.free_at_start = self.pool.get_num_free_blocks()
+
+    def _change(self, found: Dependencies) -> Dependencies:
+        extra, tools = self.options.extra or {}, found.tools
+        if "policy" in extra:
+            self._policy.now = found.policy
+        if self.options.tools is not None:
+            tools.close()
+            tools = self.options.tools
+        return replace(found, policy=self._policy, tools=tools)
+
+    def _make_worker(self, layout: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        with set_current_vllm_config(self.config):
+            self.worker = KVConnectorFactory.create_connector(
+                self.config, KVConnectorRole.WORKER, layout
+            )
+        self.worker.register_kv_caches({"layer.0": self.memory})
+
+    def _introduce(self) -> None:
+        from tiered_kv.connectors.vllm.envelopes import TieredHandshake
+
+        said = self.worker_half.handshake()
+        # Its model computes nothing, so that no estimate of a prefill fits it.
+        said = replace(said, speeds=replace(said.speeds, flops=0.0))
+        self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
 
     # -- what a test looks at -----------------------------------------------------
 
     @property
-    def connector(self) -> Any:
-        """The connector of the scheduler side."""
-        return self.scheduler.connector
-
-    @property
-    def half(self) -> Any:
-        """The scheduler half."""
-        return _ours(self.connector).scheduler_half
-
-    @property
-    def worker_half(self) -> Any:
-        """The worker half."""
-        return _ours(self.worker).worker_half
-
-    @property
-    def pool(self) -> Any:
-        return self.scheduler.kv_cache_manager.block_pool
-
-    @property
     def policy(self) -> TurnPolicy:
         """Where finished turns' KV waits; two seconds in VRAM if the options name none."""
-        policy: TurnPolicy = self.half.gaps.waits.policy
-        return policy
+        return self._policy.now
 
     @policy.setter
     def policy(self, policy: TurnPolicy) -> None:
-        self.half.gaps.waits.policy = policy
-
-    def count(self, name: str) -> int:
-        """A counter of the connector."""
-        return int(self.half.counters.totals[name])
+        self._policy.now = policy
 
     # -- driving --------------------------------------------------------------------
 
@@ -274,8 +271,7 @@ class Rig:
         if half.backend is not None:
             half.backend.drain()
         for tier in half.stores.values():
-            with tier.io._changed:  # the rig's clock went on: some may be due
-                tier.io._changed.notify_all()
+            tier.io.wake()  # the rig's clock went on: some may be due
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
@@ -300,11 +296,11 @@ class Rig:
     def check_clean(self) -> None:
         """All blocks free again, all slots accounted for, nothing in flight."""
         free = self.pool.get_num_free_blocks()
-        assert free == self._free_at_start, f"{self._free_at_start - free} blocks leaked"
+        assert free == self.free_at_start, f"{self.free_at_start - free} blocks leaked"
         if self.connector is not None:
-            self.half.index.check_integrity()
-            assert self.half.planner.in_flight == 0, "orders never settled"
-            assert not self.half._turns, "turns never finished"
+            self.index.check_integrity()
+            assert self.pages.book.in_flight == 0, "orders never settled"
+            assert not len(self.turns), "turns never finished"
             assert self.count("hook_errors") == 0, "a hook raised"
 
     def close(self) -> None:
@@ -333,7 +329,7 @@ class Rig:
             # Like vLLM's model runners: loads that this forward needs come before it.
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
-            sampled = self._forward(output, self.worker_half._bad_blocks)
+            sampled = self._forward(output, self.worker_half.bad_blocks)
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(None)
             worker.wait_for_save()
@@ -355,20 +351,14 @@ class Rig:
 
     def _forward(self, output: Any, bad: Collection[int] = ()) -> dict[str, list[int]]:
         if self.options.check_kv:
-            self._runner.update(output)
-            return self._runner.forward(output.num_scheduled_tokens, bad)
+            self.runner.update(output)
+            return self.runner.forward(output.num_scheduled_tokens, bad)
         sampled: dict[str, list[int]] = {}
         for request_id in output.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
             done = request.num_computed_tokens >= request.num_tokens
             sampled[request_id] = [1] if done else []
         return sampled
-
-
-def _ours(connector: Any) -> Any:
-    """Our connector, which may be one of several."""
-    parts = getattr(connector, "sub_connectors", (connector,))
-    return next(one for one in parts if hasattr(one, "scheduler_half"))
 
 
 def text(tokens: int, seed: int) -> list[int]:

@@ -1,0 +1,42 @@
+"""Admission of an engine that holds nobody."""
+
+from __future__ import annotations
+
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.policies.base import JobKey
+
+
+class NoAdmission:
+    """Lets everybody in, and counts nothing. See ``Admission``."""
+
+    refused = 0
+    delayed = 0
+    begun = 0
+    share = 1.0
+
+    def arrived(self, turn: Turn) -> bool:
+        return False
+
+    def began(self, turn: Turn) -> None:
+        pass
+
+    def joined(self, turn: Turn) -> None:
+        pass
+
+    def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
+        pass
+
+    def over(self, job: JobKey) -> None:
+        pass
+
+    def holds(self, turn: Turn, *, behind: bool = False) -> bool:
+        return False
+
+    def lets_overdue_in(self, turn: Turn) -> bool:
+        return True
+
+    def let_in(self, turn: Turn) -> None:
+        pass
+
+    def demand_with_pin(self, blocks: int, job: JobKey | None) -> None:
+        return None

@@ -1,0 +1,59 @@
+"""Everything that the scheduler half is given: the engine, settings, policies, time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyUpkeep
+from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
+from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
+from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.policies.cache.restore_mode import RestorePolicy
+
+from .base import EngineFacts, Fingerprints
+from .step_timer import StepTimer
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """Everything that the scheduler half is given. Tests and simulations replace some of it.
+
+    Attributes:
+        facts: the engine.
+        config: the operator's settings.
+        fingerprints: the first parts of page keys; owned.
+        prefill_work: work of the model's prefills; None if that is not known.
+        policy: chooses where a finished turn's KV waits.
+        policy_state: has ``policy`` learn, and saves it; owned.
+        restore_policy: chooses how a restore is made.
+        course: forecasts how jobs go on.
+        tools: reads tool calls; owned.
+        step_timer: measures steps.
+        clock: monotonic seconds.
+        wall: seconds since the epoch, for the trace.
+    """
+
+    facts: EngineFacts
+    config: TierConfig
+    fingerprints: Fingerprints
+    prefill_work: PrefillWork | None
+    policy: TurnPolicy
+    policy_state: PolicyUpkeep
+    restore_policy: RestorePolicy
+    course: Course
+    tools: ToolCalls
+    step_timer: StepTimer
+    clock: Clock
+    wall: Clock
+
+    def close(self) -> None:
+        """Save what was learned, and stop every thread. Idempotent."""
+        self.tools.close()
+        self.policy_state.close()
+        self.fingerprints.close()

@@ -1,0 +1,31 @@
+"""The time that the engine's steps take."""
+
+from __future__ import annotations
+
+ASSUMED_S = 0.05
+LONGEST_S = 1.0
+WEIGHT = 0.3
+"""Weight of a new measurement in the average."""
+
+
+class StepTimer:
+    """Measures how long steps with work take. One thread.
+
+    Attributes:
+        step_s: seconds of a step, smoothed.
+    """
+
+    def __init__(self) -> None:
+        self.step_s = ASSUMED_S
+        self._looked_at: float | None = None
+
+    def look(self, now: float, steps: int) -> None:
+        """Learn from the time since the last call.
+
+        Args:
+            steps: steps built since then; 0 if an idle one came between.
+        """
+        if steps and self._looked_at is not None:
+            seen = min((now - self._looked_at) / steps, LONGEST_S)
+            self.step_s += WEIGHT * (seen - self.step_s)
+        self._looked_at = now

@@ -1,0 +1,31 @@
+"""Our connector with dependencies that a test or a simulation gives.
+
+It has the product's own name: vLLM finds it by its module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
+from tiered_kv.connectors.vllm import connector
+
+from . import changes
+
+
+class TieredContinuumConnector(connector.TieredContinuumConnector):
+    """The product's connector, with the changes that are given."""
+
+    @classmethod
+    def clock(cls) -> Clock:
+        return changes.clock.get()
+
+    @classmethod
+    def make_dependencies(
+        cls, vllm_config: Any, facts: EngineFacts, config: TierConfig
+    ) -> Dependencies:
+        found = super().make_dependencies(vllm_config, facts, config)
+        change = changes.change.get()
+        return found if change is None else change(found)
