@@ -297,7 +297,7 @@ def returning(jobs: int, context: int) -> float:
             one.run()
             rig = one.rig
             if is_ours:
-                rig.half.let_go()
+                rig.half.release_all()
                 rig.step()
             rig.pool.evict_blocks(set(range(blocks)))
             one.clear()
@@ -326,7 +326,7 @@ def long_turns(context: int, *, pins: bool, count: int = 6) -> tuple[float, floa
                 one.run()
             if is_ours:
                 end = statistics.median(one.hooks["request_finished_all_groups"])
-                one.rig.half.let_go()
+                one.rig.half.release_all()
                 one.rig.step()
             one.rig.pool.evict_blocks(set(range(blocks)))
             one.add_all([("hog", context, 77, 300)])

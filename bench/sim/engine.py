@@ -98,7 +98,7 @@ class InlineUpkeep:
         self._policy = policy
         self._tended_at = BEGIN_S
 
-    def tend_if_due(self, now: float) -> None:
+    def refit_if_due(self, now: float) -> None:
         if now - self._tended_at >= 300.0:
             self._tended_at = now
             self._policy.refit()

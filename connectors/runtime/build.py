@@ -9,15 +9,15 @@ from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.admission.queue import TIGHT_TOKENS, JobQueue
-from tiered_kv.connectors.runtime.gaps.cost_model import Prices
-from tiered_kv.connectors.runtime.gaps.gap_manager import Gaps
+from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
+from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
-from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillClock
+from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
 from tiered_kv.connectors.runtime.pages.cpu_stay import CpuStay
-from tiered_kv.connectors.runtime.pages.dispatch import Exchange
+from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
@@ -77,7 +77,7 @@ class Pages:
     restores: Restores
     saves: Saves
     tiers: LowerTiers
-    dispatch: Exchange
+    dispatch: OrderDispatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +98,15 @@ class AdmissionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapGroup:
-    """Gaps between turns: forecasts, costs and decisions.
+    """GapManager between turns: forecasts, costs and decisions.
 
     Attributes:
         prefills: measures prefills, for ``costs``.
     """
 
-    prefills: PrefillClock
-    costs: Prices
-    manager: Gaps
+    prefills: PrefillTimer
+    costs: CostModel
+    manager: GapManager
     log: TurnLog
 
 
@@ -159,7 +159,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         restores=restores,
         saves=saves,
         tiers=tiers,
-        dispatch=Exchange(
+        dispatch=OrderDispatch(
             book,
             saves,
             restores,
@@ -220,8 +220,8 @@ def build_gaps(
     """
     facts, clock, pool = given.facts, given.clock, engine.pool
     log = TurnLog(engine.counters, _trace(given.config, given.wall))
-    prefills = PrefillClock(ahead=facts.ahead)
-    costs = Prices(
+    prefills = PrefillTimer(ahead=facts.ahead)
+    costs = CostModel(
         facts,
         pages.book,
         prefills.fit,
@@ -232,12 +232,12 @@ def build_gaps(
         turns=engine.turns,
         clock=clock,
     )
-    manager = Gaps(
+    manager = GapManager(
         facts,
         lineage=Lineage(facts.block_size),
         placement=KvPlacement(given.policy, gaps, costs, pages.order, clock),
         gaps=gaps,
-        prices=costs,
+        cost_model=costs,
         pins=admission.pins,
         planner=pages.book,
         tiers=pages.tiers,

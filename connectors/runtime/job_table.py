@@ -16,7 +16,7 @@ class Job:
     """A job that has been seen. Written by ``JobTable``.
 
     Attributes:
-        born: arrival of its first turn, or of the first after it was taken to have ended;
+        started_at: arrival of its first turn, or of the first after it was taken to have ended;
             seconds on the scheduler's clock.
         first_blocks: blocks of its first prompt, which other jobs may begin with as well.
         turns: turns arrived so far.
@@ -25,7 +25,7 @@ class Job:
     """
 
     key: JobKey
-    born: float
+    started_at: float
     first_blocks: int
     turns: int = 0
     running: set[str] = field(default_factory=set)
@@ -70,11 +70,11 @@ class JobTable:
 
     def begin_anew(self, job: Job, now: float) -> None:
         """Give the job the youngest place: its room went to others, and so did its place."""
-        job.born = now
+        job.started_at = now
 
     def oldest_first(self) -> list[JobKey]:
         """Keys of the jobs, by when they began."""
-        return sorted(self._jobs, key=lambda key: self._jobs[key].born)
+        return sorted(self._jobs, key=lambda key: self._jobs[key].started_at)
 
     def _forget_old(self) -> None:
         while len(self._jobs) > MAX_JOBS:

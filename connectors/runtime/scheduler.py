@@ -188,17 +188,17 @@ class SchedulerHalf:
         pages.saves.watch(turn, self.step + 1)
         found = turn.source.vram_tokens + turn.source.cpu_tokens
         if fresh or (restored and turn.request.num_computed_tokens == found):
-            self.gaps.prefills.started(turn, self._clock())
+            self.gaps.prefills.on_started(turn, self._clock())
 
     def _on_admitted(self, turn: Turn, num_external: int) -> None:
         """Count a turn that has its first blocks; if they are its job's first, that has begun."""
         self.turns.admit(turn)
         turn.source.cpu_tokens = num_external
-        self.gaps.costs.admitted(turn)
+        self.gaps.costs.on_admitted(turn)
         hit = turn.restore.hit
         came_up = sum(key in turn.tiers.keys for key in hit.keys) if hit is not None else 0
         turn.source.ssd_tokens = min(num_external, came_up * self.facts.block_size)
-        self.admission.queue.left(turn.request_id)
+        self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
         self.admission.gate.began(turn)
         for request_id in turn.job.running if first and turn.job is not None else ():
@@ -250,16 +250,16 @@ class SchedulerHalf:
             if now >= self._look_at:
                 self._look_at = now + POLL_EVERY_S
                 self.measure_demand()
-                gaps.manager.look_around()
+                gaps.manager.poll()
         if self._answers:
-            gaps.manager.hear_tools()
+            gaps.manager.apply_tool_calls()
         if admission.pins and (late := admission.pins.expire(self._clock())):
             self.counters.add("pins_expired", late)
         if restored := pages.dispatch.restored:
             # Of the step that was just scheduled: what is on its way is there in the next.
             admission.pressure.for_restored(list(restored.values()), self.step - 1)
         if gaps.prefills.running:
-            gaps.prefills.look(self._clock())
+            gaps.prefills.poll(self._clock())
         pages.saves.step(self.step, scheduled)
         return pages.dispatch.take()
 
@@ -279,7 +279,7 @@ class SchedulerHalf:
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
         logger.error("the state was: %s", state)
         self.counters.add("watchdog_barks")
-        self.let_go()
+        self.release_all()
         self.admission.queue.let_all_in()
         for turn in turns:
             self.pages.tiers.stop_waiting(turn)
@@ -291,7 +291,7 @@ class SchedulerHalf:
             for turn in self.turns.by_id.values()
             if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
         )
-        self.gaps.costs.look(sum(waiting))
+        self.gaps.costs.observe_demand(sum(waiting))
 
     def take_orders(self) -> Orders:
         """Hand over the orders not yet sent, as when ``build_orders`` itself fails."""
@@ -299,7 +299,7 @@ class SchedulerHalf:
 
     def on_reports(self, reports: Reports) -> None:
         """Hear the workers' reports."""
-        self.pages.dispatch.heard(reports, self.step)
+        self.pages.dispatch.on_reports(reports, self.step)
 
     # -- a turn ends ----------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class SchedulerHalf:
     def _end_turn(self, turn: Turn, block_ids: Sequence[int]) -> dict[str, Any] | None:
         request, pages = turn.request, self.pages
         pages.dispatch.restored.pop(request.request_id, None)
-        self.admission.queue.left(request.request_id)
+        self.admission.queue.on_left(request.request_id)
         pages.tiers.claimed(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
@@ -327,7 +327,7 @@ class SchedulerHalf:
             last, context = pages.saves.finish(turn, block_ids)
             save = last.order_id if last else None
         if turn.hints.is_last_step:
-            self._let_go_first(turn)
+            self._release_first(turn)
         self.admission.gate.ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
         gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
@@ -343,7 +343,7 @@ class SchedulerHalf:
             self._ordering_failed = True
             logger.exception("ordering requests failed; those held are let in (logged once)")
 
-    def _let_go_first(self, turn: Turn) -> None:
+    def _release_first(self, turn: Turn) -> None:
         """Have the blocks of a job that is over reused before those of jobs that go on: the engine
         takes blocks without a hash first. What it may share with others, now or later, stays."""
         if turn.job is None or turn.job.running != {turn.request_id}:
@@ -353,7 +353,7 @@ class SchedulerHalf:
 
     # -- resets, life and death -------------------------------------------------------
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
         self.counters.add("pins_released", self.admission.pins.release_all())
         self.pages.tiers.invalidate(self.pages.saves.drop_all())
@@ -365,7 +365,7 @@ class SchedulerHalf:
         """
         pages, fingerprints = self.pages, self._given.fingerprints
         self.counters.add("resets")
-        self.let_go()
+        self.release_all()
         fingerprints.next_generation()
         pages.tiers.reset(lambda group: fingerprints.base(group).digest())
         pages.book.forget_all()
@@ -383,7 +383,7 @@ class SchedulerHalf:
 
         An engine that has just started makes one step: gauges are exported with steps only.
         """
-        self.gaps.manager.idle()
+        self.gaps.manager.on_idle()
         return not self.step or self.pages.dispatch.under_way
 
     def take_stats(self) -> dict[str, int]:

@@ -254,6 +254,6 @@ class Turn:
         self.pages.fingerprint = fingerprint
 
 
-def born(turn: Turn) -> float:
+def job_started_at(turn: Turn) -> float:
     """Start of the turn's job, or of the turn if it has none; seconds, as ``arrived_at``."""
-    return turn.job.born if turn.job is not None else turn.arrived_at
+    return turn.job.started_at if turn.job is not None else turn.arrived_at

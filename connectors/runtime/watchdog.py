@@ -1,15 +1,15 @@
-"""If requests wait and nothing is computed for long, whatever we hold is given up."""
+"""Watchdog: tells when requests wait and nothing is computed for long."""
 
 from __future__ import annotations
 
 import math
 
 STUCK_S = 30.0
-"""No wait that we ask for is longer and without a limit of its own: promotions end when computing
-would be as fast, and a new job is let in when nothing else runs."""
+"""Seconds without work. Waits that we ask for are shorter or end by themselves: promotions when
+computing would be as fast, and a new job is let in when nothing else runs."""
 
 STUCK_STEPS = 8
-"""Steps without work that it takes as well."""
+"""Steps without work, which it takes as well."""
 
 AT_REST_S = 1.0
 """An engine that is stuck goes on making steps. One that makes none for so long was paused, or had
@@ -30,13 +30,13 @@ class Watchdog:
         self._steps = 0
 
     def worked(self) -> None:
-        """A step computed something, or there was nothing to compute."""
+        """Begin anew: a step computed something, or there was nothing to compute."""
         self._since = None
         self._steps = 0
 
     def barks(self, now: float) -> bool:
-        """A step computed nothing although requests wait: whether that has lasted for too long.
-        True once."""
+        """Count a step that computed nothing although requests wait. True, once, if that has lasted
+        for too long."""
         if self._since is None or now - self._last >= AT_REST_S:
             self._since, self._steps = now, 0
         self._last = now

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiered_kv.config import TierConfig, load_config
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyKeeper
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
 from tiered_kv.connectors.runtime.gaps.tools import NoTools, ToolCalls
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
@@ -130,7 +130,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: there is no such policy.
         """
         policy = registry.policy(config.policy)
-        saved = PolicyKeeper(policy, config.ssd_path, config.policy)
+        saved = PolicyState(policy, config.ssd_path, config.policy)
         saved.load()
         return Dependencies(
             facts=facts,
@@ -171,7 +171,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             return
         half.counters.add("hook_errors")
         try:
-            half.let_go()  # a hook that failed half-way must not keep blocks from the engine
+            half.release_all()  # a hook that failed half-way must not keep blocks from the engine
         except Exception:
             logger.exception("giving up pins and saves failed as well")
 

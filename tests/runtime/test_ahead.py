@@ -81,7 +81,7 @@ def test_blocks_that_are_free_a_step_later_cost_no_pin(
     assert rig.outputs["waits"] == expected(prompt, 4)
     assert rig.count("restores_async") == saved
     assert rig.count("pins_released") == before
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
 
 

@@ -98,7 +98,7 @@ def play(folder: Path, seed: int) -> int:
                 refused += not reset(rig, anew=rng.random() < 0.3 and not options.ahead)
                 runner.begin()
         rig.run()
-        rig.half.let_go()
+        rig.half.release_all()
         rig.wait_for_worker()
         rig.check_clean()
     return refused

@@ -19,7 +19,7 @@ def test_turns_of_a_job_are_counted_from_its_birth() -> None:
     again = table.turn_arrived(KEY, "r2", now=20.0, blocks=1)
 
     assert again is job
-    assert (again.turns, again.born, again.running) == (2, 10.0, {"r2"})
+    assert (again.turns, again.started_at, again.running) == (2, 10.0, {"r2"})
     assert len(table) == 1
 
 
@@ -38,7 +38,7 @@ def test_a_job_that_is_over_is_forgotten() -> None:
     assert len(table) == 0
 
     reborn = table.turn_arrived(KEY, "r2", 50.0, blocks=1)
-    assert (reborn.turns, reborn.born) == (1, 50.0)
+    assert (reborn.turns, reborn.started_at) == (1, 50.0)
 
 
 def test_a_job_is_not_over_while_another_of_its_turns_runs() -> None:

@@ -195,5 +195,5 @@ def play_script(folder: Path, seed: int) -> None:
         if options.in_job_order:
             watch_the_order(rig)
         play(rig, rng)
-        rig.half.let_go()  # "last" may be waited for, as well
+        rig.half.release_all()  # "last" may be waited for, as well
         rig.check_clean()

@@ -177,7 +177,7 @@ def test_nothing_is_saved_of_a_request_that_goes_while_another_connector_fills_i
     assert len(rig.index) == 0
     assert len(rig.pins) == 0
     assert rig.ask("again", prompt) == expected(prompt, 4)
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import Turn, born
+from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 
 from .gate import Admission
 from .no_admission import NoAdmission
@@ -79,13 +79,13 @@ class JobQueue:
         if self.parks or not turn.hold.new:
             return False
         if not self._admission.holds(turn):
-            self.left(turn.request_id)
+            self.on_left(turn.request_id)
             return False
         self._held.setdefault(turn.request_id)
         if len(self._held) > MOST_HELD_IN_QUEUE:
             longest = next(iter(self._held))
             self._admission.let_in(self._turns[longest])
-            self.left(longest)
+            self.on_left(longest)
         return True
 
     def let_all_in(self) -> None:
@@ -93,7 +93,7 @@ class JobQueue:
         self._admission = NoAdmission()
         self._held.clear()
 
-    def left(self, request_id: str) -> None:
+    def on_left(self, request_id: str) -> None:
         """Forget a request that was admitted, or is over."""
         self._held.pop(request_id, None)
 
@@ -103,7 +103,7 @@ class JobQueue:
         turn = self._turns.get(request_id)
         if turn is None:
             return True, self._clock()
-        return turn.hold.new, turn.arrived_at if turn.hold.new else born(turn)
+        return turn.hold.new, turn.arrived_at if turn.hold.new else job_started_at(turn)
 
     def waiting_rank(self, request: Any) -> tuple[int, float, float]:
         """Rank of a waiting request: those that were preempted, those whose KV is held or on its
@@ -113,7 +113,7 @@ class JobQueue:
             return 2, self._clock(), request.arrival_time
         ready = bool(turn.tiers.awaits) or (turn.job is not None and turn.job.key in self._pins)
         group = 0 if request.num_preemptions else 1 if ready else 2
-        return group, born(turn), request.arrival_time
+        return group, job_started_at(turn), request.arrival_time
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""
@@ -124,4 +124,4 @@ class JobQueue:
         turn = self._turns.get(request.request_id)
         if turn is None:
             return True, self._clock()
-        return not turn.hints.is_last_step, born(turn)
+        return not turn.hints.is_last_step, job_started_at(turn)

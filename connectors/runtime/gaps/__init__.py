@@ -1,1 +1,1 @@
-"""Gaps between turns: the decision, its price, and what follows from it."""
+"""GapManager between turns: the decision, its price, and what follows from it."""

@@ -24,7 +24,7 @@ from tiered_kv.policies.pricing.estimators import (
 )
 
 
-class Prices:
+class CostModel:
     """Measures what waiting in each tier costs, for ``Costs``.
 
     Args:
@@ -62,7 +62,7 @@ class Prices:
         self._turns = turns
         self._clock = clock
 
-    def admitted(self, turn: Turn) -> None:
+    def on_admitted(self, turn: Turn) -> None:
         """Learn from a turn that got its blocks. If its KV had left VRAM, it may have waited."""
         size, source = self._facts.block_size, turn.source
         # The last token is computed always: its logits are wanted.
@@ -74,7 +74,7 @@ class Prices:
         if turn.gap.saved:
             self.survival.observe(source.cpu_tokens, had - source.vram_tokens)
 
-    def look(self, waiting_tokens: int) -> None:
+    def observe_demand(self, waiting_tokens: int) -> None:
         """Measure how much VRAM is wanted.
 
         Args:

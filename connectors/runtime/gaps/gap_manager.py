@@ -1,4 +1,4 @@
-"""Gaps between turns: each job's KV from a turn's end until its next turn arrives.
+"""GapManager between turns: each job's KV from a turn's end until its next turn arrives.
 
 A pin must be taken while a turn ends, before its tool call can be read: so it is provisional,
 and what was decided is revised once the call was read, off this thread.
@@ -28,16 +28,16 @@ from tiered_kv.policies.pricing.pin_value import earnings, saved_s
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 
-from .cost_model import Prices
+from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 from .placement import KvPlacement
 from .policy_state import PolicyUpkeep
-from .prefetch_queue import Returns
+from .prefetch_queue import PrefetchQueue
 from .tools import ToolCalls
 from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
-"""How long a turn is pinned at most while its tool call is being read."""
+"""Seconds that a turn is pinned at most while its tool call is being read."""
 IDLE_AHEAD_S = 3600.0
 """An engine that falls idle orders what is due in this time ahead: no hook may run until then."""
 
@@ -55,7 +55,7 @@ class Arrival:
     gap: EndedGap = NO_GAP
 
 
-class Gaps:
+class GapManager:
     """Jobs, and the KV of each between its turns.
 
     Args:
@@ -67,7 +67,7 @@ class Gaps:
     Attributes:
         jobs: the jobs that have been seen.
         open: their open gaps.
-        returns: contexts in the tiers below that are to come up in time.
+        prefetch: contexts in the tiers below that are to come up in time.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Gaps:
         lineage: Lineage,
         placement: KvPlacement,
         gaps: OpenGaps,
-        prices: Prices,
+        cost_model: CostModel,
         pins: PinTable,
         planner: OrderBook,
         tiers: LowerTiers,
@@ -90,11 +90,11 @@ class Gaps:
     ) -> None:
         self.jobs = JobTable()
         self.open = gaps
-        self.returns = Returns()
+        self.prefetch = PrefetchQueue()
         self._facts = facts
         self._lineage = lineage
         self._placement = placement
-        self._prices = prices
+        self._cost_model = cost_model
         self._pins = pins
         self._planner = planner
         self._tiers = tiers
@@ -111,14 +111,14 @@ class Gaps:
 
     def on_arrived(self, request: Request, hints: TurnHints) -> Arrival:
         """Find the job of a turn that arrives, and end that one's gap."""
-        self.hear_tools()  # the gap that ends here may be of one that was read meanwhile
+        self.apply_tool_calls()  # the gap that ends here may be of one that was read meanwhile
         key = self._job_of(request, hints)
         if key is None:
             return Arrival()
         blocks = -(-request.num_prompt_tokens // self._facts.block_size)
         job = self.jobs.turn_arrived(key, request.request_id, self._clock(), blocks)
         self._counters.add("concurrent_turns", len(job.running) > 1)
-        self.returns.forget(key)
+        self.prefetch.forget(key)
         back = self._placement.on_returned(key)
         if back is None:
             return Arrival(job)
@@ -204,7 +204,7 @@ class Gaps:
             if block.block_hash is not None and not block.is_null
         ]
         pinned = self._pins.pin(
-            job.key, blocks, self._clock() + ttl_s, job.born, *_worth(gap, ttl_s)
+            job.key, blocks, self._clock() + ttl_s, job.started_at, *_worth(gap, ttl_s)
         )
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
@@ -220,13 +220,13 @@ class Gaps:
         saving = gap.save is not None and self._planner.under_way(gap.save)
         self._tiers.demote(gap.pages, after=gap.save if saving else None)
         if gap.end.job is not None and gap.decision.back_s is not None:
-            self.returns.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
+            self.prefetch.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
 
     def _follow_up(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
         if turn.hints.job_id is None:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
         if not job.running and end.is_last_step:
-            self._prices.memoryfulness.observe(job.turns)
+            self._cost_model.memoryfulness.observe(job.turns)
             self.give_up(job.key, pages[job.first_blocks :])
         elif not job.running and not turn.source.admitted:
             self._release(job.key)  # what the job's last turn left for it
@@ -240,15 +240,15 @@ class Gaps:
         """
         self._release(job)
         self._gate.over(job)
-        self.returns.forget(job)
+        self.prefetch.forget(job)
         if (found := self._placement.on_over(job, own)) is not None:
             gap, gap_s = found
-            self._prices.memoryfulness.observe(gap.end.turn)
+            self._cost_model.memoryfulness.observe(gap.end.turn)
             self._trace.gap(gap, gap_s, ended=False, held=False)
 
     # -- while they gap --------------------------------------------------------------
 
-    def hear_tools(self) -> None:
+    def apply_tool_calls(self) -> None:
         """Decide anew where turns' KV waits whose tool calls were read since the last call."""
         for request_id, tool in self._tools.take():
             gap = self._placement.revise(request_id, tool)
@@ -264,30 +264,30 @@ class Gaps:
                 self._send_down(gap)
             self._placement.settle(gap)
 
-    def look_around(self) -> None:
+    def poll(self) -> None:
         """See to what need not be looked at in every step."""
-        if self.returns:
+        if self.prefetch:
             self._bring_back(until=self._clock())
         while (late := self.open.oldest_late(self._clock())) is not None:
             self.give_up(late)
-        self._policy_state.tend_if_due(self._clock())
+        self._policy_state.refit_if_due(self._clock())
 
-    def idle(self) -> None:
+    def on_idle(self) -> None:
         """Order ahead: no request is left, and perhaps no hook runs for long."""
-        self.hear_tools()
-        if self.returns:
+        self.apply_tool_calls()
+        if self.prefetch:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
 
     def _bring_back(self, until: float) -> None:
-        for job, due, pages in self.returns.take(until):
+        for job, due, pages in self.prefetch.take(until):
             ordered = self._tiers.promote_ahead(pages, due)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
-                self.returns.expect(job, due, pages)
+                self.prefetch.expect(job, due, pages)
 
     def reset(self) -> None:
         """Forget every page; the jobs stay."""
         self._placement.forget_pages()
-        self.returns = Returns()
+        self.prefetch = PrefetchQueue()
 
     def close_all(self) -> None:
         """Wait for nobody any longer. Idempotent."""

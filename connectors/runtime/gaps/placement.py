@@ -10,7 +10,7 @@ from tiered_kv.orders import OrderId
 from tiered_kv.policies.base import JobKey, ToolUse, TurnEnd, TurnPolicy
 from tiered_kv.policies.cache.eviction import ByWorth
 
-from .cost_model import Prices
+from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 
 
@@ -26,13 +26,13 @@ class KvPlacement:
         self,
         policy: TurnPolicy,
         gaps: OpenGaps,
-        prices: Prices,
+        cost_model: CostModel,
         order: ByWorth,
         clock: Callable[[], float],
     ) -> None:
         self._policy = policy
         self._gaps = gaps
-        self._prices = prices
+        self._cost_model = cost_model
         self._order = order
         self._clock = clock
 
@@ -58,7 +58,7 @@ class KvPlacement:
             away: True if the job's gap opens: no other turn of it is running, and this one got as
                 far as having KV.
         """
-        costs = self._prices.costs(end.context_tokens, end.job)
+        costs = self._cost_model.costs(end.context_tokens, end.job)
         decision = self._policy.decide(end, costs)
         now = self._clock()
         saved = bool(pages)

@@ -16,7 +16,7 @@ from tiered_kv.policies.base import TurnPolicy
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-TEND_EVERY_S = 300.0
+REFIT_EVERY_S = 300.0
 MAX_BYTES = 64 << 20
 """A larger file is none of ours."""
 
@@ -24,7 +24,7 @@ MAX_BYTES = 64 << 20
 class PolicyUpkeep(Protocol):
     """Has a policy learn and be saved."""
 
-    def tend_if_due(self, now: float) -> None:
+    def refit_if_due(self, now: float) -> None:
         """Refit and save the policy, if that was not done for a while. Does not wait."""
         ...
 
@@ -33,7 +33,7 @@ class PolicyUpkeep(Protocol):
         ...
 
 
-class PolicyKeeper:
+class PolicyState:
     """Refits one policy on a thread, and keeps a file of what it learned.
 
     Engines that share the folder each save their own word; the last stays. A file is written
@@ -49,9 +49,9 @@ class PolicyKeeper:
         self._policy = policy
         self._path = None if folder is None else folder / f"policy-{name}.json"
         self._name = name
-        self._tended_at: float | None = None
+        self._refitted_at: float | None = None
         self._failed = False
-        self._tending: Future[None] | None = None
+        self._refitting: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "tiered-kv-policy")
 
     def load(self) -> bool:
@@ -77,14 +77,16 @@ class PolicyKeeper:
             return False
         return True
 
-    def tend_if_due(self, now: float) -> None:
+    def refit_if_due(self, now: float) -> None:
         """Refit and save the policy, if that was not done for a while. Does not wait."""
-        if self._tended_at is None:
-            self._tended_at = now
-        if now - self._tended_at < TEND_EVERY_S or (self._tending and not self._tending.done()):
+        if self._refitted_at is None:
+            self._refitted_at = now
+        if now - self._refitted_at < REFIT_EVERY_S or (
+            self._refitting and not self._refitting.done()
+        ):
             return
-        self._tended_at = now
-        self._tending = self._thread.submit(self._tend, self._policy.dump())
+        self._refitted_at = now
+        self._refitting = self._thread.submit(self._refit, self._policy.dump())
 
     def close(self) -> None:
         """Save and stop the thread. Idempotent."""
@@ -94,7 +96,7 @@ class PolicyKeeper:
             return
         self._thread.shutdown()
 
-    def _tend(self, learned: Mapping[str, object]) -> None:
+    def _refit(self, learned: Mapping[str, object]) -> None:
         self._save(learned)
         try:
             self._policy.refit()

@@ -9,7 +9,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import JobKey
 
 
-class Returns:
+class PrefetchQueue:
     """Contexts by the time they should come up. One thread; no clock.
 
     Whoever takes one out orders its promotion: when it is due, or ahead of that if the engine

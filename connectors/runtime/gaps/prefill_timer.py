@@ -20,7 +20,7 @@ class _Prefill:
     not_yet: int  # looks until its first step begins
 
 
-class PrefillClock:
+class PrefillTimer:
     """Times prefills, from when the request has its blocks, and what was restored into them, to
     the first token of the answer.
 
@@ -41,14 +41,14 @@ class PrefillClock:
         self.running: list[_Prefill] = []
         self._not_yet = 2 if ahead else 0
 
-    def started(self, turn: Turn, now: float) -> None:
+    def on_started(self, turn: Turn, now: float) -> None:
         """Time the prefill that begins now, of what VRAM and CPU memory have not given."""
         behind = turn.source.vram_tokens + turn.source.cpu_tokens
         tokens = turn.request.num_prompt_tokens - behind
         if tokens >= FEWEST_TOKENS:
             self.running.append(_Prefill(turn, now, behind, tokens, self._not_yet))
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Measure those of the ``running`` prefills that are over. Once in every step, when it was
         scheduled."""
         still = []

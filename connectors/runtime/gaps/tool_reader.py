@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "tiered-kv-tools"
 MAX_QUEUED = 256
 MAX_TOKENS = 1_000
-"""Of the end of an answer. Most calls are shorter."""
+"""Tokens read of the end of an answer. Most calls are shorter."""
 MAX_TOKENS_AGAIN = 8_000
-"""If those hold no call, it may have begun before them: a file that is written, say."""
+"""Tokens read if those hold no call: it may have begun before them, as one that writes a file."""
 
 UNREAD = ToolUse(path=("(unread)",))
-"""What a turn is taken for whose answer could not be read: nothing is known of it."""
+"""Tool use of a turn whose answer could not be read: nothing is known of it."""
 
 _DEEPSEEK = {"deepseek_v3": ("deepseek_v3", "deepseek_v31")}
 _NO_PARSER = frozenset({"openai", "mini-swe-agent"})

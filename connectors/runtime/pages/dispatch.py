@@ -18,7 +18,7 @@ MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
 
 
-class Exchange:
+class OrderDispatch:
     """Collects the orders of a step, and passes each report to its component.
 
     Args:
@@ -69,7 +69,7 @@ class Exchange:
         now = self._clock()
         return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
 
-    def heard(self, reports: Reports, step: int) -> None:
+    def on_reports(self, reports: Reports, step: int) -> None:
         """Pass on the workers' reports after ``step``."""
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()
@@ -80,22 +80,22 @@ class Exchange:
             self._no_orders = Orders(seen_failures=self.seen_failures)
         settled = self._planner.settle(reports.orders)
         try:
-            self._settled(settled, step)
+            self._on_settled(settled, step)
         finally:  # what one of the two does wrong must not cost the other's blocks
             self._tiers.on_reports(reports.stores)
             for done in settled:
-                self._tiers.settled(done)
+                self._tiers.on_settled(done)
             self._tiers.unsent_saves_dropped(dropped)
             self._tiers.demote_ahead()
 
-    def _settled(self, settled: Sequence[Settled], step: int) -> None:
+    def _on_settled(self, settled: Sequence[Settled], step: int) -> None:
         """Saves and loads that every rank has reported."""
         for done in settled:
             if isinstance(done.order, SaveOrder):
-                self._saves.settled(done)
+                self._saves.on_settled(done)
             if not isinstance(done.order, LoadOrder):
                 continue
-            restored = self._restores.settled(done)
+            restored = self._restores.on_settled(done)
             turn = self._turns.get(done.order.request_id)
             if turn is not None and turn.restore.loading:
                 self._restores.loaded(turn)
@@ -103,4 +103,4 @@ class Exchange:
             # The engine hashes the blocks of an async restore once they are there, if they are.
             if done.failed and done.order.mode is RestoreMode.SYNC:
                 bad = {done.order.blocks[i] for i in done.failed}
-                self._failed_restores.clear(bad, restored, self._turns.values(), step)
+                self._failed_restores.on_failed(bad, restored, self._turns.values(), step)

@@ -31,7 +31,7 @@ class FailedRestores:
         self._saves = saves
         self._restores = restores
 
-    def clear(
+    def on_failed(
         self, bad: set[int], restored: Sequence[int], turns: Iterable[Turn], step: int
     ) -> None:
         """Clean up after blocks that hold nothing.

@@ -221,7 +221,7 @@ class LowerTier:
 
     # -- reports ------------------------------------------------------------------
 
-    def settled(self, done: Settled) -> None:
+    def on_settled(self, done: Settled) -> None:
         """Take in a store's order that is over on every rank."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         if isinstance(done.order, PromoteOrder):

@@ -313,13 +313,13 @@ class LowerTiers:
 
     # -- reports ------------------------------------------------------------------
 
-    def settled(self, done: Settled) -> None:
+    def on_settled(self, done: Settled) -> None:
         """Take in an order that is over on every rank."""
         order = done.order
         if isinstance(order, SaveOrder):
             self._demote(self._after_save.pop(order.order_id, ()))
         elif isinstance(order, (DemoteOrder, PromoteOrder)):
-            self._tiers[order.store].settled(done)
+            self._tiers[order.store].on_settled(done)
 
     def on_reports(self, reports: Mapping[StoreId, Mapping[int, TierReport]]) -> None:
         """Take in the news of the ranks' stores."""

@@ -147,7 +147,7 @@ class Restores:
         )
         return bad
 
-    def settled(self, done: Settled) -> tuple[int, ...]:
+    def on_settled(self, done: Settled) -> tuple[int, ...]:
         """Take in a restore that is over on every rank.
 
         Returns:

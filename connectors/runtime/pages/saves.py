@@ -152,7 +152,7 @@ class Saves:
             tokens = turn.request.all_token_ids[block * size : (block + 1) * size]
             self._tails.add(*place, tokens, key=turn.page_keys()[block])
 
-    def settled(self, done: Settled) -> None:
+    def on_settled(self, done: Settled) -> None:
         """Give up the blocks of a save that is over on every rank."""
         assert isinstance(done.order, SaveOrder)
         self.over += 1

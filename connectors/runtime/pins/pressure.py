@@ -17,7 +17,7 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
-from tiered_kv.connectors.runtime.turn import Turn, born
+from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 
@@ -131,7 +131,7 @@ class Room:
         there who would give blocks back."""
         if turn.request.num_preemptions or not any(self._pool.tables.values()):
             return None
-        return born(turn) if self.in_job_order or turn.hold.new else None
+        return job_started_at(turn) if self.in_job_order or turn.hold.new else None
 
     def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""

@@ -164,7 +164,7 @@ def test_a_turn_waits_for_an_older_job_whose_kv_is_kept_however_slow_its_tool(
     rig.step()
     assert rig.held() == []
     rig.run()
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
 
 

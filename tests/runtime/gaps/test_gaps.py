@@ -172,7 +172,7 @@ def test_a_reset_ends_no_wait(rig: Rig) -> None:
     rig.ask("t2", CONTEXT, params=JOB)
     assert policy(rig).seen == [(1, 5.0, True)]
     assert rig.count("prompt_tokens_recomputed") == 640
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
 
 
@@ -242,7 +242,7 @@ def test_a_pin_is_held_while_the_next_turn_queues(make_rig: MakeRig) -> None:
     rig.run()
     assert rig.count("pins_expired") == 0
     assert rig.count("pins_handed_over") == 1
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
 
 
@@ -256,7 +256,7 @@ def test_a_turn_that_is_aborted_while_it_queues_gives_the_pin_up(make_rig: MakeR
     rig.abort("t2")
     assert pinned(rig) == 0
     rig.run()
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.connectors.runtime.gaps.policy_state import TEND_EVERY_S, PolicyKeeper
+from tiered_kv.connectors.runtime.gaps.policy_state import REFIT_EVERY_S, PolicyState
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import LearnsNothing
 
@@ -49,7 +49,7 @@ def learned(gaps: int) -> Counting:
 def loaded(folder: Path, name: str = "counting") -> int | None:
     """What an engine that starts finds; None if nothing."""
     policy = Counting()
-    keeper = PolicyKeeper(policy, folder, name)
+    keeper = PolicyState(policy, folder, name)
     found = keeper.load()
     keeper._thread.shutdown()
     return policy.gaps if found else None
@@ -57,7 +57,7 @@ def loaded(folder: Path, name: str = "counting") -> int | None:
 
 def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
     policy = learned(7)
-    keeper = PolicyKeeper(policy, tmp_path / "store", "counting")
+    keeper = PolicyState(policy, tmp_path / "store", "counting")
     assert not keeper.load()
     keeper.close()
     policy.gaps = 8
@@ -68,18 +68,18 @@ def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_each_policy_has_a_file_of_its_own(tmp_path: Path) -> None:
-    PolicyKeeper(learned(7), tmp_path, "counting").close()
+    PolicyState(learned(7), tmp_path, "counting").close()
     assert loaded(tmp_path, "another") is None
     assert loaded(tmp_path) == 7
 
 
 def test_it_is_saved_now_and_then(tmp_path: Path) -> None:
     policy = learned(3)
-    keeper = PolicyKeeper(policy, tmp_path, "counting")
-    keeper.tend_if_due(now=1000.0)
-    keeper.tend_if_due(now=999.0 + TEND_EVERY_S)
+    keeper = PolicyState(policy, tmp_path, "counting")
+    keeper.refit_if_due(now=1000.0)
+    keeper.refit_if_due(now=999.0 + REFIT_EVERY_S)
     assert list(tmp_path.iterdir()) == []
-    keeper.tend_if_due(now=1000.0 + TEND_EVERY_S)
+    keeper.refit_if_due(now=1000.0 + REFIT_EVERY_S)
     keeper._thread.shutdown()
     assert loaded(tmp_path) == 3
     assert policy.refits == 1
@@ -87,10 +87,10 @@ def test_it_is_saved_now_and_then(tmp_path: Path) -> None:
 
 def test_without_a_folder_a_policy_learns_and_is_not_kept(tmp_path: Path) -> None:
     policy = learned(3)
-    keeper = PolicyKeeper(policy, None, "counting")
+    keeper = PolicyState(policy, None, "counting")
     assert not keeper.load()
     for n in range(2):
-        keeper.tend_if_due(now=n * 2 * TEND_EVERY_S)
+        keeper.refit_if_due(now=n * 2 * REFIT_EVERY_S)
     keeper.close()
     assert policy.refits == 1
 
@@ -102,10 +102,10 @@ def test_a_policy_that_cannot_learn_is_kept_all_the_same(
         def refit(self) -> None:
             raise RuntimeError("injected")
 
-    keeper = PolicyKeeper(Broken(), tmp_path, "counting")
+    keeper = PolicyState(Broken(), tmp_path, "counting")
     with caplog.at_level(logging.ERROR):
         for n in range(2):
-            keeper.tend_if_due(now=n * 2 * TEND_EVERY_S)
+            keeper.refit_if_due(now=n * 2 * REFIT_EVERY_S)
         keeper.close()
     assert "could not learn" in caplog.text
     assert loaded(tmp_path) == 0
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_used_is_said_once_and_replaced(
     path = tmp_path / "policy-counting.json"
     path.write_bytes(content)
     policy = learned(1)
-    keeper = PolicyKeeper(policy, tmp_path, "counting")
+    keeper = PolicyState(policy, tmp_path, "counting")
     with caplog.at_level(logging.WARNING):
         assert not keeper.load()
     assert len(caplog.records) == 1
@@ -151,18 +151,18 @@ def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    keeper = PolicyKeeper(learned(1), tmp_path / "file", "counting")
+    keeper = PolicyState(learned(1), tmp_path / "file", "counting")
     with caplog.at_level(logging.WARNING):
         for n in range(3):
-            keeper.tend_if_due(now=n * 2 * TEND_EVERY_S)
+            keeper.refit_if_due(now=n * 2 * REFIT_EVERY_S)
         keeper.close()
     assert sum("cannot be kept" in record.message for record in caplog.records) == 1
 
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
-    PolicyKeeper(learned(7), tmp_path, "counting").close()
+    PolicyState(learned(7), tmp_path, "counting").close()
     policy = Counting()
     policy.gaps = object()  # type: ignore[assignment]
-    PolicyKeeper(policy, tmp_path, "counting").close()
+    PolicyState(policy, tmp_path, "counting").close()
     assert [path.name for path in tmp_path.iterdir()] == ["policy-counting.json"]
     assert loaded(tmp_path) == 7

@@ -102,7 +102,7 @@ def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -
     assert rig.count("prompt_tokens_cpu") == 320
     assert rig.count("pages_promoted") == 21, "its tail, too: that was ordered ahead"
     assert rig.count("promotions_overdue") == 0
-    assert not rig.gaps.manager.returns
+    assert not rig.gaps.manager.prefetch
 
 
 def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
@@ -122,9 +122,9 @@ def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
 
 def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
-    rig.gaps.manager.returns.expect(JobKey("", "j"), rig.now + 1, ())
+    rig.gaps.manager.prefetch.expect(JobKey("", "j"), rig.now + 1, ())
     rig.gaps.manager.give_up(JobKey("", "j"))
-    assert not rig.gaps.manager.returns
+    assert not rig.gaps.manager.prefetch
 
 
 # -- explained ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.gaps.prefill_timer import FEWEST_TOKENS, PrefillClock
+from tiered_kv.connectors.runtime.gaps.prefill_timer import FEWEST_TOKENS, PrefillTimer
 from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
@@ -26,55 +26,55 @@ def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
 
 
 def test_nothing_is_known_before_a_prefill_was_seen() -> None:
-    clock = PrefillClock(ahead=False)
-    clock.started(turn(1000), now=0.0)
-    clock.look(now=1.0)
+    clock = PrefillTimer(ahead=False)
+    clock.on_started(turn(1000), now=0.0)
+    clock.poll(now=1.0)
     assert not clock.fit.measured
 
 
 def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
-    clock = PrefillClock(ahead=False)
+    clock = PrefillTimer(ahead=False)
     one = turn(1500, vram=300, cpu=200)
-    clock.started(one, now=10.0)
-    clock.look(now=11.0)
+    clock.on_started(one, now=10.0)
+    clock.poll(now=11.0)
     one.request.num_output_tokens = 1
-    clock.look(now=12.0)
+    clock.poll(now=12.0)
     assert clock.fit.seconds(500, 1000) == pytest.approx(2.0)
-    clock.look(now=99.0)
+    clock.poll(now=99.0)
     assert clock.fit.seconds(500, 1000) == pytest.approx(2.0), "it is seen once"
 
 
 def test_later_prefills_move_what_is_known() -> None:
-    clock = PrefillClock(ahead=False)
+    clock = PrefillTimer(ahead=False)
     for seconds in (1.0, 3.0):
         one = turn(1000)
-        clock.started(one, now=0.0)
+        clock.on_started(one, now=0.0)
         one.request.num_output_tokens = 1
-        clock.look(now=seconds)
+        clock.poll(now=seconds)
     assert 1.0 < clock.fit.seconds(0, 1000) < 3.0
 
 
 def test_short_aborted_and_preempted_prefills_say_nothing() -> None:
-    clock = PrefillClock(ahead=False)
+    clock = PrefillTimer(ahead=False)
     short, aborted, preempted = turn(FEWEST_TOKENS - 1), turn(1000), turn(1000)
     for one in (short, aborted, preempted):
-        clock.started(one, now=0.0)
+        clock.on_started(one, now=0.0)
     short.request.num_output_tokens = preempted.request.num_output_tokens = 1
     preempted.request.num_preemptions = 1
     aborted.request.finished = True
-    clock.look(now=1.0)
+    clock.poll(now=1.0)
     assert not clock.fit.measured
     assert clock.running == []
 
 
 def test_a_step_that_is_scheduled_ahead_begins_when_the_next_one_is_scheduled() -> None:
     """The step before it runs until then: a prefill of one step does not take two."""
-    clock = PrefillClock(ahead=True)
+    clock = PrefillTimer(ahead=True)
     one = turn(1000)
-    clock.started(one, now=10.0)
+    clock.on_started(one, now=10.0)
     for now in (10.0, 12.0, 14.0):
         one.request.num_output_tokens = int(now == 14.0)
-        clock.look(now)
+        clock.poll(now)
     assert clock.fit.seconds(0, 1000) == pytest.approx(2.0)
 
 

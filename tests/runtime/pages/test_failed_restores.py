@@ -116,7 +116,7 @@ def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
     ids = {"loads": [1, 2], "loads bad": [7, 8], "holds": [3, 7, 4], "beside": [5, 6]}
     blocks = {name: [SimpleNamespace(block_id=one) for one in own] for name, own in ids.items()}
     touched: Any = Touched(blocks)
-    FailedRestores(touched, touched, touched).clear({7}, [3, 7, 9], turns, step=11)
+    FailedRestores(touched, touched, touched).on_failed({7}, [3, 7, 9], turns, step=11)
     assert touched.evicted == {7, 9, 4}
     assert forgot == ["holds"]
     assert touched.watched == [(turns[-1], 12)]

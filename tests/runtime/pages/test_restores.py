@@ -385,7 +385,7 @@ def test_many_that_return_at_once_begin_their_restores_over_a_few_steps(
     prompts = {f"r{i}": text(80, seed=i) for i in range(6)}
     for name, prompt in prompts.items():
         rig.ask(name, prompt)
-    rig.half.let_go()
+    rig.half.release_all()
     rig.pool.evict_blocks(set(range(200)))
     rig.step()
     for name, prompt in prompts.items():
@@ -402,5 +402,5 @@ def test_many_that_return_at_once_begin_their_restores_over_a_few_steps(
     for name in prompts:
         again = f"{name}again"
         assert rig.outputs[again] == expected(rig.prompts[again], 4)
-    rig.half.let_go()
+    rig.half.release_all()
     rig.check_clean()
