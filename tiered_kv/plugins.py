@@ -1,41 +1,73 @@
-"""Parts chosen by name, or by ``module:Class`` from a package of the operator's own."""
+"""Parts chosen by name, or as ``module:Class`` out of a package of the operator's own."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
 T = TypeVar("T")
 
 
-def load(kind: str, name: str, known: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
-    """Find a part's class, or the function that makes it.
+def load(
+    kind: str, name: str, known: Mapping[str, Callable[..., T]], contract: Any = None
+) -> Callable[..., T]:
+    """Find a part's class, or the function that makes it. A module is imported for that.
 
     Args:
         kind: noun for the part, in error messages.
         name: name in ``known``, or ``module:Class`` of any importable module.
+        contract: class or Protocol whose public methods a class from elsewhere must have;
+            None checks nothing.
 
     Raises:
-        ConfigError: there is none of that name; the sentence says what to write instead.
+        ConfigError: there is no such part; the sentence says what to write instead.
     """
     if name in known:
         return known[name]
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"unknown {kind} {name!r}: known are {', '.join(sorted(known))}; write one of them, or "
-            "module:Class of your own."
+            f"{name!r} is no {kind}: {hint}Write one of {', '.join(known)}, or module:Class of "
+            "your own."
         )
     try:
         found = getattr(import_module(module), attribute, None)
-    except Exception as error:
+    except Exception as error:  # of whatever a stranger's module does
         raise ConfigError(
             f"{kind} {name!r} cannot be imported ({type(error).__name__}: {error}): install its "
-            "package where the server runs."
+            "package where the server runs, or mend it."
         ) from error
     if not callable(found):
-        raise ConfigError(f"{kind} {name!r}: module {module} has no class {attribute}; name one.")
+        raise ConfigError(
+            f"{kind} {name!r} cannot be used: {module} has no class {attribute}. Name one it has."
+        )
+    missing = _missing(found, contract) if inspect.isclass(found) else []
+    if missing:
+        raise ConfigError(
+            f"{kind} {name!r} cannot be used: it lacks {', '.join(missing)}. Give it every method "
+            f"of {contract.__module__}.{contract.__qualname__}."
+        )
     return found  # type: ignore[no-any-return]
+
+
+def _missing(found: type, contract: Any) -> list[str]:
+    """Public methods of the contract that the class does not define.
+
+    A contract's properties may be attributes that only an instance has.
+    """
+    if contract is None:
+        return []
+    methods = (name for name, _ in inspect.getmembers(contract, inspect.isfunction))
+    unmet: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    return [
+        name
+        for name in methods
+        if not name.startswith("_") and (name in unmet or not callable(getattr(found, name, None)))
+    ]
