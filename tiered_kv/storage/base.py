@@ -19,27 +19,46 @@ from tiered_kv.tiers import TierSpec
 
 
 class PageStore(ABC):
-    """Pages of one rank, by key. One I/O thread owns a store and makes all calls; they may block.
+    """Pages of one rank, by key.
 
-    A key stands for the same bytes for ever. A page that is found must be the page that was put:
-    a store that cannot be sure reports it as failed. Whatever fails is reported, not raised, but
-    for a fault of the store itself; the I/O thread then reports the whole order as failed.
+    A key stands for the same bytes for ever, and a page that is found must be the page that was
+    put: a store that cannot be sure reports it as failed.
+
+    Threads: one thread at a time makes the calls, the I/O thread but for opening and the last
+    ones; all may block. ``keys``, ``stored_bytes`` and ``counters`` are also read by other
+    threads, at any time.
+
+    Time: a call may take long, but has to end. The I/O thread reports an order once its call has
+    returned; until then the order's slots belong to the store, and no longer. A store that
+    waits for others must therefore bound its waits, and let nothing that comes too late touch
+    the pages it was given: it moves them by way of memory of its own.
+
+    Errors: trouble with pages is returned. What is raised is a fault of the store itself, for
+    which all pages of the call count as failed; the next calls are made nonetheless.
     """
 
     @abstractmethod
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """Store pages. They do not change until this returns, and are not kept after.
+        """Store pages.
+
+        They do not change until this returns, and may not be read after. A page that is
+        returned as stored is found by every later ``get``, unless it dies as ``reclaim`` says.
+        Of a key given twice, the last page is stored and speaks for both.
+
+        Args:
+            pages: keys of 16 to 255 bytes, pages of ``page_bytes`` bytes.
 
         Returns:
-            Indices of the pages that are not stored.
+            Indices of the pages that are not stored. What was stored under their keys before
+            is still there.
         """
 
     @abstractmethod
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """Read pages into buffers of ``page_bytes`` bytes.
 
-        The buffers are slots of the CPU pool, and used for other pages once this has returned:
-        nothing may write to them later.
+        The buffers are slots of the CPU pool, which hold other pages soon after this has
+        returned: nothing may write to them later, not even a read that was given up.
 
         Returns:
             Indices of the pages that are absent or bad. Their buffers may hold anything.
@@ -47,7 +66,9 @@ class PageStore(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up, for at most ``deadline_s`` seconds.
+        """Look pages up, for at most ``deadline_s`` seconds. Changes nothing.
+
+        An answer may be outdated when it is used: a ``get`` tells for sure.
 
         Returns:
             Indices of the pages that are absent, or of which nothing is known by then.
@@ -55,20 +76,30 @@ class PageStore(ABC):
 
     @abstractmethod
     def drop(self, keys: Iterable[PageKey]) -> None:
-        """Forget pages that other ranks have lost. Unknown keys are ignored."""
+        """Forget pages that other ranks have lost. Unknown keys are ignored.
+
+        The next process may find them again.
+        """
 
     @abstractmethod
     def clear(self) -> None:
-        """Make every page of this engine unfindable, for good: the cache was reset."""
+        """Make every page that this engine put unfindable, for good: the cache was reset.
+
+        Raises:
+            Exception: some may be found by the next process; this one finds none.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. Idempotent; every page is absent afterwards."""
+        """Make durable what is to last, stop threads, release everything. Idempotent.
+
+        Afterwards every page is absent, and nothing is stored or dropped any more.
+        """
 
     # -- stores whose pages the scheduler half knows ------------------------------
 
     def keys(self) -> Sequence[PageKey]:
-        """Pages from before, the one written longest ago first. Empty for stores that are asked."""
+        """Every page, the one written longest ago first. Empty for stores that are asked."""
         return ()
 
     @property
@@ -88,14 +119,16 @@ class PageStore(ABC):
     # -- stores whose pages die in groups -----------------------------------------
 
     def proposal(self) -> Proposal | None:
-        """The segment that should die next; None if there is room. Changes nothing."""
+        """Segment that should die next; None if there is room. Changes nothing."""
         return None
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> Sequence[PageKey]:
         """Delete a proposed segment after writing ``survivors`` once more.
 
+        A segment that is gone already is fine.
+
         Returns:
-            The pages that are gone.
+            Pages that are gone; survivors that could not be written are among them.
         """
         raise NotImplementedError("a store that proposes segments must reclaim them")
 

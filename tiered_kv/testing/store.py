@@ -1,27 +1,26 @@
-"""The conformance suite of codecs in a store, and of the store with any codec."""
+"""The conformance suite of page stores."""
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import numpy as np
 import pytest
 
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
+from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.disk.files import FileLayer, RealFiles
-from tiered_kv.storage.store.locks import StoreBusyError, StoreError
-from tiered_kv.storage.store.options import StoreOptions
-from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.metrics import COUNTERS
+from tiered_kv.storage.base import PageStore
+from tiered_kv.tiers import Knowledge
 
 FINGERPRINT = bytes(range(16))
 PAGE_FORMAT = PageFormat(ElementType.BF16, page_bytes=4096, tokens=16)
+
+S = TypeVar("S", bound=PageStore)
 
 
 def page_key(name: int, fingerprint: bytes = FINGERPRINT) -> PageKey:
@@ -34,70 +33,26 @@ def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_by
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def store_options(root: Path, **changes: object) -> StoreOptions:
-    """A small store: sixteen segments of about eight to thirty pages."""
-    options = StoreOptions(
-        root=root,
-        fingerprint=FINGERPRINT,
-        replica=0,
-        rank=0,
-        ranks=1,
-        page_format=PAGE_FORMAT,
-        capacity_bytes=4 << 20,
-        io_threads=2,
-    )
-    return replace(options, **changes)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class ToyCodec:
-    """Keeps the even bytes as they are, calls the odd ones a frame, and adds what it learnt."""
-
-    page_format: PageFormat
-    table: bytes = b""
-    codec_id = 65000
-    name = "toy"
-
-    @property
-    def wants_training(self) -> bool:
-        return not self.table
-
-    def encode(self, page: Bytes) -> EncodedPage:
-        return EncodedPage(page[::2] + self._shift, page[1::2] + self._shift)
-
-    def decode(self, encoded: EncodedPage, out: Bytes) -> None:
-        if encoded.nbytes != out.nbytes or encoded.plane.nbytes != encoded.frame.nbytes:
-            raise CodecError("no page of this codec")
-        out[::2] = encoded.plane - self._shift
-        out[1::2] = encoded.frame - self._shift
-
-    def trained(self, pages: list[Bytes]) -> Codec:
-        return ToyCodec(self.page_format, bytes([1 + len(pages) % 255]) * 5000)
-
-    @property
-    def _shift(self) -> np.uint8:
-        return np.uint8(self.table[0] if self.table else 0)
-
-
 @dataclass
-class StoreBench:
-    """A store that is opened again and again, and what must be in it.
+class StoreBench(Generic[S]):
+    """A store that is opened again and again, and the pages that must be in it.
 
     Attributes:
-        expected: pages put and not taken away.
+        make: opens the store.
+        knowledge: who knows which pages it has.
+        expected: pages put and not taken away, by key.
     """
 
-    suite: StoreConformance
-    options: StoreOptions
-    files: FileLayer | None = None
+    make: Callable[[], S]
+    knowledge: Knowledge = Knowledge.KNOWN
     expected: dict[PageKey, Bytes] = field(default_factory=dict)
-    store: SegmentStore = field(init=False)
+    store: S = field(init=False)
 
     def __post_init__(self) -> None:
         self.open()
 
     def open(self) -> None:
-        self.store = self.suite.make_store(self.options, self.files)
+        self.store = self.make()
 
     def reopen(self) -> None:
         self.store.close()
@@ -125,43 +80,52 @@ class StoreBench:
 
     def check(self) -> None:
         """Everything expected is there, in whole, and nothing else."""
-        assert set(self.store.keys()) == set(self.expected)
         found = self.read(self.expected)
         assert found.keys() == self.expected.keys()
         for key, page in self.expected.items():
             assert np.array_equal(found[key], page), "a wrong page"
-        assert len(self.store) == len(self.expected)
-        assert self.store.raw_bytes == len(self.expected) * PAGE_FORMAT.page_bytes
+        assert self.store.exists(list(self.expected), 60.0) == frozenset()
+        known = set(self.expected) if self.knowledge is Knowledge.KNOWN else set()
+        assert set(self.store.keys()) == known
 
 
 class StoreConformance:
-    """Subclass, name the subclass ``Test…`` and define ``make_codec`` and ``codec_from``."""
+    """Subclass, name the subclass ``Test…`` and define ``make_store``.
 
-    def make_codec(self, page_format: PageFormat) -> Codec:
-        """The codec of new pages."""
+    Attributes:
+        knowledge: who knows which pages the store has.
+        lasts: True if pages are found again by a store that is opened later.
+    """
+
+    knowledge = Knowledge.KNOWN
+    lasts = True
+
+    def make_store(self, root: Path) -> PageStore:
+        """The store under test, for pages of ``PAGE_FORMAT``.
+
+        Stores made with one root have the same pages; at most one of them is open.
+        """
         raise NotImplementedError
 
-    def codec_from(self, codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
-        """The codec of stored pages."""
-        raise NotImplementedError
-
-    def make_store(self, options: StoreOptions, files: FileLayer | None = None) -> SegmentStore:
-        codec = self.make_codec(options.page_format)
-        return SegmentStore(options, codec, self.codec_from, *([] if files is None else [files]))
+    def damage(self, root: Path, key: PageKey) -> None:
+        """Change a stored byte of a page, behind the back of the store that is open."""
+        pytest.skip("this store's bytes are out of a test's reach")
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[StoreBench]:
-        bench = StoreBench(self, store_options(tmp_path / "root"))
+    def bench(self, tmp_path: Path) -> Iterator[StoreBench[PageStore]]:
+        bench = StoreBench(lambda: self.make_store(tmp_path / "root"), self.knowledge)
         yield bench
         bench.store.close()
 
     # -- pages come back ------------------------------------------------------------
 
-    def test_pages_come_back_bit_for_bit(self, bench: StoreBench) -> None:
+    def test_pages_come_back_bit_for_bit(self, bench: StoreBench[PageStore]) -> None:
         bench.put(*range(40))
         bench.check()
 
-    def test_pages_come_back_after_a_restart(self, bench: StoreBench) -> None:
+    def test_pages_come_back_after_a_restart(self, bench: StoreBench[PageStore]) -> None:
+        if not self.lasts:
+            pytest.skip("pages die with their store")
         bench.put(*range(20))
         bench.put(*range(20, 45))
         bench.reopen()
@@ -170,7 +134,7 @@ class StoreConformance:
         bench.reopen()
         bench.check()
 
-    def test_a_page_alone_and_a_page_of_zeros_come_back(self, bench: StoreBench) -> None:
+    def test_a_page_alone_and_a_page_of_zeros_come_back(self, bench: StoreBench[PageStore]) -> None:
         (key,) = bench.put(1)
         zeros = np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
         assert not bench.store.put([(page_key(2), zeros)])
@@ -178,7 +142,9 @@ class StoreConformance:
         bench.check()
         assert list(bench.read([key])) == [key]
 
-    def test_pages_come_back_in_any_order_and_more_than_once(self, bench: StoreBench) -> None:
+    def test_pages_come_back_in_any_order_and_more_than_once(
+        self, bench: StoreBench[PageStore]
+    ) -> None:
         keys = bench.put(*range(40))
         order = [keys[i] for i in (3, 3, 39, 0, 17, 16, 18, 3)]
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in order]
@@ -188,109 +154,132 @@ class StoreConformance:
         for key, out in wanted:
             assert np.array_equal(out, bench.expected[key])
 
-    def test_an_absent_page_fails_and_the_others_do_not(self, bench: StoreBench) -> None:
+    def test_a_page_may_change_once_it_is_put(self, bench: StoreBench[PageStore]) -> None:
+        """Its memory is a slot, which holds another page soon."""
+        slots = np.stack([page_bytes(page_key(name)) for name in range(8)])
+        assert not bench.store.put([(page_key(name), slots[name]) for name in range(8)])
+        slots[:] = 0xA5
+        bench.expected = {page_key(name): page_bytes(page_key(name)) for name in range(8)}
+        bench.check()
+
+    def test_a_get_writes_to_its_own_slots_alone(self, bench: StoreBench[PageStore]) -> None:
+        keys = bench.put(*range(8))
+        slots = np.full((10, PAGE_FORMAT.page_bytes), 0xA5, np.uint8)
+        assert bench.store.get([(keys[i], slots[1 + i]) for i in range(8)]) == frozenset()
+        assert (slots[[0, 9]] == 0xA5).all()
+        assert all(np.array_equal(slots[1 + i], bench.expected[keys[i]]) for i in range(8))
+
+    def test_an_absent_page_fails_and_the_others_do_not(self, bench: StoreBench[PageStore]) -> None:
         keys = bench.put(1, 2)
         pages = [keys[0], page_key(9), keys[1]]
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in pages]
 
         assert bench.store.get(wanted) == {1}
 
+        assert np.array_equal(wanted[0][1], bench.expected[keys[0]])
         assert np.array_equal(wanted[2][1], bench.expected[keys[1]])
-        assert bench.store.stats.pages_bad == 0
 
-    def test_the_newer_page_wins_also_after_a_restart(self, bench: StoreBench) -> None:
+    def test_a_question_is_answered_page_by_page(self, bench: StoreBench[PageStore]) -> None:
+        keys = bench.put(1, 2)
+        asked = [page_key(9), keys[0], page_key(8), keys[1], keys[0]]
+        assert bench.store.exists(asked, 60.0) == {0, 2}
+        assert bench.store.exists([], 0.0) == frozenset()
+
+    def test_a_damaged_page_is_never_served(
+        self, bench: StoreBench[PageStore], tmp_path: Path
+    ) -> None:
+        keys = bench.put(*range(9))
+        self.damage(tmp_path / "root", keys[4])
+        del bench.expected[keys[4]]
+        assert bench.read(keys).keys() == bench.expected.keys()
+        bench.drop([keys[4]])
+        bench.check()
+        bench.put(4)
+        bench.check()
+
+    def test_the_newer_page_wins(self, bench: StoreBench[PageStore]) -> None:
         bench.put(*range(10))
         bench.put(*range(5), version=1)
         bench.check()
-        bench.reopen()
-        bench.check()
+        if self.lasts:
+            bench.reopen()
+            bench.check()
 
-    def test_of_a_key_given_twice_the_last_page_is_stored(self, bench: StoreBench) -> None:
+    def test_of_a_key_given_twice_the_last_page_is_stored(
+        self, bench: StoreBench[PageStore]
+    ) -> None:
         key = page_key(1)
         pages = [(key, page_bytes(key, version)) for version in range(3)]
         assert bench.store.put(pages) == frozenset()
         bench.expected[key] = pages[-1][1]
         bench.check()
 
-    def test_keys_of_all_lengths_are_told_apart(self, bench: StoreBench) -> None:
+    def test_keys_of_all_lengths_are_told_apart(self, bench: StoreBench[PageStore]) -> None:
         keys = [PageKey(FINGERPRINT + b"k" * n) for n in (0, 1, 32, 64, 239)]
         pages = [(key, page_bytes(key)) for key in keys]
         assert bench.store.put(pages) == frozenset()
         bench.expected.update(pages)
-        bench.reopen()
         bench.check()
 
-    def test_pages_of_other_fingerprints_share_a_store(self, bench: StoreBench) -> None:
+    def test_pages_of_other_fingerprints_share_a_store(self, bench: StoreBench[PageStore]) -> None:
         keys = [page_key(1), page_key(1, b"adapter" + bytes(9))]
         pages = [(key, page_bytes(key)) for key in keys]
         assert bench.store.put(pages) == frozenset()
         bench.expected.update(pages)
         bench.check()
 
-    def test_what_is_no_page_and_no_key_is_refused(self, bench: StoreBench) -> None:
-        good = page_bytes(page_key(1))
-        pages: list[tuple[PageKey, Any]] = [
-            (page_key(1), good),
-            (page_key(2), good[:-1]),
-            (page_key(3), good.view(np.bool_)),
-            (PageKey(b"short"), good),
-            (PageKey(b"l" * 256), good),
-            (page_key(4), np.repeat(good, 2)[::2]),
-        ]
-        assert bench.store.put(pages) == {1, 2, 3, 4, 5}
-        assert bench.store.stats.pages_refused == 5
-        bench.expected[page_key(1)] = good
-        bench.check()
-        assert bench.store.get([(page_key(1), np.zeros(7, np.uint8))]) == {0}
-        bench.check()
-
-    def test_nothing_to_do_is_done(self, bench: StoreBench) -> None:
+    def test_nothing_to_do_is_done(self, bench: StoreBench[PageStore]) -> None:
         assert bench.store.put([]) == frozenset()
         assert bench.store.get([]) == frozenset()
         bench.store.drop([page_key(1)])
-        assert bench.store.reclaim(99, [page_key(1)]) == []
         assert bench.store.proposal() is None
         bench.check()
 
-    def test_keys_are_listed_oldest_first(self, bench: StoreBench) -> None:
+    # -- the facts that others read -----------------------------------------------
+
+    def test_keys_are_listed_oldest_first(self, bench: StoreBench[PageStore]) -> None:
+        if self.knowledge is Knowledge.ASKED:
+            pytest.skip("nobody knows all pages")
         keys = bench.put(*range(30))
         bench.put(3, version=1)
         order = [key for key in keys if key != keys[3]] + [keys[3]]
-        assert bench.store.keys() == order
-        bench.reopen()
-        assert bench.store.keys() == order
+        assert list(bench.store.keys()) == order
+        if self.lasts:
+            bench.reopen()
+            assert list(bench.store.keys()) == order
 
-    def test_what_happens_is_counted(self, bench: StoreBench) -> None:
-        keys = bench.put(*range(20))
-        bench.read(keys)
-        stats = bench.store.stats
-        assert stats.bytes_written == stats.bytes_read == bench.store.stored_bytes > 0
-        assert (stats.write_errors, stats.read_errors, stats.pages_bad) == (0, 0, 0)
-        assert (stats.pages_refused, stats.no_room) == (0, 0)
+    def test_counters_are_known_and_rise(self, bench: StoreBench[PageStore]) -> None:
+        before = dict(bench.store.counters())
+        assert before.keys() <= COUNTERS.keys()
+        bench.read(bench.put(*range(20)))
+        after = bench.store.counters()
+        assert after.keys() == before.keys()
+        assert all(after[name] >= count for name, count in before.items())
+
+    def test_a_group_has_room_for_a_page(self, bench: StoreBench[PageStore]) -> None:
+        most = bench.store.group_bytes
+        assert most is None or most >= PAGE_FORMAT.page_bytes
+        assert bench.store.stored_bytes == 0
+        bench.put(1)
+        assert bench.store.stored_bytes >= 0
 
     # -- pages go -------------------------------------------------------------------
 
-    def test_a_dropped_page_is_gone(self, bench: StoreBench) -> None:
+    def test_a_dropped_page_is_gone(self, bench: StoreBench[PageStore]) -> None:
         keys = bench.put(*range(10))
         bench.drop(keys[2:5])
         bench.check()
         assert bench.read(keys[2:5]) == {}
+        assert bench.store.exists(keys, 60.0) == {2, 3, 4}
 
-    def test_a_segment_without_a_live_page_is_deleted(self, bench: StoreBench) -> None:
-        bench.drop(bench.put(*range(100)))
-        assert len(list(bench.options.folder.glob("*.seg"))) <= 1
-        bench.put(7)
-        bench.reopen()
-        assert page_key(7) in bench.store
-
-    def test_a_reclaimed_segment_leaves_its_survivors(self, bench: StoreBench) -> None:
-        proposal, name = bench.store.proposal(), 0
-        while proposal is None:
+    def test_a_reclaimed_segment_leaves_its_survivors(self, bench: StoreBench[PageStore]) -> None:
+        for name in range(0, 3000, 5):
             bench.put(*range(name, name + 5))
-            name += 5
-            proposal = bench.store.proposal()
-        victim = bench.options.folder / f"{proposal.segment:08}.seg"
-        assert victim.exists()
+            if (proposal := bench.store.proposal()) is not None:
+                break
+        else:
+            pytest.skip("this store proposes nothing")
+        assert bench.store.proposal() == proposal, "proposing changes nothing"
         assert set(proposal.keys) <= set(bench.expected)
         survivors = set(proposal.keys[::3])
 
@@ -299,118 +288,50 @@ class StoreConformance:
         assert set(gone) == set(proposal.keys) - survivors
         for key in gone:
             del bench.expected[key]
-        assert not victim.exists()
         bench.check()
-        bench.reopen()
-        bench.check()
-
-    def test_reclaiming_makes_room_for_ever(self, bench: StoreBench) -> None:
-        for name in range(0, 3000, 10):
-            bench.put(*range(name, name + 10))
-            while (proposal := bench.store.proposal()) is not None:
-                for key in bench.store.reclaim(proposal.segment, proposal.keys[:2]):
-                    del bench.expected[key]
-        assert bench.store.stats.no_room == 0
-        bench.check()
-        bench.reopen()
+        assert list(bench.store.reclaim(proposal.segment, [])) == [], "it is gone already"
+        if self.lasts:
+            bench.reopen()
         bench.check()
 
-    def test_without_reclaiming_the_store_fills_up_and_says_so(self, bench: StoreBench) -> None:
-        failed = frozenset[int]()
-        for name in range(0, 2000, 10):
-            pages = [(key, page_bytes(key)) for key in map(page_key, range(name, name + 10))]
-            failed = bench.store.put(pages)
-            bench.expected.update(p for i, p in enumerate(pages) if i not in failed)
-        assert failed == set(range(10))
-        assert bench.store.stats.no_room > 0
-        assert bench.store.proposal() is not None
-        bench.check()
-        bench.reopen()
-        bench.check()
-        nbytes = sum(path.stat().st_size for path in bench.options.folder.glob("*.seg"))
-        assert nbytes <= bench.options.capacity_bytes
-
-    def test_a_cleared_store_is_empty_for_ever(self, bench: StoreBench) -> None:
-        bench.put(*range(50))
+    def test_a_cleared_store_is_empty_for_ever(self, bench: StoreBench[PageStore]) -> None:
+        keys = bench.put(*range(50))
         bench.store.clear()
         bench.expected.clear()
         bench.check()
+        assert bench.read(keys) == {}
+        assert bench.store.exists(keys, 60.0) == frozenset(range(50))
         bench.put(1, version=1)
         bench.check()
-        bench.reopen()
-        bench.check()
-        bench.store.clear()
-        bench.expected.clear()
-        bench.reopen()
-        bench.check()
+        if self.lasts:
+            bench.reopen()
+            bench.check()
+            assert bench.read(keys).keys() == {page_key(1)}
 
-    # -- one store, one process --------------------------------------------------------
+    # -- the end --------------------------------------------------------------------
 
-    def test_a_store_is_open_once(self, bench: StoreBench) -> None:
-        with pytest.raises(StoreBusyError, match="in use by process"):
-            self.make_store(bench.options)
-        bench.put(1)
-        bench.reopen()
-        bench.check()
-
-    def test_stores_of_other_ranks_and_fingerprints_are_apart(
-        self, bench: StoreBench, tmp_path: Path
+    def test_a_closed_store_has_nothing_and_takes_nothing(
+        self, bench: StoreBench[PageStore]
     ) -> None:
-        keys = bench.put(*range(5))
-        for changes in ({"rank": 1, "ranks": 2}, {"replica": 1}, {"fingerprint": bytes(16)}):
-            other = self.make_store(store_options(tmp_path / "root", **changes))
-            assert len(other) == 0
-            assert other.get([(keys[0], np.zeros(PAGE_FORMAT.page_bytes, np.uint8))]) == {0}
-            other.close()
-        bench.check()
-
-    def test_a_closed_store_does_nothing_and_leaves_no_thread(self, bench: StoreBench) -> None:
         (key,) = bench.put(1)
         bench.store.close()
         bench.store.close()
-        names = [thread.name for thread in threading.enumerate()]
-        assert not any(name.startswith("tiered-kv-ssd") for name in names)
         pages = [(key, page_bytes(key)), (page_key(2), page_bytes(page_key(2)))]
         assert bench.store.put(pages) == {0, 1}
-        assert bench.store.stats.pages_refused == 2
         assert bench.store.get(pages) == {0, 1}
+        assert bench.store.exists([key], 60.0) == {0}
         assert bench.store.put([]) == bench.store.get([]) == frozenset()
-        assert bench.store.reclaim(1, []) == []
+        assert list(bench.store.keys()) == []
         assert bench.store.proposal() is None
         bench.store.drop([key])
-        with pytest.raises(StoreError, match="closed"):
-            bench.store.clear()
         bench.open()
-        bench.check()
+        if self.lasts:
+            bench.check()
 
-    def test_a_closed_store_leaves_its_memory_at_once(self, tmp_path: Path) -> None:
-        """Python looks for cycles when it likes, and one of them would hold every buffer."""
-        options = store_options(tmp_path / "root")
-        bench = StoreBench(self, options, RealFiles())
-        part_of_it = weakref.ref(bench.files)
-        gc.collect()
-        gc.disable()
-        try:
-            keys, name = bench.put(*range(40)), 40
-            while (proposal := bench.store.proposal()) is None:
-                bench.put(*range(name, name + 8))
-                name += 8
-            bench.store.reclaim(proposal.segment, proposal.keys[:2])
-            for path in options.folder.glob("*.seg"):
-                with path.open("r+b") as damaged:
-                    damaged.seek(path.stat().st_size // 2)
-                    damaged.write(bytes(64))
-            assert len(bench.read(bench.expected)) < len(bench.expected), "some are bad"
-            bench.store.drop(keys)
-            bench.store.clear()
-            bench.put(*range(20))
-            bench.store.close()
-            del bench
-            assert part_of_it() is None
-        finally:
-            gc.enable()
-
-    def test_files_are_for_their_owner_alone(self, bench: StoreBench) -> None:
-        bench.put(1)
-        for path in bench.options.root.rglob("*"):
-            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)
+    def test_a_closed_store_leaves_no_thread(self, bench: StoreBench[PageStore]) -> None:
+        bench.store.close()
+        before = set(threading.enumerate())
+        bench.open()
+        bench.read(bench.put(*range(20)))
+        bench.store.close()
+        assert set(threading.enumerate()) <= before

@@ -23,8 +23,9 @@ from tiered_kv.storage.disk.files import (
 )
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
+from tiered_kv.testing.segment_store import store_options
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key, store_options
+from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 
 class WatchedFiles(FaultyFiles):

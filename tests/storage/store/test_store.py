@@ -14,19 +14,17 @@ from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles
-from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import (
-    PAGE_FORMAT,
-    StoreBench,
-    StoreConformance,
+from tiered_kv.testing.segment_store import (
+    SegmentBench,
+    SegmentStoreConformance,
     ToyCodec,
-    page_bytes,
-    page_key,
     store_options,
 )
+from tiered_kv.testing.segments import SegmentFile
+from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 
-class TestStoreWithRawCodec(StoreConformance):
+class TestStoreWithRawCodec(SegmentStoreConformance):
     def make_codec(self, page_format: PageFormat) -> Codec:
         return RawCodec(page_format)
 
@@ -34,25 +32,25 @@ class TestStoreWithRawCodec(StoreConformance):
         return RawCodec(page_format)
 
 
-class TestStoreWithTrainedCodec(StoreConformance):
+class TestStoreWithTrainedCodec(SegmentStoreConformance):
     def make_codec(self, page_format: PageFormat) -> Codec:
         return ToyCodec(page_format)
 
     def codec_from(self, codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
         return ToyCodec(page_format, table)
 
-    def tables(self, bench: StoreBench) -> list[bytes]:
+    def tables(self, bench: SegmentBench) -> list[bytes]:
         return [
             SegmentFile(path).header.table for path in sorted(bench.options.folder.glob("*.seg"))
         ]
 
-    def test_a_large_first_put_is_trained_at_once(self, bench: StoreBench) -> None:
+    def test_a_large_first_put_is_trained_at_once(self, bench: SegmentBench) -> None:
         bench.put(*range(20))
         assert all(table == bytes([21]) * 5000 for table in self.tables(bench))
         bench.check()
 
     def test_small_puts_are_stored_untrained_until_there_are_enough(
-        self, bench: StoreBench
+        self, bench: SegmentBench
     ) -> None:
         for name in range(15):
             bench.put(name)
@@ -63,7 +61,7 @@ class TestStoreWithTrainedCodec(StoreConformance):
         bench.reopen()
         bench.check()
 
-    def test_the_table_of_an_earlier_process_is_used_again(self, bench: StoreBench) -> None:
+    def test_the_table_of_an_earlier_process_is_used_again(self, bench: SegmentBench) -> None:
         bench.put(*range(30))
         before = set(self.tables(bench))
         bench.reopen()
@@ -71,7 +69,7 @@ class TestStoreWithTrainedCodec(StoreConformance):
         assert set(self.tables(bench)) == before
         bench.check()
 
-    def test_the_kept_pages_do_not_change_with_their_slots(self, bench: StoreBench) -> None:
+    def test_the_kept_pages_do_not_change_with_their_slots(self, bench: SegmentBench) -> None:
         seen = []
 
         class Curious(ToyCodec):
@@ -121,7 +119,7 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
 ) -> None:
     files = FaultyFiles()
     files.refuse_direct()
-    bench = StoreBench(TestStoreWithRawCodec(), store_options(tmp_path), files)
+    bench = SegmentBench.of(TestStoreWithRawCodec(), store_options(tmp_path), files)
     assert bench.store.direct is False
     assert caplog.text.count("O_DIRECT") == 1
     bench.put(*range(40))
@@ -162,7 +160,7 @@ def test_segments_grow_with_the_capacity_up_to_a_limit(tmp_path: Path) -> None:
 
 def test_more_segments_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered_kv.storage.store.catalogue.OPEN_FILES", 2)
-    bench = StoreBench(TestStoreWithRawCodec(), store_options(tmp_path))
+    bench = SegmentBench.of(TestStoreWithRawCodec(), store_options(tmp_path))
     bench.put(*range(200))
     bench.check()
     bench.reopen()
