@@ -39,8 +39,8 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
-from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.registry import from_table
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.io_thread import group_pages
 from tiered_kv.storage.segment.footer import pack_footer
@@ -81,7 +81,7 @@ class Contestant:
         options = StoreOptions(
             root, bytes(16), 0, 0, 1, page_format, CAPACITY_BYTES, io_threads=threads
         )
-        self._store = SegmentStore(options, RawCodec(page_format), codec_from)
+        self._store = SegmentStore(options, RawCodec(page_format), from_table)
         self._content = content
         self._page_bytes = page_bytes
         self._group = group_pages(page_bytes)
@@ -193,7 +193,7 @@ def time_opening(root: Path, tick: Tick) -> list[float]:
     seconds = []
     for _ in range(OPENINGS):
         began = time.perf_counter()
-        store = SegmentStore(options, RawCodec(page_format), codec_from)
+        store = SegmentStore(options, RawCodec(page_format), from_table)
         seconds.append(time.perf_counter() - began)
         found = len(store)
         store.close()

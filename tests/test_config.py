@@ -226,10 +226,25 @@ def test_codecs_are_named(name: str) -> None:
     assert load_config({"TIERED_KV_CODEC": name}).codec == name
 
 
-@pytest.mark.parametrize("name", ["", "lz4", "zstd:", "zstd:0", "zstd:23", "Raw", 3, None])
+def test_a_codec_of_another_package_is_found_when_settings_are_read() -> None:
+    name = "tests.codecs.shuffled:Shuffled"
+    assert load_config({"TIERED_KV_CODEC": name}).codec == name
+    assert "cannot be imported" in refusal({"TIERED_KV_CODEC": "no_such_package:Codec"})
+
+
+@pytest.mark.parametrize("name", ["", "lz4", "zstd:", "Raw", 3, None])
 def test_a_codec_nobody_knows_is_refused(name: object) -> None:
-    assert "write auto, raw, zstd, zstd:LEVEL (1 to 22) or centred" in refusal(
-        extra={"codec": name}
+    said = refusal(extra={"codec": name})
+    assert said.startswith("TIERED_KV_CODEC: ")
+    assert "write raw, zstd, zstd:LEVEL (1 to 22), centred, or module:Class" in said
+    assert said.endswith("or write auto.")
+
+
+@pytest.mark.parametrize("level", [0, 23])
+def test_a_level_that_a_codec_has_not_is_refused(level: int) -> None:
+    said = refusal({"TIERED_KV_CODEC": f"zstd:{level}"})
+    assert said == (
+        f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: write zstd; or write auto."
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from tiered_kv.codecs.registry import parse
+
 from .errors import ConfigError
 
 ENV_PREFIX = "TIERED_KV_"
@@ -32,7 +34,8 @@ class TierConfig:
             tier off.
         ssd_gib: size limit of everything under that folder, GiB.
         tiers: further tiers below CPU memory, by name or as ``module:Class``, fastest first.
-        codec: codec of pages on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL`` or ``centred``.
+        codec: codec of pages on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL``,
+            ``centred``, or ``module:Class`` of another package.
         io_threads: threads of each rank for pages on SSD; 0 chooses by the cores.
         policy: name of the policy that chooses the tier of a finished turn's KV; ``none`` turns
             every tier off.
@@ -198,13 +201,13 @@ def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> 
 
 def _codec(given: Mapping[str, object]) -> str:
     raw = given.get("codec", "auto")
-    known = r"auto|raw|centred|zstd(:([1-9]|1\d|2[0-2]))?"
-    if not isinstance(raw, str) or re.fullmatch(known, raw) is None:
-        raise ConfigError(
-            f"{ENV_PREFIX}CODEC={raw!r} is no codec: write auto, raw, zstd, zstd:LEVEL (1 to 22) "
-            "or centred."
-        )
-    return raw
+    name = raw if isinstance(raw, str) else repr(raw)
+    if name != "auto":
+        try:
+            parse(name)
+        except ConfigError as error:
+            raise ConfigError(f"{ENV_PREFIX}CODEC: {error}; or write auto.") from error
+    return name
 
 
 def _folder(given: Mapping[str, object], key: str) -> Path | None:

@@ -14,15 +14,14 @@ T = TypeVar("T")
 
 
 def load(
-    kind: str, name: str, known: Mapping[str, Callable[..., T]], contract: Any = None
+    kind: str, name: str, known: Mapping[str, Callable[..., T]], *contracts: Any
 ) -> Callable[..., T]:
     """Find a part's class, or the function that makes it. A module is imported for that.
 
     Args:
         kind: noun for the part, in error messages.
         name: name in ``known``, or ``module:Class`` of any importable module.
-        contract: class or Protocol whose public methods a class from elsewhere must have;
-            None checks nothing.
+        contracts: classes or Protocols whose public methods a class from elsewhere must have.
 
     Raises:
         ConfigError: there is no such part; the sentence says what to write instead.
@@ -48,12 +47,12 @@ def load(
         raise ConfigError(
             f"{kind} {name!r} cannot be used: {module} has no class {attribute}. Name one it has."
         )
-    missing = _missing(found, contract) if inspect.isclass(found) else []
-    if missing:
-        raise ConfigError(
-            f"{kind} {name!r} cannot be used: it lacks {', '.join(missing)}. Give it every method "
-            f"of {contract.__module__}.{contract.__qualname__}."
-        )
+    for contract in contracts if inspect.isclass(found) else ():
+        if missing := _missing(found, contract):
+            raise ConfigError(
+                f"{kind} {name!r} cannot be used: it lacks {', '.join(missing)}. Give it every "
+                f"method of {contract.__module__}.{contract.__qualname__}."
+            )
     return found  # type: ignore[no-any-return]
 
 
@@ -62,8 +61,6 @@ def _missing(found: type, contract: Any) -> list[str]:
 
     A contract's properties may be attributes that only an instance has.
     """
-    if contract is None:
-        return []
     methods = (name for name, _ in inspect.getmembers(contract, inspect.isfunction))
     unmet: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
     return [

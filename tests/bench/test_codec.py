@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from bench.codec import ROUNDS, cast, entropy_bits, entropy_bound, race, zipnn_ratio
+from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
-from tiered_kv.codecs.choice import synthetic_page
 from tiered_kv.codecs.raw import NOTHING, RawCodec
 from tiered_kv.codecs.zstd import ZstdCodec
 
@@ -47,7 +47,8 @@ def test_a_race_gives_ratio_and_speeds_of_each() -> None:
 class Idle:
     """Decodes by leaving ``out`` as the codec before it left it."""
 
-    codec_id, name, table, wants_training = 9, "idle", b"", False
+    codec_id, name, table = 9, "idle", b""
+    wants_training = stores_in_place = False
     page_format = PAGE
 
     def encode(self, page: Bytes) -> EncodedPage:

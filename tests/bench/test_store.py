@@ -9,8 +9,8 @@ import pytest
 from bench.device import DEVICE_BLOCKS, DEVICE_THREADS, FINALISTS, contest, finalists, judge
 from bench.store import build_sparse
 from tiered_kv.codecs.base import ElementType, PageFormat
-from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.registry import from_table
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
 
@@ -54,7 +54,7 @@ def test_a_sparse_store_opens_with_all_its_pages(tmp_path: Path) -> None:
     assert len(paths) > 3
     assert all(path.stat().st_size <= options.segment_bytes for path in paths)
     assert sum(path.stat().st_blocks * 512 for path in paths) < 2 << 20
-    store = SegmentStore(options, RawCodec(page_format), codec_from)
+    store = SegmentStore(options, RawCodec(page_format), from_table)
     try:
         assert len(store) == 3000
         assert store.stats.segments_bad == 0

@@ -9,8 +9,9 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tiered_kv.cli.app import app
+from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import ElementType, PageFormat
-from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
+from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.admin.inventory import Inventory, find_stores, take_inventory
 from tiered_kv.storage.store.store import SegmentStore
@@ -53,7 +54,7 @@ class Disk:
         options = store_options(
             self.root, page_format=PAGE_FORMAT, capacity_bytes=64 << 20, **changes
         )
-        return SegmentStore(options, make_codec(codec, PAGE_FORMAT), codec_from)
+        return SegmentStore(options, parse(codec)(PAGE_FORMAT), from_table)
 
     def put(self, store: SegmentStore, *names: int, version: int = 0) -> list[PageKey]:
         keys = [page_key(name, store.options.fingerprint) for name in names]

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import ELEMENTS, CentredCodec, channel_count
-from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
 from tiered_kv.codecs.raw import NOTHING
+from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.codecs.zstd import LiteralEncoder, ZstdCodec, plain_encoder, symbol_encoder
 
 WIDE = (ElementType.BF16, ElementType.FP16)
@@ -81,9 +82,9 @@ def test_any_page_comes_back_from_any_codec(
     like, how_many = training
     page = content(page_format, seed)
     for name in ("raw", "zstd", "zstd:3", "centred"):
-        codec = make_codec(name, page_format)
+        codec = parse(name)(page_format)
         for one in (codec, codec.trained([like(page_format, i) for i in range(how_many)])):
-            reader = codec_from(one.codec_id, one.table, page_format)
+            reader = from_table(one.codec_id, one.table, page_format)
             out = np.full(page.nbytes, 0xA5, dtype=np.uint8)
             reader.decode(one.encode(page), out)
             assert np.array_equal(out, page), one
@@ -105,7 +106,7 @@ def test_every_bit_pattern_comes_back(element: ElementType) -> None:
 @pytest.mark.parametrize("name", ["zstd", "centred"])
 def test_a_page_may_change_once_it_is_encoded(name: str) -> None:
     page_format = PageFormat(ElementType.BF16, 4096, 16)
-    codec = make_codec(name, page_format)
+    codec = parse(name)(page_format)
     page = synthetic_page(page_format)
     kept = page.copy()
     first = codec.encode(page)
@@ -293,7 +294,7 @@ def test_without_cffi_there_is_an_encoder_still(monkeypatch: pytest.MonkeyPatch)
 
 def test_numba_is_imported_by_those_who_encode() -> None:
     """It takes longer than all the rest of the core."""
-    script = "import sys, tiered_kv.codecs.choice; sys.exit('numba' in sys.modules)"
+    script = "import sys, tiered_kv.codecs.autotune; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -306,4 +307,4 @@ def test_planes_beside_a_codec_that_has_none_are_refused() -> None:
         with pytest.raises(CodecError, match="3 raw bytes beside"):
             codec.decode(EncodedPage(stray, encoded.frame), np.empty_like(page))
     with pytest.raises(CodecError, match="no page of 1024"):
-        make_codec("raw", page_format).decode(EncodedPage(stray, NOTHING), np.empty_like(page))
+        parse("raw")(page_format).decode(EncodedPage(stray, NOTHING), np.empty_like(page))

@@ -11,10 +11,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import HEADER, CentredCodec
-from tiered_kv.codecs.choice import codec_from, make_codec, synthetic_page
 from tiered_kv.codecs.raw import NOTHING
+from tiered_kv.codecs.registry import from_table, parse
 
 GUARD = 64
 FORMATS = [
@@ -29,7 +30,7 @@ def trained(page_format: PageFormat) -> Codec:
 
 CODECS: list[Codec] = [
     *(trained(page_format) for page_format in FORMATS),
-    *(make_codec(name, FORMATS[0]) for name in ("raw", "zstd", "centred")),
+    *(parse(name)(FORMATS[0]) for name in ("raw", "zstd", "centred")),
 ]
 STORED = [codec.encode(synthetic_page(codec.page_format, 7)) for codec in CODECS]
 
@@ -148,7 +149,7 @@ TABLE = CODECS[0].table
 
 
 def read(table: bytes, page_format: PageFormat = FORMATS[0]) -> Codec:
-    return codec_from(CentredCodec.codec_id, table, page_format)
+    return from_table(CentredCodec.codec_id, table, page_format)
 
 
 def sealed(body: bytes) -> bytes:

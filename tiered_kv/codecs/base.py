@@ -3,7 +3,8 @@
 A codec is a frozen value. Two with the same ``codec_id`` and ``table`` understand each
 other's pages, in any process and on any machine; the table is written into every segment
 whose pages need it. All methods may run on several threads at once, and release the
-interpreter lock where the work is.
+interpreter lock where the work is. Codecs are tested by subclassing
+``tiered_kv.testing.codec.CodecConformance``.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class ElementType(Enum):
-    """What the elements of a page are."""
+    """Type of a page's elements."""
 
     BF16 = "bf16"
     FP16 = "fp16"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
     OPAQUE = "opaque"
-    """Bytes that no codec knows more about."""
+    """Bytes of which nothing more is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What a codec may know of a page.
+    """The facts that a codec may know of a page.
 
     Attributes:
         element: type of the elements.
@@ -47,13 +48,19 @@ class PageFormat:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPage:
-    """A page as stored: a plane kept as it is, and one standard zstd frame. Either may be empty."""
+    """A page as stored, in two parts of which either may be empty.
+
+    Attributes:
+        plane: bytes as they are in the page.
+        frame: bytes that the codec coded.
+    """
 
     plane: Bytes
     frame: Bytes
 
     @property
     def nbytes(self) -> int:
+        """Size of both parts, bytes."""
         return self.plane.nbytes + self.frame.nbytes
 
 
@@ -62,14 +69,18 @@ class CodecError(Exception):
 
 
 class Codec(Protocol):
-    """How pages are encoded.
+    """Encodes and decodes pages of one format.
 
     Attributes:
-        codec_id: what the format on disk calls this codec; 0 to 65535.
-        name: as in ``TIERED_KV_CODEC``.
-        page_format: of every page encoded or decoded.
-        table: what decoding needs beside the page itself; empty if nothing.
+        codec_id: number in segments, 0 to 65535. Codecs out of tree share 65535, whatever they
+            say: see ``out_of_tree``.
+        name: name as in ``TIERED_KV_CODEC``.
+        page_format: format of every page encoded or decoded.
+        table: facts that decoding needs beside the page itself, at most 16 MiB; may be empty.
         wants_training: True if ``trained`` gives a codec that does better.
+        stores_in_place: True if a page is its own plane, without a frame. A store may then write
+            it from the caller's memory and read it there, by way of neither ``encode`` nor
+            ``decode``.
     """
 
     @property
@@ -82,10 +93,15 @@ class Codec(Protocol):
     def table(self) -> bytes: ...
     @property
     def wants_training(self) -> bool: ...
+    @property
+    def stores_in_place(self) -> bool: ...
 
     def encode(self, page: Bytes) -> EncodedPage:
-        """Encode ``page_bytes`` bytes of any content. The result does not alias the page,
-        which may change after the call, unless the codec is ``raw``."""
+        """Encode ``page_bytes`` bytes of any content.
+
+        The result takes at most a sixty-fourth and 4 KiB more than the page. It does not alias
+        the page, which may change after the call, unless the codec stores in place.
+        """
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         """Fill ``out`` (``page_bytes`` bytes) with the page.
@@ -95,4 +111,35 @@ class Codec(Protocol):
         """
 
     def trained(self, pages: list[Bytes]) -> Codec:
-        """A codec fitted to pages like these; itself if it learns nothing."""
+        """Fit a codec to pages like these; give this one if it learns nothing."""
+
+
+class CodecClass(Protocol):
+    """A codec's class, as the registry uses it."""
+
+    @property
+    def codec_id(self) -> int: ...
+
+    def __call__(self, page_format: PageFormat) -> Codec:
+        """Make an untrained codec.
+
+        Raises:
+            ValueError: it cannot serve such pages; the sentence says which codec can.
+        """
+
+    def from_table(self, page_format: PageFormat, table: bytes) -> Codec:
+        """Make the codec that had this table.
+
+        Raises:
+            CodecError: it is no table of this codec and of such pages.
+        """
+
+
+def refuse_table(codec_id: int, table: bytes) -> None:
+    """Refuse the table of a codec that has none.
+
+    Raises:
+        CodecError: there is one.
+    """
+    if table:
+        raise CodecError(f"codec {codec_id} has no table, but {len(table)} bytes came as one")

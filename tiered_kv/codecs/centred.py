@@ -106,6 +106,14 @@ class CentredCodec:
     _centres: Bytes = field(init=False, repr=False, compare=False)
     codec_id = 2
     name = "centred"
+    stores_in_place = False
+
+    @classmethod
+    def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
+        try:
+            return cls(page_format, table)
+        except ValueError as error:
+            raise CodecError(str(error)) from error
 
     def __post_init__(self) -> None:
         count = symbol_count(self.page_format)

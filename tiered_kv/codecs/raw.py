@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat, refuse_table
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -20,6 +20,12 @@ class RawCodec:
     name = "raw"
     table = b""
     wants_training = False
+    stores_in_place = True
+
+    @classmethod
+    def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
+        refuse_table(cls.codec_id, table)
+        return cls(page_format)
 
     def encode(self, page: Bytes) -> EncodedPage:
         return EncodedPage(page, NOTHING)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat, refuse_table
 from .raw import NOTHING
 
 MAX_LEVEL = 22
@@ -170,10 +170,16 @@ class ZstdCodec:
     codec_id = 1
     table = b""
     wants_training = False
+    stores_in_place = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= MAX_LEVEL:
             raise ValueError(f"zstd has levels 1 to {MAX_LEVEL}, not {self.level}")
+
+    @classmethod
+    def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
+        refuse_table(cls.codec_id, table)
+        return cls(page_format)
 
     @property
     def name(self) -> str:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
+from tiered_kv.codecs.autotune import choose, measure_codec, synthetic_page
 from tiered_kv.codecs.base import Codec, PageFormat
-from tiered_kv.codecs.choice import (
-    choose,
-    codec_from,
-    make_codec,
-    measure_codec,
-    synthetic_page,
-)
+from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import RealFiles
@@ -62,7 +58,8 @@ class SsdTier:
                 self._codecs[site.page_format], self.bandwidth = _choose(
                     config.codec, site.page_format, self._disk, min(site.cores, threads)
                 )
-            return SegmentStore(options, self._codecs[site.page_format], codec_from)
+            codec = self._codecs[site.page_format]
+            return SegmentStore(options, codec, partial(from_table, trusted=config.codec))
         except StoreError as error:
             raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error
         except OSError as error:
@@ -88,7 +85,7 @@ def _choose(name: str, page_format: PageFormat, disk: DiskSpeed, cores: int) -> 
         codec = choice.codec
     else:
         try:
-            codec = make_codec(name, page_format)
+            codec = parse(name)(page_format)
         except ValueError as error:
             raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
     one = measure_codec(codec, synthetic_page(page_format))

@@ -11,8 +11,8 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, tiers
-from tiered_kv.codecs.choice import codec_from
 from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.registry import from_table
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.stores import SSD
@@ -31,7 +31,7 @@ def rig(make_rig: MakeRig, tmp_path: Path, files: FaultyFiles) -> Rig:
     io = made.worker.worker_half.stores[SSD].io
     options = io.store.options
     io.store.close()
-    io.store = SegmentStore(options, RawCodec(options.page_format), codec_from, files)
+    io.store = SegmentStore(options, RawCodec(options.page_format), from_table, files)
     return made
 
 

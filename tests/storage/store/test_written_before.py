@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
-from tiered_kv.codecs.choice import codec_from, make_codec
+from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
@@ -47,7 +47,7 @@ class Found:
         )
 
     def open(self, codec: Codec) -> SegmentStore:
-        return SegmentStore(self.options, codec, codec_from)
+        return SegmentStore(self.options, codec, from_table)
 
     def check(self, store: SegmentStore) -> None:
         """The store has the pages of then, in their order."""
@@ -64,7 +64,7 @@ def test_every_page_is_found_and_is_what_it_was(codec: str, tmp_path: Path) -> N
     found = Found(codec, tmp_path / "root")
     segments = [SegmentFile(path) for path in sorted(found.options.folder.glob("*.seg"))]
     assert [segment.sealed for segment in segments] == [True, True, False]
-    store = found.open(make_codec(codec, found.format))
+    store = found.open(parse(codec)(found.format))
     found.check(store)
     store.close()
 
@@ -72,20 +72,20 @@ def test_every_page_is_found_and_is_what_it_was(codec: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("codec", CODECS)
 def test_new_pages_may_be_of_another_codec(codec: str, tmp_path: Path) -> None:
     found = Found(codec, tmp_path / "root")
-    store = found.open(make_codec("raw" if codec == "centred" else "centred", found.format))
+    store = found.open(parse("raw" if codec == "centred" else "centred")(found.format))
     new = PageKey(found.options.fingerprint + b"new")
     assert store.put([(new, page(new, found.format))]) == frozenset()
     found.keys.append(new)
     found.check(store)
     store.close()
-    store = found.open(make_codec(codec, found.format))
+    store = found.open(parse(codec)(found.format))
     found.check(store)
     store.close()
 
 
 def test_what_was_learnt_is_used_again(tmp_path: Path) -> None:
     found = Found("centred", tmp_path / "root")
-    store = found.open(make_codec("centred", found.format))
+    store = found.open(parse("centred")(found.format))
     assert store.codec.table
     assert not store.codec.wants_training
     store.close()

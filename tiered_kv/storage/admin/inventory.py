@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.codecs.base import Codec, CodecError
-from tiered_kv.codecs.choice import codec_from
+from tiered_kv.codecs.registry import codec_name, from_table
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import Access, RealFiles
 from tiered_kv.storage.segment.format import FooterEntry, FormatError, SegmentHeader, footer_bytes
@@ -64,7 +64,7 @@ class Segment:
     """A readable segment.
 
     Attributes:
-        codec_name: name of its pages' codec; the id of an unknown one.
+        codec_name: name of its pages' codec; the id of one that has no name here.
     """
 
     path: Path
@@ -185,11 +185,7 @@ def _load(info: StoreInfo, path: Path) -> Segment:
     found = (header.fingerprint, header.replica, header.rank, f"{header.number:08}")
     if found != (info.fingerprint, info.replica, info.rank, path.stem):
         raise FormatError("it belongs to another store")
-    try:
-        name = codec_of(header).name
-    except FormatError:
-        name = f"codec {header.codec_id}"
-    return Segment(path, loaded, name)
+    return Segment(path, loaded, codec_name(header.codec_id, header.table))
 
 
 def size_of(path: Path) -> int:
@@ -207,7 +203,7 @@ def codec_of(header: SegmentHeader) -> Codec:
         FormatError: the codec is unknown.
     """
     try:
-        return codec_from(header.codec_id, header.table, header.page_format)
+        return from_table(header.codec_id, header.table, header.page_format)
     except CodecError as error:
         raise FormatError(str(error)) from error
 

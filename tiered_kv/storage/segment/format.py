@@ -16,7 +16,8 @@
               rank, ranks    2 u32
               replica        u32
               table bytes    u32
-              table               what the codec needs beside a page
+              table               what the codec needs beside a page; of codec 65535 (out of
+                                  tree) its name first: see ``codecs/out_of_tree``
               digest         16   xxh3-128 of all before it
 
     record    magic          4    "TKVR"

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.codecs.base import Bytes, Codec
-from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import BufferPool, is_blocks
 from tiered_kv.storage.disk.files import BLOCK
@@ -81,7 +80,7 @@ def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPo
     Raises:
         OSError: no memory.
     """
-    if not isinstance(codec, RawCodec) or not all(is_blocks(item.page) for item in pages):
+    if not codec.stores_in_place or not all(is_blocks(item.page) for item in pages):
         return None
     batch = Batch(buffers.take(len(pages) * BLOCK))
     for i, item in enumerate(pages):

@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from threading import Lock
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import is_blocks
 from tiered_kv.storage.disk.files import BLOCK, read_exactly
@@ -47,7 +46,7 @@ class _Wanted:
         on."""
         place, out = self.entry.place, self.out
         return (
-            isinstance(self.entry.segment.codec, RawCodec)
+            self.entry.segment.codec.stores_in_place
             and place.frame_bytes == 0
             and place.plane_bytes == out.nbytes
             and is_blocks(out)

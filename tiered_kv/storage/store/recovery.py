@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tiered_kv.codecs.base import Codec, CodecError, PageFormat
+from tiered_kv.codecs.registry import UnknownCodecError
 from tiered_kv.storage.disk.files import Access
 from tiered_kv.storage.segment.format import FormatError, SegmentHeader
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
@@ -81,11 +82,12 @@ class Recovery:
                 self._maker.seal(segment)
         self._catalogue.close_some()
 
-    def trained(self, codec_id: int) -> Codec | None:
-        """The codec of that id with the newest table, if any was trained."""
+    def trained(self, codec: Codec) -> Codec | None:
+        """Find the newest trained codec of the same name, if there is one."""
         for segment in reversed(self._catalogue.segments.values()):
-            if segment.header.codec_id == codec_id and segment.header.table:
-                return segment.codec
+            found = segment.codec
+            if found.name == codec.name and found.table and not found.wants_training:
+                return found
         return None
 
     def _load(self, path: Path, number: int) -> tuple[Segment, LoadedSegment]:
@@ -121,12 +123,19 @@ class Recovery:
             raise FormatError("it holds pages of another format")
 
     def _codec_of(self, header: SegmentHeader) -> Codec:
-        """One codec for all segments with the same table."""
+        """Find or make the codec of a segment; one for all segments with the same table.
+
+        Raises:
+            UnknownCodecError: the codec is not at hand.
+            FormatError: nothing can decode the segment.
+        """
         for segment in self._catalogue.segments.values():
             known = segment.header
             if (known.codec_id, known.table) == (header.codec_id, header.table):
                 return segment.codec
         try:
             return self._codec_from(header.codec_id, header.table, header.page_format)
+        except UnknownCodecError:
+            raise
         except CodecError as error:
             raise FormatError(f"codec {header.codec_id} cannot be made of it: {error}") from error

@@ -96,7 +96,7 @@ class SegmentStore(PageStore):
                 self._reclaimer = Reclaimer(means, catalogue, capacity, self._getter, self._putter)
                 recovery = Recovery(means, folder, catalogue, maker, codec_from)
                 recovery.run()
-                if (trained := recovery.trained(codec.codec_id)) is not None:
+                if (trained := recovery.trained(codec)) is not None:
                     self._training.skip(trained)
                 self._resources = undo.pop_all()
         except OSError as error:

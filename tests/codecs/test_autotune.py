@@ -7,26 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tiered_kv.codecs.autotune import Measured, choose, measure_codec, pick, synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
-from tiered_kv.codecs.choice import (
-    NAMES,
-    Measured,
-    choose,
-    codec_from,
-    make_codec,
-    measure_codec,
-    pick,
-    synthetic_page,
-)
 from tiered_kv.codecs.raw import NOTHING, RawCodec
+from tiered_kv.codecs.registry import parse
 
 MB = 1_000_000
 PAGE = PageFormat(ElementType.BF16, MB, 16)
 
 
 def measured(name: str, stored_bytes: int, decode_mbs: float) -> Measured:
-    return Measured(make_codec(name, PAGE), stored_bytes, 1e-3, PAGE.page_bytes / decode_mbs / MB)
+    return Measured(parse(name)(PAGE), stored_bytes, 1e-3, PAGE.page_bytes / decode_mbs / MB)
 
 
 # A page of 1 MB: centred is 2/3 of it and decodes at 2,000 MB/s on a core.
@@ -115,6 +107,7 @@ class Forgetful:
     name = "forgetful"
     table = b""
     wants_training = False
+    stores_in_place = False
 
     def encode(self, page: Bytes) -> EncodedPage:
         return EncodedPage(NOTHING, NOTHING)
@@ -138,46 +131,6 @@ def test_measuring_takes_the_best_time_and_ends() -> None:
 def test_a_codec_that_loses_pages_is_caught_before_it_is_chosen() -> None:
     with pytest.raises(CodecError, match="forgetful does not give back"):
         measure_codec(Forgetful(PAGE), synthetic_page(PAGE))
-
-
-# -- names and segments ---------------------------------------------------------
-
-
-def test_codecs_by_name() -> None:
-    assert [make_codec(name, PAGE).name for name in NAMES] == list(NAMES)
-    assert [make_codec(name, PAGE).codec_id for name in NAMES] == [0, 1, 2]
-    third = make_codec("zstd:3", PAGE)
-    assert (third.name, third.codec_id) == ("zstd:3", 1)
-    assert make_codec("zstd:1", PAGE) == make_codec("zstd", PAGE)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "Raw", "lz4", "zstd:", "zstd:x", "zstd:-1", "zstd:\u00b2", "centred:3", "raw:1"]
-)
-def test_a_name_that_is_none_is_answered_with_those_that_are(name: str) -> None:
-    with pytest.raises(ValueError, match=r"write raw, zstd, zstd:LEVEL \(1 to 22\) or centred"):
-        make_codec(name, PAGE)
-
-
-@pytest.mark.parametrize("level", ["0", "23", "999999999999"])
-def test_a_level_that_zstd_has_not(level: str) -> None:
-    with pytest.raises(ValueError, match="levels 1 to 22"):
-        make_codec(f"zstd:{level}", PAGE)
-
-
-def test_segments_name_their_codec_by_number_and_table() -> None:
-    trained = CentredCodec(PAGE).trained([synthetic_page(PAGE)])
-    for codec in (*(make_codec(name, PAGE) for name in NAMES), trained):
-        assert codec_from(codec.codec_id, codec.table, PAGE) == codec
-
-    with pytest.raises(CodecError, match="codec 3 is not known"):
-        codec_from(3, b"", PAGE)
-    with pytest.raises(CodecError, match="codec 1 has no table"):
-        codec_from(1, trained.table, PAGE)
-    with pytest.raises(CodecError, match="no table of centres"):
-        codec_from(2, b"nonsense", PAGE)
-    with pytest.raises(CodecError, match="opaque"):
-        codec_from(2, b"", PageFormat(ElementType.OPAQUE, MB, 16))
 
 
 # -- the synthetic page ---------------------------------------------------------

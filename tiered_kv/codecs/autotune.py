@@ -1,4 +1,4 @@
-"""Which codec: by its name, by what a segment says, or by what this machine is fast at.
+"""The codec that suits this machine, measured.
 
 Encoding a page costs time on a core and saves time on the disk. Which of the two is the
 scarcer is a property of the machine, so it is measured when a server starts: ``choose``.
@@ -7,39 +7,35 @@ scarcer is a property of the machine, so it is measured when a server starts: ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .base import Bytes, Codec, CodecError, ElementType, PageFormat
-from .centred import CentredCodec
-from .raw import RawCodec
-from .zstd import MAX_LEVEL, ZstdCodec
-
-NAMES = ("raw", "zstd", "centred")
-"""What ``make_codec`` takes; zstd also with a level, as in "zstd:3"."""
+from .registry import CODECS
 
 TOLERANCE = 1.15
 """Smaller pages are worth restores that take up to this much longer: the disk holds more
 of them, and wears less."""
 
 MEASURE_S = 0.06
-"""About how long each codec is measured."""
+"""Time that each codec is measured, about, seconds."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a codec does to one page on one core.
+    """A codec's size and speed on one page and one core.
 
     Attributes:
-        codec: as it was measured.
-        stored_bytes: of the page, encoded.
-        encode_s: seconds to encode the page.
-        decode_s: seconds to decode it.
+        codec: the codec measured.
+        stored_bytes: size of the page, encoded.
+        encode_s: time to encode the page, seconds.
+        decode_s: time to decode it, seconds.
     """
 
     codec: Codec
@@ -50,52 +46,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A codec, and one sentence for the log that says why, with the numbers."""
+    """A codec, and one sentence for the log that says why it was chosen, with the numbers."""
 
     codec: Codec
     reason: str
-
-
-def make_codec(name: str, page_format: PageFormat) -> Codec:
-    """The codec of that name, untrained.
-
-    Raises:
-        ValueError: no such name, or a codec that cannot serve these pages.
-    """
-    kind, colon, level = name.partition(":")
-    if kind == "zstd" and colon and level.isascii() and level.isdigit():
-        return ZstdCodec(page_format, int(level))
-    if name == "raw":
-        return RawCodec(page_format)
-    if name == "zstd":
-        return ZstdCodec(page_format)
-    if name == "centred":
-        return CentredCodec(page_format)
-    raise ValueError(
-        f"{name!r} is no codec: write raw, zstd, zstd:LEVEL (1 to {MAX_LEVEL}) or centred"
-    )
-
-
-def codec_from(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
-    """The codec that wrote pages, from what their segment says of it.
-
-    Raises:
-        CodecError: an unknown codec, or a table that is not one of it and of these pages.
-    """
-    if codec_id == CentredCodec.codec_id:
-        try:
-            return CentredCodec(page_format, table)
-        except ValueError as error:
-            raise CodecError(str(error)) from error
-    kinds: dict[int, type[RawCodec] | type[ZstdCodec]] = {
-        RawCodec.codec_id: RawCodec,
-        ZstdCodec.codec_id: ZstdCodec,
-    }
-    if codec_id not in kinds:
-        raise CodecError(f"codec {codec_id} is not known here")
-    if table:
-        raise CodecError(f"codec {codec_id} has no table, but {len(table)} bytes came as one")
-    return kinds[codec_id](page_format)
 
 
 def choose(
@@ -111,22 +65,27 @@ def choose(
     again to load the kernels, and some seconds once on a machine to compile them.
 
     Args:
-        disk_read_mbs: what the disk reads, MB/s.
-        disk_write_mbs: what it writes, MB/s.
-        cores: threads that decode at once.
+        disk_read_mbs: read speed of the disk, MB/s.
+        disk_write_mbs: write speed, MB/s.
+        cores: number of threads that decode at once.
         sample: a page like those to come; without one, normal random numbers.
     """
     page = synthetic_page(page_format) if sample is None else sample
-    opaque = page_format.element is ElementType.OPAQUE
-    names = [name for name in NAMES if not (opaque and name == "centred")]
-    measured = [measure_codec(make_codec(name, page_format), page) for name in names]
+    measured = [measure_codec(codec, page) for codec in _candidates(page_format)]
     return pick(measured, disk_read_mbs, disk_write_mbs, cores)
+
+
+def _candidates(page_format: PageFormat) -> Iterator[Codec]:
+    """The codecs that can serve such pages, at their default levels."""
+    for kind in CODECS.values():
+        with suppress(ValueError):
+            yield kind.cls(page_format)
 
 
 def pick(
     measured: Sequence[Measured], disk_read_mbs: float, disk_write_mbs: float, cores: int
 ) -> Choice:
-    """The codec with the shortest restore, or one of smaller pages that is nearly as good.
+    """Pick the codec with the shortest restore, or one of smaller pages that is nearly as good.
 
     Pages are decoded while others are read, so restoring one takes the longer of
     stored bytes / disk and decoding / cores. Saves happen behind the requests and do not
@@ -186,7 +145,7 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
 
 
 def synthetic_page(page_format: PageFormat, seed: int = 0) -> Bytes:
-    """Normal random numbers cast to the elements of a page: KV of which nothing is known.
+    """Cast normal random numbers to the elements of a page: KV of which nothing is known.
 
     Bytes of an opaque page are of random numbers as bf16, which most likely they are.
     """
@@ -199,7 +158,7 @@ def synthetic_page(page_format: PageFormat, seed: int = 0) -> Bytes:
 def _cast(
     values: NDArray[np.float32], element: ElementType
 ) -> NDArray[np.uint16] | NDArray[np.uint8]:
-    """To the nearest number of that type; numpy knows only fp16 itself."""
+    """Round to the nearest number of that type; numpy knows only fp16 itself."""
     if element is ElementType.FP16:
         return values.astype(np.float16).view(np.uint16)
     if element is ElementType.FP8_E5M2:  # the upper half of an fp16

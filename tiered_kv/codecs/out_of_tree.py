@@ -1,0 +1,74 @@
+"""A codec from another package, as segments know it.
+
+Segments name a codec by a number, of which others have none. They share one, and the table of
+such a codec begins with its name:
+
+    offset  bytes  field
+    0       2      bytes of the name, n (little-endian)
+    2       n      name, ``module:Class`` in UTF-8
+    2 + n          table of the codec itself
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat
+
+OUT_OF_TREE_ID = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfTreeCodec:
+    """A codec by the name of its class.
+
+    Attributes:
+        name: ``module:Class``.
+        codec: the codec itself; its own name and number are not used.
+    """
+
+    name: str
+    codec: Codec
+    codec_id = OUT_OF_TREE_ID
+
+    @property
+    def page_format(self) -> PageFormat:
+        return self.codec.page_format
+
+    @property
+    def table(self) -> bytes:
+        name = self.name.encode()
+        return len(name).to_bytes(2, "little") + name + self.codec.table
+
+    @property
+    def wants_training(self) -> bool:
+        return self.codec.wants_training
+
+    @property
+    def stores_in_place(self) -> bool:
+        return self.codec.stores_in_place
+
+    def encode(self, page: Bytes) -> EncodedPage:
+        return self.codec.encode(page)
+
+    def decode(self, encoded: EncodedPage, out: Bytes) -> None:
+        self.codec.decode(encoded, out)
+
+    def trained(self, pages: list[Bytes]) -> Codec:
+        return OutOfTreeCodec(self.name, self.codec.trained(pages))
+
+
+def split_table(table: bytes) -> tuple[str, bytes]:
+    """Split a table as segments have it into the codec's name and its own table.
+
+    Raises:
+        CodecError: it does not begin with a name.
+    """
+    end = 2 + int.from_bytes(table[:2], "little")
+    try:
+        name = table[2:end].decode()
+    except UnicodeDecodeError as error:
+        raise CodecError("the name of a codec is damaged") from error
+    if not name or len(table) < end:
+        raise CodecError("a table without the name of its codec")
+    return name, table[end:]

@@ -1,0 +1,145 @@
+"""Codecs by name, as TIERED_KV_CODEC gives it, and by what a segment says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias, cast
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.plugins import load
+
+from .base import Codec, CodecClass, CodecError, PageFormat
+from .centred import CentredCodec
+from .out_of_tree import OUT_OF_TREE_ID, OutOfTreeCodec, split_table
+from .raw import RawCodec
+from .zstd import MAX_LEVEL, ZstdCodec
+
+CodecMaker: TypeAlias = Callable[[PageFormat], Codec]
+"""Makes an untrained codec; raises ValueError for pages it cannot serve."""
+
+
+class UnknownCodecError(CodecError):
+    """A codec that is not at hand. Its pages may be good."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecKind:
+    """A codec of this package.
+
+    Attributes:
+        cls: its class.
+        at_level: maker of the codec at a level, which follows the name as in ``zstd:3``; None
+            if it has no levels.
+        levels: the levels.
+    """
+
+    cls: CodecClass
+    at_level: Callable[[PageFormat, int], Codec] | None = None
+    levels: range = range(0)
+
+
+CODECS: Mapping[str, CodecKind] = MappingProxyType(
+    {
+        "raw": CodecKind(RawCodec),
+        "zstd": CodecKind(ZstdCodec, ZstdCodec, range(1, MAX_LEVEL + 1)),
+        "centred": CodecKind(CentredCodec),
+    }
+)
+"""The codecs of this package by name."""
+
+
+def parse(name: str) -> CodecMaker:
+    """Find the codec of that name.
+
+    Args:
+        name: a name in ``CODECS``, with ``:LEVEL`` if it has levels, or ``module:Class``.
+
+    Raises:
+        ConfigError: there is none; the sentence says what to write instead.
+    """
+    head, colon, rest = name.partition(":")
+    kind = CODECS.get(head)
+    if kind is None and colon and head and rest:
+        return partial(_out_of_tree, name, _load(name))
+    if kind is not None and not colon:
+        return kind.cls
+    if kind is None or kind.at_level is None or not (rest.isascii() and rest.isdigit()):
+        raise ConfigError(
+            f"{name!r} is no codec: write {', '.join(_spellings())}, or module:Class of your own"
+        )
+    level = int(rest)
+    if level not in kind.levels:
+        raise ConfigError(
+            f"{head} has levels {kind.levels[0]} to {kind.levels[-1]}, not {level}: write {head}"
+        )
+    return partial(_at_level, kind.at_level, level)
+
+
+def _spellings() -> list[str]:
+    spellings = []
+    for name, kind in CODECS.items():
+        spellings.append(name)
+        if kind.levels:
+            spellings.append(f"{name}:LEVEL ({kind.levels[0]} to {kind.levels[-1]})")
+    return spellings
+
+
+def _at_level(
+    make: Callable[[PageFormat, int], Codec], level: int, page_format: PageFormat
+) -> Codec:
+    return make(page_format, level)
+
+
+def _out_of_tree(name: str, cls: CodecClass, page_format: PageFormat) -> Codec:
+    return OutOfTreeCodec(name, cls(page_format))
+
+
+def _load(name: str) -> CodecClass:
+    known: Mapping[str, CodecClass] = {}
+    return cast("CodecClass", load("codec", name, known, Codec, CodecClass))
+
+
+def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: str = "") -> Codec:
+    """Make the codec that wrote a segment's pages, from what its header says.
+
+    Args:
+        codec_id: number of the codec in the header.
+        table: its table there.
+        trusted: name of the one codec out of tree that may be imported for this. A file that
+            names a class is not reason enough to run it.
+
+    Raises:
+        UnknownCodecError: a codec out of tree that is not the trusted one, or is not to be had.
+        CodecError: an unknown number, or a table that is not one of this codec and these pages.
+    """
+    if codec_id == OUT_OF_TREE_ID:
+        return _stored_out_of_tree(table, page_format, trusted)
+    for kind in CODECS.values():
+        if kind.cls.codec_id == codec_id:
+            return kind.cls.from_table(page_format, table)
+    raise CodecError(f"codec {codec_id} is not known here")
+
+
+def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> Codec:
+    name, own_table = split_table(table)
+    if name != trusted:
+        raise UnknownCodecError(f"its pages need TIERED_KV_CODEC={name}")
+    try:
+        cls = _load(name)
+    except ConfigError as error:
+        raise UnknownCodecError(str(error)) from error
+    return OutOfTreeCodec(name, cls.from_table(page_format, own_table))
+
+
+def codec_name(codec_id: int, table: bytes) -> str:
+    """Name a segment's codec, which need not be at hand; its number if nothing else is known."""
+    for name, kind in CODECS.items():
+        if kind.cls.codec_id == codec_id:
+            return name
+    try:
+        return split_table(table)[0] if codec_id == OUT_OF_TREE_ID else f"codec {codec_id}"
+    except CodecError:
+        return f"codec {codec_id}"
