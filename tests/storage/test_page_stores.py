@@ -15,7 +15,9 @@ from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.testing.memory_store import FaultyStore, MemoryStore, Pages, StoredPage
 from tiered_kv.testing.store import PAGE_FORMAT, StoreConformance, page_bytes, page_key
+from tiered_kv.tiers import TierId
 
+SHARED = TierId("shared")
 KEYS = [page_key(name) for name in range(4)]
 
 
@@ -107,7 +109,7 @@ def test_an_order_is_reported_once_its_store_has_answered_and_not_before(pages: 
     memory = np.full((len(KEYS), PAGE_FORMAT.page_bytes), 0xA5, np.uint8)
     io = IoThread(FaultyStore(pages, hang=hang, timeout_s=300.0, missing=KEYS[3:]), memory)
     try:
-        io.submit(PromoteOrder(OrderId(1), tuple(KEYS), (0, 1, 2, 3), 0.0))
+        io.submit(PromoteOrder(OrderId(1), SHARED, tuple(KEYS), (0, 1, 2, 3), 0.0))
         assert not io.wait_idle(0.05)
         assert io.take_reports() == {}
         hang.set()
@@ -123,7 +125,7 @@ def test_any_store_serves_the_io_thread() -> None:
     medium: Pages = {}
     memory = np.stack([page_bytes(key) for key in KEYS])
     io = IoThread(MemoryStore(medium), memory)
-    io.submit(DemoteOrder(OrderId(1), tuple(KEYS[:2]), (0, 1), 0.0))
+    io.submit(DemoteOrder(OrderId(1), SHARED, tuple(KEYS[:2]), (0, 1), 0.0))
     assert io.wait_idle(300)
     assert io.take_reports()[OrderId(1)].failed == frozenset()
     assert io.proposal is None

@@ -88,6 +88,9 @@ def _choose(name: str, page_format: PageFormat, disk: DiskSpeed, cores: int) -> 
             codec = parse(name)(page_format)
         except ValueError as error:
             raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
-    one = measure_codec(codec, synthetic_page(page_format))
+    try:
+        one = measure_codec(codec, synthetic_page(page_format))
+    except Exception as error:  # of whatever a stranger's codec does
+        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
     seconds = max(one.stored_bytes / disk.read, one.decode_s / cores)
     return codec, page_format.page_bytes / seconds
