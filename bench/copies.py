@@ -17,6 +17,8 @@ import numpy as np
 from tiered_kv.layout import PageLayout
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.cuda.pinned_memory import pinned
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 MATRIX = 8192
 MATMULS = 100
@@ -111,11 +113,11 @@ class CpuSide(Side):
     name = "cpu"
 
     def __init__(self, nbytes: int) -> None:
-        self._storage = CpuPool(1, nbytes)
+        self._storage = CpuPool(AnonymousMemory(nbytes), nbytes)
         self._bytes = self._storage.slots[0]
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
-        return CpuPool(slots, page_bytes)
+        return CpuPool(AnonymousMemory(slots * page_bytes), page_bytes)
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
         from tiered_kv.transfer.cpu import CpuTransfer
@@ -167,7 +169,7 @@ class CudaSide(Side):
         self.name = torch.cuda.get_device_name()
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
-        pool = CpuPool(slots, page_bytes, pin=True)
+        pool = CpuPool(pinned(AnonymousMemory(slots * page_bytes)), page_bytes)
         if not pool.pinned:
             raise RuntimeError("memory cannot be pinned here: raise the memlock limit")
         return pool

@@ -16,6 +16,8 @@ from tiered_kv.layout import PageLayout
 from tiered_kv.testing.transfer import Bytes
 from tiered_kv.transfer.base import TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.cuda.pinned_memory import pinned
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 WAYS = ["kernel", "engines", "faster"]
 NEEDS_CUDA = [
@@ -35,7 +37,7 @@ def make_backend(
 
 
 def pinned_pool(num_slots: int, page_bytes: int) -> CpuPool:
-    pool = CpuPool(num_slots, page_bytes, pin=True)
+    pool = CpuPool(pinned(AnonymousMemory(num_slots * page_bytes)), page_bytes)
     assert pool.pinned
     return pool
 

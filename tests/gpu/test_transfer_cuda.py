@@ -15,7 +15,9 @@ from tiered_kv.layout import PageLayout, Placement, Region, page_layout
 from tiered_kv.testing.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.cuda.pinned_memory import pinned
 from tiered_kv.transfer.cuda.runtime import CudaError, CudaRuntime, cuda_major
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 pytestmark = NEEDS_CUDA
 
@@ -76,7 +78,7 @@ class TestMemoryThatCouldNotBePinned(OnCuda):
     way = "faster"
 
     def make_pool(self, num_slots: int, page_bytes: int) -> CpuPool:
-        return CpuPool(num_slots, page_bytes)
+        return CpuPool(AnonymousMemory(num_slots * page_bytes), page_bytes)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -163,7 +165,7 @@ def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
 
 def test_memory_that_cannot_be_pinned_does_no_harm_to_what_comes_after() -> None:
     """CUDA remembers the error of a call, and torch takes it for that of its next kernel."""
-    with closing(CpuPool(4, 1 << 20, pin=True)) as pool:
+    with closing(CpuPool(pinned(AnonymousMemory(4 * (1 << 20))), 1 << 20)) as pool:
         with pytest.raises(CudaError):
             CudaRuntime(cuda_major()).register(pool.slots.ctypes.data, pool.slots.nbytes)
         assert int((torch.ones(8, device="cuda") + 1).sum()) == 16
@@ -175,9 +177,13 @@ def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
     storage = torch.zeros(639, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="has 639 bytes, its layout spans 640"):
-        CudaTransfer([layout], storage, CpuPool(1, 128))
+        CudaTransfer([layout], storage, CpuPool(AnonymousMemory(128), 128))
     with pytest.raises(ValueError, match="slots of 127 B for pages of 128 B"):
-        CudaTransfer([layout], torch.zeros(640, dtype=torch.uint8, device="cuda"), CpuPool(1, 127))
+        CudaTransfer(
+            [layout],
+            torch.zeros(640, dtype=torch.uint8, device="cuda"),
+            CpuPool(AnonymousMemory(127), 127),
+        )
 
 
 def test_what_copies_cost_was_measured_both_ways() -> None:

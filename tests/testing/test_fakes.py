@@ -17,6 +17,7 @@ from tiered_kv.testing.transfer import TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 
 class TestFaultyTransferWithoutFaults(TransferConformance):
@@ -32,7 +33,7 @@ class Copies:
     """Four blocks that hold 1 to 4, and four slots that hold 11 to 14."""
 
     def __init__(self) -> None:
-        self.pool = CpuPool(4, 8)
+        self.pool = CpuPool(AnonymousMemory(4 * 8), 8)
         self.pool.slots[:] = np.arange(11, 15, dtype=np.uint8)[:, None]
         self.storage = np.repeat(np.arange(1, 5, dtype=np.uint8), 8)
         layout = page_layout([Placement(1, 32, 8, 0)], 4)

@@ -17,6 +17,7 @@ from tiered_kv.testing.transfer import Bytes, TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 16, 8
 DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
@@ -50,7 +51,7 @@ def test_pages_of_every_dtype_come_back_bit_for_bit(dtype: str) -> None:
     engine = Engine(dtype)
     values = torch.randn(engine.kv.shape, generator=torch.Generator().manual_seed(0))
     engine.kv.copy_(values.to(engine.dtype))
-    pool = CpuPool(4, engine.layout.page_bytes)
+    pool = CpuPool(AnonymousMemory(4 * engine.layout.page_bytes), engine.layout.page_bytes)
     backend = CpuTransfer([engine.layout], engine.bits, pool)
     saved = [engine.block_bits(block) for block in range(BLOCKS)]
 
@@ -71,7 +72,7 @@ def test_nan_and_infinity_keep_their_payload_and_their_sign(dtype: str) -> None:
     width = np.uint8 if engine.dtype.itemsize == 1 else np.uint16
     patterns = np.arange(np.iinfo(width).max + 1, dtype=width)
     per_block = engine.layout.page_bytes // engine.dtype.itemsize
-    pool = CpuPool(1, engine.layout.page_bytes)
+    pool = CpuPool(AnonymousMemory(engine.layout.page_bytes), engine.layout.page_bytes)
     backend = CpuTransfer([engine.layout], engine.bits, pool)
     special = 0
     for start in range(0, len(patterns), per_block):
@@ -93,19 +94,19 @@ def test_nan_and_infinity_keep_their_payload_and_their_sign(dtype: str) -> None:
 def test_storage_that_is_smaller_than_its_layout_is_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
     with pytest.raises(ValueError, match="has 639 bytes, its layout spans 640"):
-        CpuTransfer([layout], np.zeros(639, dtype=np.uint8), CpuPool(1, 128))
+        CpuTransfer([layout], np.zeros(639, dtype=np.uint8), CpuPool(AnonymousMemory(128), 128))
 
 
 def test_slots_of_another_size_are_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
     with pytest.raises(ValueError, match="slots of 127 B for pages of 128 B"):
-        CpuTransfer([layout], np.zeros(640, dtype=np.uint8), CpuPool(1, 127))
+        CpuTransfer([layout], np.zeros(640, dtype=np.uint8), CpuPool(AnonymousMemory(127), 127))
     assert "tiered-kv-copy" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_pool_without_slots_fails_every_page_and_serves_on() -> None:
     layout = page_layout([Placement(1, 5 * 64, 64, 0)], 5)
-    backend = CpuTransfer([layout], np.zeros(320, dtype=np.uint8), CpuPool(0, 64))
+    backend = CpuTransfer([layout], np.zeros(320, dtype=np.uint8), CpuPool(AnonymousMemory(0), 64))
     assert backend.run(CopyJob(1, Direction.SAVE, (0,), (0,))).failed == {0}
     backend.close()
 
@@ -116,7 +117,7 @@ def test_a_pool_without_slots_fails_every_page_and_serves_on() -> None:
 def test_random_operations_leave_every_page_as_it_should_be(place: Placement) -> None:
     layout = page_layout([place], 12)
     storage = np.zeros(layout.storage_bytes, dtype=np.uint8)
-    pool = CpuPool(16, layout.page_bytes)
+    pool = CpuPool(AnonymousMemory(16 * layout.page_bytes), layout.page_bytes)
     backend = CpuTransfer([layout], storage, pool)
 
     def write(block: int, where: NDArray[np.int64], page: Bytes) -> None:

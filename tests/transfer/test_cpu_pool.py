@@ -1,19 +1,21 @@
-"""The slab of the CPU tier."""
+"""The CPU pool, and the memory it is given."""
 
 from __future__ import annotations
 
 import resource
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tiered_kv.transfer.cpu_pool import CpuPool, memory
+from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory, system_memory
 
 
 @pytest.mark.parametrize(("slots", "page"), [(1, 1), (3, 4096), (7, 12345), (1000, 24)])
 def test_slots_are_pages_of_one_slab(slots: int, page: int) -> None:
-    pool = CpuPool(slots, page)
+    pool = CpuPool(AnonymousMemory(slots * page), page)
     assert pool.slots.shape == (slots, page)
     assert pool.slots.dtype == np.uint8
     assert pool.slots.flags.c_contiguous
@@ -26,22 +28,63 @@ def test_slots_are_pages_of_one_slab(slots: int, page: int) -> None:
 
 
 def test_a_tier_that_is_switched_off_has_no_slots() -> None:
-    pool = CpuPool(0, 4096)
+    pool = CpuPool(AnonymousMemory(0), 4096)
     assert pool.slots.shape == (0, 4096)
     pool.close()
 
 
 def test_close_may_be_called_twice() -> None:
-    pool = CpuPool(2, 4096)
+    pool = CpuPool(AnonymousMemory(2 * 4096), 4096)
     pool.close()
     pool.close()
     assert pool.slots.size == 0
     assert not pool.pinned
 
 
+def test_the_rest_of_the_memory_is_no_slot() -> None:
+    memory = AnonymousMemory(3 * 100 + 99)
+    pool = CpuPool(memory, 100)
+    assert pool.slots.shape == (3, 100)
+    pool.close()
+    assert memory.view.size == 0
+
+
+class SharedMemory:
+    """Memory of several processes, by its name."""
+
+    pinned = False
+
+    def __init__(self, name: str | None, nbytes: int) -> None:
+        self._shared = shared_memory.SharedMemory(name, create=name is None, size=nbytes)
+        self.name, self._owned = self._shared.name, name is None
+        assert self._shared.buf is not None
+        self.view = np.frombuffer(self._shared.buf, np.uint8, nbytes)
+
+    def close(self) -> None:
+        self.view = np.empty(0, np.uint8)
+        self._shared.close()
+        if self._owned:
+            self._owned = False
+            self._shared.unlink()
+
+
+def test_memory_of_several_processes_serves_as_well() -> None:
+    """Whose memory it is, is its own affair: the pool closes it and no more."""
+    memory = SharedMemory(None, 2 * 4096)
+    pool = CpuPool(memory, 4096)
+    pool.slots[1] = 7
+    other = SharedMemory(memory.name, 2 * 4096)
+    assert (other.view[4096:] == 7).all()
+    other.close()
+    pool.close()
+    pool.close()
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(memory.name)
+
+
 def test_a_view_outlives_the_pool() -> None:
     """A copy that is still running must not read unmapped memory."""
-    pool = CpuPool(2, 4096)
+    pool = CpuPool(AnonymousMemory(2 * 4096), 4096)
     view = pool.slots[1]
     view[:] = 9
     pool.close()
@@ -50,11 +93,11 @@ def test_a_view_outlives_the_pool() -> None:
 
 def test_memory_that_cannot_be_had_is_an_error_and_not_a_crash() -> None:
     with pytest.raises((MemoryError, OSError)):
-        CpuPool(1 << 22, 1 << 40)
+        CpuPool(AnonymousMemory((1 << 22) * (1 << 40)), 1 << 40)
 
 
 def test_the_memory_left_is_some_of_the_machines() -> None:
-    total, available = memory()
+    total, available = system_memory()
     assert 0 < available <= total < 1 << 50
 
 
@@ -63,6 +106,6 @@ def test_the_slab_is_in_memory_before_anybody_saves_to_it() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     before = resident()
-    pool = CpuPool(64, 1 << 20)
+    pool = CpuPool(AnonymousMemory(64 * (1 << 20)), 1 << 20)
     assert resident() - before > 56 << 20
     pool.close()

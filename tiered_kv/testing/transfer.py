@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 Bytes = NDArray[np.uint8]
 
@@ -93,7 +94,7 @@ class TransferConformance:
         raise NotImplementedError
 
     def make_pool(self, num_slots: int, page_bytes: int) -> CpuPool:
-        return CpuPool(num_slots, page_bytes)
+        return CpuPool(AnonymousMemory(num_slots * page_bytes), page_bytes)
 
     def make_storage(self, nbytes: int) -> Any:
         """The stand-in for the engine's KV allocation."""

@@ -23,7 +23,8 @@ from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveO
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool, memory
+from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory, system_memory
 
 from .speed_probe import measure_copies, measure_flops
 from .tier_worker import TierWorker
@@ -90,10 +91,15 @@ class WorkerHalf:
         storage = _storage(kv_caches, kv_cache_config)
         on_gpu = storage.device.type == "cuda"
         local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
-        check_cpu_size(self._config, ranks, local_ranks, *memory())
+        check_cpu_size(self._config, ranks, local_ranks, *system_memory())
         slot_bytes = self._facts.slot_bytes
         layouts = [group.layout for group in groups]
-        self.pool = CpuPool(slots, slot_bytes, pin=on_gpu)
+        memory: HostMemory = AnonymousMemory(slots * slot_bytes)
+        if on_gpu:
+            from tiered_kv.transfer.cuda.pinned_memory import pinned
+
+            memory = pinned(memory)
+        self.pool = CpuPool(memory, slot_bytes)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if on_gpu:
             from tiered_kv.transfer.cuda.backend import CudaTransfer

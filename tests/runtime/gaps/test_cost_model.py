@@ -26,6 +26,7 @@ from tiered_kv.policies.pricing.estimators import TOP_PRICE
 from tiered_kv.testing.vllm.rig import Rig, text
 from tiered_kv.transfer.cpu import CpuTransfer
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 JOB = {"job_id": "j"}
 
@@ -226,7 +227,7 @@ def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> 
 
 def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
     layout = page_layout([Placement(1, 0, 1 << 16, 0)], 9)
-    pool = CpuPool(6, layout.page_bytes)
+    pool = CpuPool(AnonymousMemory(6 * layout.page_bytes), layout.page_bytes)
     backend = CpuTransfer([layout], np.zeros(9 << 16, np.uint8), pool)
     try:
         assert 1e7 < measure_copies(backend, pool, num_blocks=9) < 1e12

@@ -21,10 +21,12 @@ from tiered_kv.layout import PageLayout, Region
 from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import PageRuns, Pages, page_runs, sort_out
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 from .copy_cost import CopyCost, measure_cost
 from .copy_engines import CopyEngines
 from .page_kernel import PageKernel
+from .pinned_memory import pinned
 from .runtime import CudaRuntime, cuda_major
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ def _scratch(
     layout = PageLayout((Region(0, 1, 0, 2 * nbytes, nbytes),), runs)
     storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    pool = CpuPool(runs, nbytes, pin=True)
+    pool = CpuPool(pinned(AnonymousMemory(runs * nbytes)), nbytes)
     try:
         job = CopyJob(0, Direction.SAVE, range(runs), range(runs))
         yield page_runs(layout, nbytes), storage, pool, sort_out(job, runs, runs)
