@@ -9,7 +9,7 @@ from .host_memory import HostMemory
 
 
 class CpuPool:
-    """As many slots of ``page_bytes`` bytes as the memory has room for.
+    """Slots of ``page_bytes`` bytes, as many as the memory has room for.
 
     Args:
         memory: closed with the pool.
