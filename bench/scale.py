@@ -357,8 +357,8 @@ def full(pages: int) -> float:
 def reranking(pages: int, context: int) -> float:
     """The longest call of an eviction order while pages are evicted, jobs come, and go."""
     now = 0.0
-    order = ByWorth(lambda: now, lambda: 60.0, 2 * pages)
-    index = PageIndex(pages, order)
+    order = ByWorth(lambda: now, 2 * pages)
+    index = PageIndex(pages, order, lambda: now)
     rng = np.random.default_rng(0)
     forecasts = [Forecast(np.minimum(GRID / s, 1.0)) for s in (5.0, 60.0, 600.0)]
     longest = 0.0
@@ -376,7 +376,7 @@ def reranking(pages: int, context: int) -> float:
     jobs = [job(number) for number in range(pages // context)]
     for number, keys in enumerate(jobs):
         index.commit_all(keys, index.reserve_all(keys))
-        order.waits(number, keys, forecasts[number % 3], now, rng.random())
+        order.on_gap_begun(number, keys, forecasts[number % 3], now, rng.random())
         now += 0.01
     gc.collect()
     gc.disable()
@@ -385,9 +385,9 @@ def reranking(pages: int, context: int) -> float:
             now += 0.05
             here = int(rng.integers(len(jobs)))
             if number % 4 == 0:
-                timed(order.back, here)
+                timed(order.on_gap_ended, here)
             elif number % 4 == 1:
-                timed(order.waits, here, jobs[here], forecasts[here % 3], now, rng.random())
+                timed(order.on_gap_begun, here, jobs[here], forecasts[here % 3], now, rng.random())
             keys = job(10**9 + number)[:64]
             slots = timed(index.reserve_all, keys)
             timed(index.commit_all, keys, slots)

@@ -1,19 +1,25 @@
-"""All policies by name, as TIERED_KV_POLICY gives it."""
+"""Policies and eviction rules by name, or as ``module:Class`` from elsewhere."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.pages.base import EvictionOrder
+from tiered_kv.plugins import load
 from tiered_kv.policies.baselines.contextserve import ContextServe
 from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
 from tiered_kv.policies.baselines.infercept import InferCept
 from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
+from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 
 from .base import TurnPolicy
 from .occupancy import Occupancy
+
+MakeOrder = Callable[[Callable[[], float], int], EvictionOrder]
+"""An eviction rule's class: takes a clock and the most pages to remember."""
 
 POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
     {
@@ -26,18 +32,28 @@ POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
         "none": Nowhere,
     }
 )
+EVICTION: Mapping[str, MakeOrder] = MappingProxyType({"worth": ByWorth, "lru": LeastRecentlyUsed})
 
 
 def policy(name: str) -> TurnPolicy:
-    """A new policy of that name.
+    """Make the policy of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it cannot be used.
     """
-    made = POLICIES.get(name)
-    if made is None:
-        close = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
-        known = ", ".join(POLICIES)
-        raise ConfigError(f"TIERED_KV_POLICY={name!r} is no policy: {hint}Write one of {known}.")
-    return made()
+    made = load("policy", name, POLICIES, TurnPolicy)()
+    if not hasattr(made, "reads_tools"):
+        raise ConfigError(
+            f"policy {name!r} cannot be used: it lacks reads_tools. Set it to True if a turn's "
+            "tool makes a difference to it, else to False."
+        )
+    return made
+
+
+def eviction(name: str) -> MakeOrder:
+    """Find the eviction rule of that name.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    return load("eviction rule", name, EVICTION, EvictionOrder)

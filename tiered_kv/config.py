@@ -37,8 +37,9 @@ class TierConfig:
         codec: codec of pages on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL``,
             ``centred``, or ``module:Class`` of another package.
         io_threads: threads of each rank for pages on SSD; 0 chooses by the cores.
-        policy: name of the policy that chooses the tier of a finished turn's KV; ``none`` turns
-            every tier off.
+        policy: policy that chooses the tier of a finished turn's KV, by name or as
+            ``module:Class``; ``none`` turns every tier off.
+        eviction: rule by which pages leave CPU memory, by name or as ``module:Class``.
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
         admission: ``auto`` holds new jobs while their working set does not fit; ``off`` does not.
             Always ``off`` under a policy other than the default.
@@ -53,6 +54,7 @@ class TierConfig:
     codec: str = "auto"
     io_threads: int = 0
     policy: str = "occupancy"
+    eviction: str = "worth"
     pin_fraction: float = 1.0
     admission: str = "auto"
     admission_max_wait_s: float = 60.0
@@ -102,6 +104,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         codec=_codec(given),
         io_threads=_whole(given, "io_threads", defaults.io_threads, 0, 256, "threads"),
         policy=_name(given, "policy", defaults.policy),
+        eviction=_name(given, "eviction", defaults.eviction),
         pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
         admission=_either(given, "admission", ("auto", "off")),
         admission_max_wait_s=_number(

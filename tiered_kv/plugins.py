@@ -57,14 +57,16 @@ def load(
 
 
 def _missing(found: type, contract: Any) -> list[str]:
-    """Public methods of the contract that the class does not define.
+    """Public and abstract methods of the contract that the class does not define.
 
     A contract's properties may be attributes that only an instance has.
     """
     methods = (name for name, _ in inspect.getmembers(contract, inspect.isfunction))
     unmet: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    special = getattr(contract, "__abstractmethods__", ())  # as __iter__ may be
     return [
         name
         for name in methods
-        if not name.startswith("_") and (name in unmet or not callable(getattr(found, name, None)))
+        if (name in special or not name.startswith("_"))
+        and (name in unmet or not callable(getattr(found, name, None)))
     ]

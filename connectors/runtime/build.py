@@ -16,7 +16,6 @@ from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
-from tiered_kv.connectors.runtime.pages.cpu_stay import CpuStay
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
@@ -27,11 +26,11 @@ from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import Room
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics import Counters
+from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.tier_index import make_index
-from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
@@ -65,13 +64,11 @@ class Pages:
 
     Attributes:
         order: order of eviction from CPU memory.
-        stay: time that pages stay there.
         dispatch: orders out, reports in.
     """
 
     index: PageIndex
-    order: ByWorth
-    stay: CpuStay
+    order: EvictionOrder
     book: OrderBook
     tails: TailIndex
     restores: Restores
@@ -117,10 +114,8 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     specs = tiers_below(config) if slots else ()
     below = sum(spec.capacity_bytes or 0 for spec in specs)
     stored = below // max(1, facts.ranks * facts.slot_bytes)
-    stay = CpuStay(clock)
-    order = ByWorth(clock, stay.seconds, 2 * (slots + stored))
-    index = PageIndex(slots, order)
-    stay.watch(index)
+    order = given.eviction(clock, 2 * (slots + stored))
+    index = PageIndex(slots, order, clock)
     stores = {
         StoreId(spec.tier, group): spec for spec in specs for group in range(len(facts.groups))
     }
@@ -138,7 +133,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
                 facts,
                 book,
                 engine.counters.of_tier(spec.tier),
-                chance=lambda key: order.chance(key, math.inf),
+                chance=lambda key: order.return_chance(key, math.inf),
                 clock=clock,
             )
             for store, spec in stores.items()
@@ -153,7 +148,6 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     return Pages(
         index=index,
         order=order,
-        stay=stay,
         book=book,
         tails=tails,
         restores=restores,
@@ -227,7 +221,6 @@ def build_gaps(
         prefills.fit,
         admission.pins,
         pool,
-        stay=pages.stay,
         gate=admission.gate,
         turns=engine.turns,
         clock=clock,

@@ -12,6 +12,7 @@ from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
+from tiered_kv.policies.registry import MakeOrder
 
 from .base import EngineFacts, Fingerprints
 from .step_timer import StepTimer
@@ -31,6 +32,7 @@ class Dependencies:
         prefill_work: work of the model's prefills; None if that is not known.
         policy: chooses where a finished turn's KV waits.
         policy_state: has ``policy`` learn, and saves it; owned.
+        eviction: makes the order in which pages leave CPU memory.
         restore_policy: chooses how a restore is made.
         course: forecasts how jobs go on.
         tools: reads tool calls; owned.
@@ -45,6 +47,7 @@ class Dependencies:
     prefill_work: PrefillWork | None
     policy: TurnPolicy
     policy_state: PolicyUpkeep
+    eviction: MakeOrder
     restore_policy: RestorePolicy
     course: Course
     tools: ToolCalls

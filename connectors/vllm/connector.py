@@ -139,6 +139,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             prefill_work=prefill_work(vllm_config.model_config),
             policy=policy,
             policy_state=saved,
+            eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
             course=Course(),
             tools=_tool_reader(vllm_config) if policy.reads_tools else NoTools(),

@@ -1,7 +1,7 @@
-"""The pages of jobs that wait, as a tree: what several contexts begin with is there once.
+"""The pages of waiting jobs as a tree, in which a common prefix of contexts is there once.
 
-A page's key stands for all tokens up to its end. So contexts that share a page share all before
-it, and from where they part on they share none.
+A page's key stands for all tokens up to its end. So contexts that share a page share all pages
+before it, and none behind the point where they part.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.distribution import Forecast
+from tiered_kv.pages.base import ReturnForecast
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Pages that belong to the same contexts, one behind the other.
+    """Consecutive pages that belong to the same contexts.
 
     Attributes:
-        above: the run before it; None at the beginning. below: those that go on behind it.
+        above: the run before it; None at the beginning.
+        last: the latest put of the contexts that pass through it.
+        shared: True if several contexts had its pages at some time.
+        below: runs that follow it.
         ends: contexts that end with its last page.
-        last: the context that was put here last, of those that pass.
-        shared: several contexts had its pages, at some time.
-        end: none of its pages behind this is in CPU memory.
-        rank, owner, at: for the order of eviction: of which ranking it is, with which context it
-            goes in that, and how far it has gone.
+        end: number of its pages behind the last of which none is in CPU memory.
+        rank: number of the ranking that the next two belong to; -1 for none.
+        owner: context with which it goes in that ranking.
+        at: number of its pages that are still to go.
     """
 
     keys: list[PageKey]
@@ -43,23 +45,24 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """What a job waits with.
+    """The context of a waiting job.
 
     Attributes:
-        forecast: of its gap, which began at ``since``; None while its next turn is here.
-        page_s: seconds that having one of its pages saves.
-        leaf: the run it ends with; None if it has no pages.
-        worth: as last looked at; see ``ByWorth``.
+        forecast: distribution of its gap; None while its next turn is here.
+        since: time when the gap began, seconds.
+        page_s: seconds of prefill that one of its pages saves.
+        leaf: run that it ends with; None if it has no pages.
+        worth: seconds that a page is expected to save, soon and ever; see ``ByWorth``.
     """
 
-    forecast: Forecast | None = None
+    forecast: ReturnForecast | None = None
     since: float = 0.0
     page_s: float = 0.0
     leaf: Run | None = None
     worth: tuple[float, float] = (0.0, 0.0)
 
     def chance(self, now: float, within_s: float) -> float:
-        """That the job wants its pages in the next ``within_s`` seconds."""
+        """Probability that the job wants its pages in the next ``within_s`` seconds."""
         if self.forecast is None:
             return 1.0
         waited = now - self.since
@@ -68,11 +71,11 @@ class Context:
 
 
 class ContextTree:
-    """Contexts by their pages. A change costs what is new in the context, and what goes.
+    """Contexts by their pages. A change costs O(1) per page that comes or goes.
 
     Attributes:
-        runs: the run of each page.
-        changed: runs that are new, or have other pages, since somebody cleared this.
+        runs: run of each page.
+        changed: runs that are new, or have other pages, since this was cleared.
     """
 
     def __init__(self) -> None:
@@ -82,14 +85,13 @@ class ContextTree:
     def put(
         self, context: Context, keys: Sequence[PageKey], known: set[PageKey]
     ) -> tuple[list[PageKey], list[Run]]:
-        """Let these be the pages of the context, in place of those it had.
+        """Give the context these pages in place of those it had.
 
         Args:
             known: pages outside the tree that several contexts had.
 
         Returns:
-            The pages that are new to the tree; and the runs that are no longer in it, the last
-            pages first.
+            Pages that are new to the tree; and runs that are no longer in it, the last pages first.
         """
         self.change(context)
         leaf, fresh = self._add(context, keys, known)
@@ -100,14 +102,13 @@ class ContextTree:
         return fresh, self._release(context, old) if old is not None else []
 
     def remove(self, context: Context) -> list[Run]:
-        """The context has no pages any more; returns the runs that are no longer in the tree, the
-        last pages first."""
+        """Take the context out; returns the runs that go with it, the last pages first."""
         self.change(context)
         leaf, context.leaf = context.leaf, None
         return self._release(context, leaf) if leaf is not None else []
 
     def change(self, context: Context) -> None:
-        """Count all runs of the context as changed."""
+        """Mark all runs of the context as changed."""
         for run in _path(context.leaf):
             self._changed(run)
 
@@ -146,7 +147,7 @@ class ContextTree:
         return run
 
     def _split(self, run: Run, at: int) -> None:
-        """Its pages from ``at`` on become a run of their own, behind it."""
+        """Cut the run at ``at``; the pages from there on become a run below it."""
         lower = Run(run.keys[at:], run, run.last, run.shared, run.below, run.ends)
         lower.end = max(0, run.end - at)
         for one in lower.below:
@@ -161,7 +162,7 @@ class ContextTree:
         self.changed[lower] = None
 
     def _join(self, run: Run) -> None:
-        """Take in the only run behind it."""
+        """Merge the run with the only one below it."""
         lower = next(iter(run.below))
         if lower.end:
             run.end = len(run.keys) + lower.end
@@ -176,7 +177,7 @@ class ContextTree:
         self._forget(lower)
 
     def _release(self, context: Context, leaf: Run) -> list[Run]:
-        """The context ends elsewhere, or nowhere."""
+        """Drop what nobody has any more, after the context has moved from ``leaf``."""
         if context.leaf is not leaf:
             leaf.ends.pop(context, None)
         run: Run | None = leaf
@@ -209,7 +210,7 @@ class ContextTree:
 
 
 def _path(run: Run | None) -> list[Run]:
-    """From a run up to the beginning."""
+    """The run and those above it, up to the beginning."""
     path = []
     while run is not None:
         path.append(run)
@@ -218,7 +219,7 @@ def _path(run: Run | None) -> list[Run]:
 
 
 def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
-    """Pages with which both begin."""
+    """Length of the common prefix."""
     if one == other:
         return len(one)
     pairs = enumerate(zip(one, other, strict=False))
@@ -226,5 +227,5 @@ def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 
 
 def _leading(keys: Sequence[PageKey], known: set[PageKey]) -> int:
-    """How many of them, from the first on, are known."""
+    """Length of the longest prefix that is known."""
     return next((i for i, key in enumerate(keys) if key not in known), len(keys))

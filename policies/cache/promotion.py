@@ -1,19 +1,20 @@
-"""Whether pages on SSD come up for a turn, and how long the turn waits for them."""
+"""Promotions: the choice whether pages on SSD come up for a turn, and the longest wait for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 UNKNOWN_WAIT_S = 10.0
+"""Longest wait where nothing is known of the time to compute the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """What is known when a promotion is about to be ordered.
+    """Costs of a promotion that is about to be ordered.
 
     Attributes:
         promote_s: seconds until its pages are in CPU memory, queue included.
-        recompute_s: seconds the tokens they give would take to compute; 0 if unknown.
+        recompute_s: seconds to compute their tokens instead; 0 if unknown.
     """
 
     promote_s: float
@@ -23,8 +24,8 @@ class Promotion:
     def longest_wait_s(self) -> float:
         """Seconds after which the turn computes its tokens instead.
 
-        As long as computing takes: whatever the disk then does, the turn has lost at most
-        as much again (the ski-rental bound of 2).
+        It is the time that computing takes. So whatever the disk does, the turn needs at most
+        twice that (the ski-rental bound of 2).
         """
         return self.recompute_s or UNKNOWN_WAIT_S
 

@@ -1,4 +1,4 @@
-"""Sync or async: how a restore from CPU memory is carried out."""
+"""The mode of a restore from CPU memory: sync or async."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tiered_kv.orders import RestoreMode
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """What is known when a restore is about to be ordered.
+    """Costs of a restore that is about to be ordered.
 
     Attributes:
-        copy_s: seconds the copy takes at the bandwidth measured so far.
+        copy_s: seconds of the copy at the bandwidth measured so far.
         step_s: seconds of a scheduler step with its forward pass, measured.
-        others: requests running beside this one.
+        others: number of requests running beside this one.
     """
 
     copy_s: float
@@ -26,7 +26,8 @@ class RestoreCost:
 class RestorePolicy(Protocol):
     """Chooses the mode of one restore. Pure."""
 
-    def choose(self, cost: RestoreCost) -> RestoreMode: ...
+    def choose(self, cost: RestoreCost) -> RestoreMode:
+        """Choose the mode. Called on the scheduler thread."""
 
     def usable(self, tokens: int) -> int:
         """Tokens of a prompt to have after a restore, out of those that are found."""
@@ -35,12 +36,12 @@ class RestorePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FasterRestore(RestorePolicy):
-    """The mode that makes all requests together wait the least.
+    """The mode with the least waiting time, summed over all requests.
 
     A sync restore holds up this step, so this request and every other wait for the
-    copy: ``copy_s * (1 + others)``. An async one starts behind this step's forward and
-    its request is scheduled in the step after the one that saw it finish: two steps,
-    for this request alone, or the copy if that is longer.
+    copy: ``copy_s * (1 + others)``. An async one starts behind this step's forward pass, and
+    its request is scheduled in the step after the one that saw it finish: this request alone
+    waits, for two steps, or for the copy if that is longer.
     """
 
     def choose(self, cost: RestoreCost) -> RestoreMode:
@@ -53,7 +54,7 @@ class FasterRestore(RestorePolicy):
 
 @dataclass(frozen=True, slots=True)
 class AlwaysRestore(RestorePolicy):
-    """One mode whatever it costs, for tests and measurements."""
+    """The same mode whatever it costs, for tests and measurements."""
 
     mode: RestoreMode
 

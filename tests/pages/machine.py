@@ -25,10 +25,11 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.pages.cpu_index import PageIndex, PageState
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
-from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
+from tiered_kv.testing.index import PageState, state
 from tiered_kv.testing.stores import SSD
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]
@@ -384,7 +385,7 @@ class OrdersMachine(RuleBasedStateMachine):
         for key in KEYS:
             page = self.pages.get(key)
             expected = (PageState.CPU if page.whole else PageState.SAVING) if page else None
-            assert self.index.state(key) is expected
+            assert state(self.index, key) is expected
             assert self.index.known(key) is (page is not None)
         end = next((i for i, key in enumerate(KEYS) if not self.readable(key)), len(KEYS))
         assert self.index.resident_prefix(KEYS, 0, len(KEYS)) == end
@@ -392,7 +393,7 @@ class OrdersMachine(RuleBasedStateMachine):
     @invariant()
     def what_can_be_read_is_whole_on_every_rank(self) -> None:
         for page in self.pages.values():
-            if self.index.state(page.key) is PageState.CPU:
+            if state(self.index, page.key) is PageState.CPU:
                 for rank in self.ranks:
                     found = self.slots[rank][page.slot]
                     assert found == page.bytes_of(rank), f"a wrong page is readable: {found!r}"

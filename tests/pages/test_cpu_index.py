@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.cpu_index import EvictionOrder, PageIndex
-from tiered_kv.testing.eviction import LeastRecentlyUsed
-from tiered_kv.testing.index import IndexConformance
+from tiered_kv.pages.base import EvictionOrder
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
+from tiered_kv.testing.index import IndexConformance, commit, reserve
 
 
 class LastInFirstOut(EvictionOrder):
@@ -62,14 +63,14 @@ def test_the_page_used_longest_ago_is_evicted_and_tails_before_heads() -> None:
     index = PageIndex(4, LeastRecentlyUsed())
     keys = [PageKey(bytes([n]) * 20) for n in range(6)]
     for key in keys[:4]:
-        slot = index.reserve(key)
+        slot = reserve(index, key)
         assert slot is not None
-        index.commit(key, slot)
+        commit(index, key, slot)
 
     index.touch(reversed(keys[:2]))  # a context of two pages: its head is used last
-    index.reserve(keys[4])
+    reserve(index, keys[4])
     assert not index.known(keys[2])
-    index.reserve(keys[5])
+    reserve(index, keys[5])
     assert not index.known(keys[3])
     index.forget(keys[5])
     assert [index.known(key) for key in keys[:2]] == [True, True]
@@ -80,12 +81,12 @@ def test_a_page_that_was_read_counts_as_just_used() -> None:
     index = PageIndex(2, LeastRecentlyUsed())
     first, second, third = (PageKey(bytes([n]) * 20) for n in range(3))
     for key in (first, second):
-        slot = index.reserve(key)
+        slot = reserve(index, key)
         assert slot is not None
-        index.commit(key, slot)
+        commit(index, key, slot)
     index.release(first, index.acquire(first))
 
-    index.reserve(third)
+    reserve(index, third)
 
     assert index.known(first)
     assert not index.known(second)
@@ -94,9 +95,9 @@ def test_a_page_that_was_read_counts_as_just_used() -> None:
 def test_a_page_released_too_often_is_an_error() -> None:
     index = PageIndex(1, LeastRecentlyUsed())
     key = PageKey(b"k" * 20)
-    slot = index.reserve(key)
+    slot = reserve(index, key)
     assert slot == 0
-    index.commit(key, slot)
+    commit(index, key, slot)
     with pytest.raises(ValueError, match="nobody"):
         index.release(key, slot)
     index.check_integrity()

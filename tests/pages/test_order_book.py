@@ -22,10 +22,11 @@ from tiered_kv.orders import (
     PromoteOrder,
     RestoreMode,
 )
-from tiered_kv.pages.cpu_index import PageIndex, PageState
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
-from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
+from tiered_kv.testing.index import PageState, commit, state
 from tiered_kv.testing.stores import SSD
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
@@ -60,13 +61,13 @@ def test_a_page_is_there_when_the_last_rank_has_reported(planner: OrderBook) -> 
     order = planner.plan_save({A: 7})
     assert order is not None
     assert planner.settle({order.order_id: report(ranks=1)}) == []
-    assert planner.index.state(A) is PageState.SAVING
+    assert state(planner.index, A) is PageState.SAVING
     assert planner.in_flight == 1
 
     assert planner.settle({order.order_id: report(ranks=1)}) == [
         Settled(order, (A,), frozenset(), abandoned=False)
     ]
-    assert planner.index.state(A) is PageState.CPU
+    assert state(planner.index, A) is PageState.CPU
     assert planner.in_flight == 0
 
 
@@ -76,8 +77,8 @@ def test_a_page_that_failed_on_any_rank_has_failed(planner: OrderBook) -> None:
     planner.settle({order.order_id: report(ranks=1, failed={1})})
     (done,) = planner.settle({order.order_id: report(ranks=1)})
     assert done.failed == {1}
-    assert planner.index.state(A) is PageState.CPU
-    assert planner.index.state(B) is None
+    assert state(planner.index, A) is PageState.CPU
+    assert state(planner.index, B) is None
 
 
 def test_a_page_already_saved_or_on_its_way_is_left_out(planner: OrderBook) -> None:
@@ -113,8 +114,8 @@ def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: OrderBook) 
     order = planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
     (done,) = planner.settle({order.order_id: report(failed={0})})
     assert done.failed == {0}
-    assert planner.index.state(A) is None
-    assert planner.index.state(B) is PageState.CPU
+    assert state(planner.index, A) is None
+    assert state(planner.index, B) is PageState.CPU
 
 
 def test_pages_and_blocks_of_a_load_must_be_as_many(planner: OrderBook) -> None:
@@ -164,7 +165,7 @@ def test_loads_are_not_abandoned_with_the_saves(planner: OrderBook) -> None:
     assert planner.abandon_saves() == []
     (done,) = planner.settle({order.order_id: report()})
     assert not done.abandoned
-    assert planner.index.state(A) is PageState.CPU
+    assert state(planner.index, A) is PageState.CPU
 
 
 def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: OrderBook) -> None:
@@ -216,8 +217,8 @@ class CommitsBeforeAllRanks(OrderBook):
             flight = self._flights.get(order_id)
             if flight is not None and not isinstance(flight.order, LoadOrder | LookupOrder):
                 for i, (key, slot) in enumerate(zip(flight.keys, flight.order.slots, strict=True)):
-                    if i not in report.failed and self.index.state(key) is PageState.SAVING:
-                        self.index.commit(key, slot)
+                    if i not in report.failed and state(self.index, key) is PageState.SAVING:
+                        commit(self.index, key, slot)
         return super().settle(reports)
 
 
@@ -433,7 +434,7 @@ def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
     assert order is not None
     assert order.keys == (A, B)
     assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
-    assert planner.index.state(A) is PageState.SAVING
+    assert state(planner.index, A) is PageState.SAVING
     assert planner.plan_promote(SSD, [A], due=0.0) is None, "it is on its way already"
     settle(planner, order, 1)
     assert planner.index.readable(A)

@@ -1,7 +1,7 @@
 """The index: which pages exist, in which state, in which slot.
 
-Mutation is in two phases. ``reserve`` gives a page a slot while its bytes travel
-(absent → SAVING), ``commit`` makes it visible (SAVING → CPU) and ``abort`` takes the
+Mutation is in two phases. ``reserve_all`` gives pages slots while their bytes travel
+(absent → SAVING), ``commit_all`` makes them visible (SAVING → CPU) and ``abort`` takes a
 slot back. Only a page in state CPU can be read or evicted, and only while nobody
 reads it: ``acquire``/``release`` bracket a restore.
 
@@ -11,49 +11,19 @@ O(1) per page.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import islice
-from typing import Protocol
 
 from tiered_kv.keys import PageKey
 
+from .base import EvictionOrder
 
-class EvictionOrder(Protocol):
-    """Order of the readable pages, from the least valuable on.
-
-    Every method is O(1) per page, runs on the scheduler thread and does not raise for a page
-    that was added before. ``tiered_kv.policies.cache.eviction`` holds the implementations.
-    """
-
-    def added(self, key: PageKey) -> None:
-        """The page is readable from now on; it counts as just used."""
-
-    def added_all(self, keys: Sequence[PageKey]) -> None:
-        """``added`` for each page in turn."""
-        for key in keys:
-            self.added(key)
-
-    def removed(self, key: PageKey) -> None:
-        """The page is gone."""
-
-    def touched(self, key: PageKey) -> None:
-        """The page was used."""
-
-    def touched_all(self, keys: Sequence[PageKey]) -> None:
-        """``touched`` for each page in turn."""
-        for key in keys:
-            self.touched(key)
-
-    def __iter__(self) -> Iterator[PageKey]:
-        """Every page, the least valuable first. Pages in use are passed over by the index."""
-
-
-class PageState(Enum):
-    SAVING = "saving"
-    CPU = "cpu"
+STAY_EVERY_S = 5.0
+"""Least time between two measurements of how fast slots are taken."""
 
 
 @dataclass(slots=True)
@@ -70,17 +40,28 @@ class PageIndex:
     Args:
         num_slots: capacity of the CPU pool in pages; 0 means no CPU tier.
         eviction: chooses which readable page makes room.
+        clock: monotonic seconds.
 
     Attributes:
         evictions: pages evicted so far.
         taken: slots given out so far, evicted ones included.
     """
 
-    def __init__(self, num_slots: int, eviction: EvictionOrder) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        eviction: EvictionOrder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_slots = num_slots
         self.evictions = 0
         self.taken = 0
         self._eviction = eviction
+        self._clock = clock
+        self._ranked_at = -math.inf
+        self._measured_at = -math.inf
+        self._taken_before = 0
+        self._taken_per_s = 0.0
         # Slots by page. Kept apart by state, so that whole orders move at once.
         self._saving: dict[PageKey, int] = {}
         self._cpu: dict[PageKey, int] = {}
@@ -94,11 +75,6 @@ class PageIndex:
     @property
     def free_slots(self) -> int:
         return len(self._free)
-
-    def state(self, key: PageKey) -> PageState | None:
-        if key in self._cpu:
-            return PageState.CPU
-        return PageState.SAVING if key in self._saving else None
 
     def readable(self, key: PageKey) -> bool:
         """True if the page is in CPU memory, whole."""
@@ -126,17 +102,6 @@ class PageIndex:
 
     # -- saving -----------------------------------------------------------------
 
-    def reserve(self, key: PageKey) -> int | None:
-        """``reserve_all`` for one page; None when no slot can be had.
-
-        Raises:
-            ValueError: the page is saved, or on its way.
-        """
-        if self.known(key):
-            raise ValueError("a page is reserved once: it is already saved or on its way")
-        slots = self.reserve_all((key,))
-        return slots[0] if slots else None
-
     def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
         """absent → SAVING: slots for pages about to be saved, evicting if need be.
 
@@ -155,10 +120,6 @@ class PageIndex:
         self.taken += len(slots)
         self._saving.update(zip(keys, slots, strict=False))
         return slots
-
-    def commit(self, key: PageKey, slot: int) -> bool:
-        """``commit_all`` for one page; False if it was forgotten meanwhile."""
-        return self.commit_all((key,), (slot,)) == 1
 
     def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
         """SAVING → CPU: the bytes are whole on every rank; returns how many are readable now.
@@ -244,7 +205,7 @@ class PageIndex:
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """The first ``among`` pages to be evicted, in that order, but for those in use."""
         readers = self._readers
-        return (key for key in islice(iter(self._eviction), among) if key not in readers)
+        return (key for key in islice(self._in_order(), among) if key not in readers)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last."""
@@ -269,12 +230,32 @@ class PageIndex:
         for key in [*self._saving, *self._cpu]:
             self.forget(key)
 
+    def stay_s(self) -> float:
+        """Seconds that a page stays in CPU memory at the present rate before it is evicted;
+        infinite while slots are free."""
+        now = self._clock()
+        if now - self._measured_at >= STAY_EVERY_S:
+            rate = (self.taken - self._taken_before) / (now - self._measured_at)  # 0 at first
+            self._taken_per_s += 0.5 * (rate - self._taken_per_s)
+            self._taken_before, self._measured_at = self.taken, now
+        if self._free or not self._taken_per_s:
+            return math.inf
+        return self.num_slots / self._taken_per_s
+
     # -- inside -----------------------------------------------------------------
+
+    def _in_order(self) -> Iterator[PageKey]:
+        """Every readable page, the first to be evicted first."""
+        order, now = self._eviction, self._clock()
+        if now - self._ranked_at >= order.rank_every_s:
+            self._ranked_at = now
+            order.rank(now, self.stay_s())
+        yield from order
 
     def _evict(self, count: int) -> list[int]:
         """Slots of the least valuable pages that nobody reads, at most ``count``."""
         readers = self._readers
-        victims = list(islice((key for key in self._eviction if key not in readers), count))
+        victims = list(islice((key for key in self._in_order() if key not in readers), count))
         for key in victims:
             self._eviction.removed(key)
         self.evictions += len(victims)
@@ -299,6 +280,6 @@ class PageIndex:
         used = [*self._saving.values(), *self._cpu.values(), *orphans]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
         assert not self._saving.keys() & self._cpu.keys(), "a page in two states"
-        assert set(self._eviction) == self._cpu.keys(), "eviction order and pages disagree"
+        assert set(self._in_order()) == self._cpu.keys(), "eviction order and pages disagree"
         assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
         assert all(count > 0 for count in self._readers.values()), "released too often"

@@ -8,7 +8,6 @@ from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
-from tiered_kv.connectors.runtime.pages.cpu_stay import CpuStay
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.page_group import CONTEXT
@@ -30,7 +29,6 @@ class CostModel:
     Args:
         fit: seconds of prefills.
         pool: the engine's block pool.
-        stay: how long pages stay in CPU memory.
         gate: counts the blocks that jobs are heading for, if it is there.
         turns: the live requests.
         clock: monotonic seconds.
@@ -43,7 +41,6 @@ class CostModel:
         fit: PrefillFit,
         pins: PinTable,
         pool: BlockPool,
-        stay: CpuStay,
         gate: Admission | NoAdmission,
         turns: LiveTurns,
         clock: Callable[[], float],
@@ -57,7 +54,6 @@ class CostModel:
         self._fit = fit
         self._pins = pins
         self._pool = pool
-        self._stay = stay
         self._gate = gate
         self._turns = turns
         self._clock = clock
@@ -109,7 +105,7 @@ class CostModel:
             memoryfulness=self.memoryfulness.value,
             vram_price=self._price(blocks, job, held_up),
             held_up=held_up,
-            cpu_stay_s=self._stay.seconds(),
+            cpu_stay_s=book.index.stay_s(),
             survival=self.survival.share,
         )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.policies.base import JobKey, ToolUse, TurnEnd, TurnPolicy
-from tiered_kv.policies.cache.eviction import ByWorth
+from tiered_kv.pages.base import EvictionOrder
 
 from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
@@ -27,7 +27,7 @@ class KvPlacement:
         policy: TurnPolicy,
         gaps: OpenGaps,
         cost_model: CostModel,
-        order: ByWorth,
+        order: EvictionOrder,
         clock: Callable[[], float],
     ) -> None:
         self._policy = policy
@@ -85,15 +85,15 @@ class KvPlacement:
     def _rank(self, gap: OpenGap) -> None:
         job, forecast = gap.end.job, gap.decision.forecast
         if job is not None and forecast is None:
-            self._order.lose(job)
+            self._order.on_forecast_lost(job)
         elif job is not None and forecast is not None and gap.pages:
             page_s = gap.costs.recompute_s / len(gap.pages)
-            self._order.waits(job, gap.pages, forecast, gap.since, page_s)
+            self._order.on_gap_begun(job, gap.pages, forecast, gap.since, page_s)
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
         """Close a job's gap: its next turn arrived. The gap with its length in seconds; None if
         there was none."""
-        self._order.back(job)
+        self._order.on_gap_ended(job)
         return self._close(job, ended=True)
 
     def on_over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[OpenGap, float] | None:
@@ -102,7 +102,7 @@ class KvPlacement:
         Args:
             own: pages of its last turn that no other job begins with.
         """
-        self._order.over(job, own)
+        self._order.on_job_ended(job, own)
         return self._close(job, ended=False)
 
     def _close(self, job: JobKey, *, ended: bool) -> tuple[OpenGap, float] | None:
@@ -116,11 +116,11 @@ class KvPlacement:
 
     def on_lost(self, job: JobKey) -> None:
         """Forget the job's pages: a turn of it ended before it had any KV."""
-        self._order.lose(job)
+        self._order.on_forecast_lost(job)
 
     def forget_pages(self) -> None:
         """Forget all pages after a cache reset; the gaps stay open."""
         for job in self._gaps.jobs():
-            self._order.over(job)
+            self._order.on_job_ended(job)
             gap = self._gaps[job]
             gap.pages, gap.sketch, gap.save, gap.saved = (), PrefixSketch(), None, False

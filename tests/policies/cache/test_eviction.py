@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.cache.eviction import HALF_S, RANK_EVERY_S, ByWorth
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.policies.distribution import GRID, Forecast
-from tiered_kv.testing.eviction import LeastRecentlyUsed
 
 KEYS = [PageKey(bytes([n])) for n in range(8)]
 
@@ -68,21 +69,29 @@ LATER = Forecast((GRID >= 600).astype(float))
 
 
 class Pool:
-    """An order with a clock, and pages that were added."""
+    """An order with a clock, and pages that were added; ranked as the index has it ranked."""
 
     def __init__(self, *pages: PageKey, stay_s: float = 60.0, most_pages: int = 1000) -> None:
         self.now = 0.0
-        self.order = ByWorth(lambda: self.now, lambda: stay_s, most_pages)
+        self.order = ByWorth(lambda: self.now, most_pages)
         self.order.added_all(pages)
+        self._stay_s = stay_s
+        self._ranked_at = -math.inf
 
     def waits(
         self, job: str, pages: list[PageKey], forecast: Forecast, page_s: float = 1.0
     ) -> None:
-        self.order.waits(job, pages, forecast, self.now, page_s)
+        self.order.on_gap_begun(job, pages, forecast, self.now, page_s)
+
+    def pages(self) -> Iterator[PageKey]:
+        if self.now - self._ranked_at >= RANK_EVERY_S:
+            self._ranked_at = self.now
+            self.order.rank(self.now, self._stay_s)
+        return iter(self.order)
 
     def ranked(self) -> list[PageKey]:
         self.now += RANK_EVERY_S + 0.1
-        return list(self.order)
+        return list(self.pages())
 
 
 A, B, C, D, E, F, G, H = KEYS
@@ -105,9 +114,9 @@ def test_pages_are_ranked_in_the_moment_in_which_they_came() -> None:
     pool = Pool(A, B)
     pool.waits("soon", [A], SOON)
     pool.waits("later", [B], LATER)
-    assert list(pool.order) == [B, A]
+    assert list(pool.pages()) == [B, A]
     pool.order.touched(B)
-    assert list(pool.order) == [A, B], "used since"
+    assert list(pool.pages()) == [A, B], "used since"
 
 
 def test_a_job_whose_time_has_passed_is_not_expected() -> None:
@@ -131,7 +140,7 @@ def test_a_shared_prefix_goes_with_the_job_most_worth_waiting_for() -> None:
     pool.waits("later", [A, B], LATER)
     pool.waits("soon", [A, C], SOON)
     assert pool.ranked() == [B, C, A]
-    pool.order.over("soon")
+    pool.order.on_job_ended("soon")
     assert pool.ranked() == [C, B, A], "a third job may have the prefix as well"
 
 
@@ -150,8 +159,8 @@ def test_what_only_a_job_that_is_over_had_goes_first() -> None:
     pool = Pool(A, B, C)
     pool.waits("over", [A], SOON)
     pool.waits("later", [B], LATER)
-    pool.order.over("over")
-    pool.order.over("never seen")
+    pool.order.on_job_ended("over")
+    pool.order.on_job_ended("never seen")
     assert pool.ranked() == [A, B, C]
 
 
@@ -159,9 +168,9 @@ def test_so_do_the_pages_of_its_last_turn_but_not_what_others_have_too() -> None
     pool = Pool(A, B, C, D, E)
     pool.waits("over", [A, B], SOON)
     pool.waits("later", [A, C], LATER)
-    pool.order.over("over", [B, C, D])
+    pool.order.on_job_ended("over", [B, C, D])
     assert pool.ranked()[:2] == [B, D]
-    pool.order.over("of one turn", [E])
+    pool.order.on_job_ended("of one turn", [E])
     assert pool.ranked()[:3] == [B, D, E]
 
 
@@ -172,7 +181,7 @@ def test_pages_may_come_and_go_while_a_job_waits() -> None:
     pool.order.removed(B)
     assert pool.ranked() == [A]
     pool.order.added(C)
-    assert list(pool.order) == [A, C], "used since they were ranked"
+    assert list(pool.pages()) == [A, C], "used since they were ranked"
     assert pool.ranked() == [C, A]
 
 
@@ -180,7 +189,7 @@ def test_a_job_whose_next_turn_waits_for_its_turn_keeps_its_pages() -> None:
     pool = Pool(A, B)
     pool.waits("back", [A], SOON)
     pool.now += 5.0
-    pool.order.back("back")
+    pool.order.on_gap_ended("back")
     pool.waits("waiting", [B], SOON)
     pool.now += 4.0
     pool.now += 60.0
@@ -201,8 +210,8 @@ def test_what_several_jobs_had_does_not_stay_for_ever() -> None:
     pool = Pool(A, B, C)
     pool.waits("one", [A, B], SOON)
     pool.waits("two", [A, B], SOON)
-    pool.order.over("one")
-    pool.order.over("two")
+    pool.order.on_job_ended("one")
+    pool.order.on_job_ended("two")
     pool.now += 20 * HALF_S
     pool.waits("here", [C], SOON)
     assert pool.ranked() == [B, A, C]
@@ -214,7 +223,7 @@ def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> 
     pool.waits("second", [B], SOON)
     pool.waits("first", [A], SOON)
     pool.waits("third", [C], SOON)
-    assert [pool.order.chance(key, 60.0) for key in (A, B, C)] == [1.0, 0.0, 1.0]
+    assert [pool.order.return_chance(key, 60.0) for key in (A, B, C)] == [1.0, 0.0, 1.0]
 
 
 def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
@@ -229,12 +238,12 @@ def eviction_s(jobs: int) -> float:
     pool.order.added_all([key for pages in keys for key in pages[:2]])
     for job, pages in enumerate(keys):
         pool.waits(f"{job}", pages, SOON)
-    next(iter(pool.order))
+    next(pool.pages())
 
     def once() -> float:
         pool.now += 0.001
         began = time.perf_counter()
-        pool.order.removed(next(iter(pool.order)))
+        pool.order.removed(next(pool.pages()))
         return time.perf_counter() - began
 
     return min(once() for _ in range(15))
@@ -243,13 +252,13 @@ def eviction_s(jobs: int) -> float:
 def test_chances_are_those_of_the_likeliest_job() -> None:
     pool = Pool(A)
     pool.waits("later", [A, B], LATER)
-    assert pool.order.chance(B, 60.0) == 0.0
-    assert pool.order.chance(B, math.inf) == 1.0
+    assert pool.order.return_chance(B, 60.0) == 0.0
+    assert pool.order.return_chance(B, math.inf) == 1.0
     pool.waits("soon", [A], SOON)
-    assert pool.order.chance(A, 60.0) == 1.0
-    pool.order.over("later")
-    assert pool.order.chance(B, math.inf) == 0.0
-    assert pool.order.chance(C, math.inf) == 0.0, "nobody waits for it"
+    assert pool.order.return_chance(A, 60.0) == 1.0
+    pool.order.on_job_ended("later")
+    assert pool.order.return_chance(B, math.inf) == 0.0
+    assert pool.order.return_chance(C, math.inf) == 0.0, "nobody waits for it"
 
 
 def context(rng: random.Random) -> list[PageKey]:
@@ -280,16 +289,18 @@ def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
             cdf = np.sort([rng.random() for _ in GRID])
             pool.waits(f"job{rng.randrange(6)}", context(rng), Forecast(cdf), rng.random())
         elif what < 0.85:
-            pool.order.over(f"job{rng.randrange(6)}", context(rng))
+            pool.order.on_job_ended(f"job{rng.randrange(6)}", context(rng))
         elif what < 0.9:
-            rng.choice([pool.order.lose, pool.order.back])(f"job{rng.randrange(6)}")
+            rng.choice([pool.order.on_forecast_lost, pool.order.on_gap_ended])(
+                f"job{rng.randrange(6)}"
+            )
         pool.now += rng.choice([0.0, 0.1, 2.0])
-        order = list(pool.order)
+        order = list(pool.pages())
         assert len(order) == len(there)
         assert set(order) == there
     for n in range(6):
-        pool.order.over(f"job{n}")
-    assert not any(pool.order.chance(key, math.inf) for key in keys), "nobody waits any more"
+        pool.order.on_job_ended(f"job{n}")
+    assert not any(pool.order.return_chance(key, math.inf) for key in keys), "nobody waits any more"
     for key in there:
         pool.order.removed(key)
     assert pool.ranked() == []
@@ -305,7 +316,8 @@ def test_it_evicts_in_the_order_in_which_every_page_was_ranked(seed: int) -> Non
         pages = [PageKey(f"{n % 4 if i < 3 else n} {i}".encode()) for i in range(rng.randrange(12))]
         forecast = Forecast(np.minimum(GRID / rng.choice([5.0, 60.0, 600.0]), 1.0))
         page_s = rng.random()
-        pool.order.added_all([page for page in pages if page not in pool.order])
+        there = set(pool.pages())
+        pool.order.added_all([page for page in pages if page not in there])
         pool.waits(f"job{n}", pages, forecast, page_s)
         waiting[f"job{n}"] = pages, forecast, pool.now, page_s
         pool.now += rng.random()

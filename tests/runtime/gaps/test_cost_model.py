@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.pages.cpu_stay import EVERY_S
 from tiered_kv.connectors.runtime.worker.speed_probe import (
     LARGEST_MATRIX,
     MATMUL_S,
@@ -20,6 +19,7 @@ from tiered_kv.connectors.runtime.worker.speed_probe import (
     prefill_work,
 )
 from tiered_kv.layout import Placement, page_layout
+from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.pricing.estimators import TOP_PRICE
@@ -212,14 +212,14 @@ def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -
 
 def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
-    stay = rig.pages.stay
-    assert stay.seconds() == math.inf
+    index = rig.pages.index
+    assert index.stay_s() == math.inf
     for i in range(10):
         rig.ask(f"r{i}", text(320, seed=i), max_tokens=1)
-        rig.now += EVERY_S
-        stay.seconds()
-    taken_per_s = 20 / EVERY_S
-    assert stay.seconds() == pytest.approx(40 / taken_per_s, rel=0.1)
+        rig.now += STAY_EVERY_S
+        index.stay_s()
+    taken_per_s = 20 / STAY_EVERY_S
+    assert index.stay_s() == pytest.approx(40 / taken_per_s, rel=0.1)
 
 
 # -- at start -----------------------------------------------------------------------------

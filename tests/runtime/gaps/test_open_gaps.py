@@ -60,7 +60,7 @@ class Waiting:
     """Jobs between their turns, and the order in which their pages are evicted."""
 
     def __init__(self, policy: TurnPolicy) -> None:
-        self.order = ByWorth(lambda: 0.0, lambda: 100.0, 100)
+        self.order = ByWorth(lambda: 0.0, 100)
         prices: Any = SimpleNamespace(costs=lambda tokens, job: Costs(recompute_s=1.0))
         self.placement = KvPlacement(policy, OpenGaps(), prices, self.order, lambda: 0.0)
 
@@ -73,7 +73,7 @@ class Waiting:
 
     def chance(self) -> float:
         """That the job wants its first page in the next five seconds."""
-        return self.order.chance(PAGES[0], 5.0)
+        return self.order.return_chance(PAGES[0], 5.0)
 
 
 @pytest.mark.parametrize("unread", [LATE, None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.pages.cpu_stay import EVERY_S
+from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig, text
 
@@ -28,16 +28,16 @@ def saves(rig: Rig, number: int) -> None:
 
 def test_how_fast_slots_are_taken_is_looked_at_every_five_seconds(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
-    stay = rig.pages.stay
+    index = rig.pages.index
     saves(rig, 0)
-    assert stay.seconds() == math.inf, "there is room"
+    assert index.stay_s() == math.inf, "there is room"
     for number in (1, 2):
         saves(rig, number)
-    rig.now += 0.99 * EVERY_S
-    assert stay.seconds() == math.inf
-    rig.now = 1000.0 + EVERY_S
-    per_s = 0.5 * 40 / EVERY_S
-    assert stay.seconds() == 40 / per_s, "half of what was seen last"
-    rig.now += 0.5 * EVERY_S
+    rig.now += 0.99 * STAY_EVERY_S
+    assert index.stay_s() == math.inf
+    rig.now = 1000.0 + STAY_EVERY_S
+    per_s = 0.5 * 40 / STAY_EVERY_S
+    assert index.stay_s() == 40 / per_s, "half of what was seen last"
+    rig.now += 0.5 * STAY_EVERY_S
     saves(rig, 3)
-    assert stay.seconds() == 40 / per_s
+    assert index.stay_s() == 40 / per_s

@@ -20,7 +20,7 @@ from tiered_kv.page_group import CONTEXT as CONTEXT_GROUP
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
-from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.testing.vllm.rig import Rig, expected
 from tiered_kv.tiers import SSD, StoreId
 
@@ -191,7 +191,7 @@ def test_stores_are_closed_with_the_engine(make_rig: MakeRig, tmp_path: Path, pl
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("floppy", "known are ssd"),
+        ("floppy", "Write one of ssd"),
         ("nowhere.at_all:Tier", "install its package"),
         ("tests.runtime.pages.shared_store:Missing", "has no class Missing"),
         (f"{OURS},{OURS}", "name it once"),

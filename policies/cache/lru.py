@@ -1,18 +1,22 @@
-"""The simplest order of eviction: for tests of what is done in any."""
+"""The simplest eviction rule: the page that was used the longest ago goes first."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.cpu_index import EvictionOrder
+from tiered_kv.pages.base import EvictionOrder
 
 
 class LeastRecentlyUsed(EvictionOrder):
     """Evicts the page that was used the longest ago."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, most_pages: int = 1 << 20
+    ) -> None:
+        super().__init__(clock, most_pages)
         self._order: OrderedDict[PageKey, None] = OrderedDict()
 
     def added(self, key: PageKey) -> None:
