@@ -22,7 +22,8 @@ from bench.agents import ROOT
 from bench.model import small_model
 from bench.output import progress, run_command
 from bench.server import machine_dtype
-from tiered_kv.policies.registry import POLICIES
+from tiered_kv.errors import ConfigError
+from tiered_kv.policies import registry
 
 from . import figures
 from .ab import PRESETS, Harness, Preset, digest, total_runs, unequal
@@ -221,10 +222,20 @@ def check_pin(args: argparse.Namespace) -> int:
     return 1 if verdict.faults else 0
 
 
+def policy(name: str) -> str:
+    """Check a policy's name; a word of the command line."""
+    try:
+        registry.policy(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits on errors and --help."""
     top = argparse.ArgumentParser(prog="python -m bench.replay", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
+    known = f"{', '.join(registry.POLICIES)} or module:Class"
 
     measure = commands.add_parser("ab", help="the same jobs on every kind of server")
     measure.set_defaults(run=ab)
@@ -233,7 +244,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     measure.add_argument("--synthetic", action="store_true", help="Continuum's jobs instead")
     measure.add_argument("--model", help="folder or name of another model than the small one")
     measure.add_argument(
-        "--policy", action="append", default=[], choices=POLICIES, help="a further one of ours"
+        "--policy", action="append", default=[], type=policy, help=f"a further one: {known}"
     )
     measure.add_argument("--ssd", action="store_true", help="ours with an SSD tier as well")
     measure.add_argument("--alone", action="store_true", help="ours under vLLM's own scheduler")
@@ -258,7 +269,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     pin = commands.add_parser("verify-pin", help="exit 1 unless a job's blocks stay in its gaps")
     pin.set_defaults(run=check_pin)
     pin.add_argument("--model", help="folder or name of another model than the small one")
-    pin.add_argument("--policy", choices=POLICIES, help="another than the default")
+    pin.add_argument("--policy", type=policy, help=f"another than the default: {known}")
 
     for command in (measure, drawn, pin):
         command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -193,7 +193,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     top = argparse.ArgumentParser(prog="python -m bench.sim", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     default = "(%(default)s)"
-    policies = f"of {', '.join(BASES)}, and +cpu or +cpu+ssd behind {default}"
+    policies = f"of {', '.join(BASES)} or module:Class; then +cpu or +cpu+ssd, then @RULE {default}"
     workloads = f"of {', '.join(GENERATED)} and {CODING_AGENTS} {default}"
     compared = ",".join(WITHOUT_OFFLOAD + WITH_OFFLOAD)
     loads = f"shares of the load at which FCFS collapses {default}"

@@ -38,8 +38,12 @@ Summary = Mapping[str, float]
 
 
 @cache
-def code_digest() -> str:
-    """Digest of what a run's figures depend on beside its cell: our code, and vLLM's version."""
+def code_digest(outside: frozenset[str] = frozenset()) -> str:
+    """Digest of what a run's figures depend on beside its cell: our code, and vLLM's version.
+
+    Args:
+        outside: names of further modules.
+    """
     import vllm
 
     digest = hashlib.sha256(vllm.__version__.encode())
@@ -47,6 +51,8 @@ def code_digest() -> str:
         for folder in package.__path__:
             for file in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    for name in sorted(outside):
+        digest.update(Path(str(importlib.import_module(name).__file__)).read_bytes())
     return digest.hexdigest()
 
 
@@ -147,8 +153,9 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Name of its file: another one once the code has changed."""
-        said = json.dumps([asdict(self), code_digest()], sort_keys=True)
+        """Name of its file: another one once the code has changed, ours or that of a policy or
+        rule from elsewhere."""
+        said = json.dumps([asdict(self), code_digest(server(self.server).outside)], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
     def run(self) -> dict[str, float]:

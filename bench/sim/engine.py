@@ -176,6 +176,8 @@ class Engine:
         extra: dict[str, object] | None = None
         if server.policy is not None:
             extra = {"policy": "lru" if policy is not None else server.policy}
+            if server.eviction is not None:
+                extra["eviction"] = server.eviction
             extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
             if server.patient:
                 extra["admission_max_wait_s"] = LONGEST_WAIT_S

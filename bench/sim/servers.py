@@ -1,8 +1,9 @@
 """What is compared: policies by their names, and servers that others describe.
 
 A name is a base, and the tiers beside VRAM that it has: ``occupancy``, ``occupancy+cpu``,
-``occupancy+cpu+ssd``. Bases that are policies of ``TIERED_KV_POLICY`` run the connector; the others
-are:
+``occupancy+cpu+ssd``. ``@`` and an eviction rule of ``TIERED_KV_EVICTION`` may stand behind:
+``occupancy+cpu@lru``. Bases that are policies of ``TIERED_KV_POLICY`` run the connector, and so
+does any ``module:Class``; the others are:
 
 - ``fcfs``: stock vLLM, requests in the order of their arrival.
 - ``job-fcfs``: stock vLLM, requests in the order in which their jobs arrived.
@@ -26,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
@@ -49,11 +51,13 @@ class Server:
 
     Attributes:
         policy: the connector's; None for stock vLLM.
+        eviction: rule by which pages leave CPU memory.
         cpu, ssd: whether it has these tiers.
         gated: whole programs are paused, as ThunderAgent does.
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
         in_job_order: it runs ``ContinuumScheduler``.
         patient: it may hold a job for as long as it takes.
+        eviction: rule by which pages leave CPU memory; None for the default.
         knowing: admission is told how many turns every job takes, and how long its context gets.
     """
 
@@ -68,6 +72,13 @@ class Server:
     in_job_order: bool = False
     patient: bool = False
     knowing: bool = False
+    eviction: str | None = None
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """Names of the modules that its policy and rule come from, if these are not ours."""
+        parts = (self.policy or "", self.eviction or "")
+        return frozenset(part.partition(":")[0] for part in parts if ":" in part)
 
 
 CLAIRVOYANT = "clairvoyant"
@@ -86,29 +97,43 @@ BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, KNOWING, *PO
 
 
 def server(name: str) -> Server:
-    """The server of that name.
+    """Find the server of that name.
 
     Raises:
         ValueError: there is none; the message says what can be written.
     """
-    base, *tiers = name.split("+")
-    if base not in BASES or tiers not in ([], ["cpu"], ["cpu", "ssd"]):
+    tiered, at, rule = name.partition("@")
+    base, *tiers = tiered.split("+")
+    ours = base in BASES or ":" in base
+    if not ours or tiers not in ([], ["cpu"], ["cpu", "ssd"]) or (at and not tiers):
         known = ", ".join(BASES)
-        raise ValueError(f"no server {name!r}: write one of {known}, and +cpu or +cpu+ssd behind")
-    cpu, ssd = "cpu" in tiers, "ssd" in tiers
+        raise ValueError(
+            f"no server {name!r}: write one of {known}, or module:Class, then +cpu or +cpu+ssd, "
+            "and behind these @ and an eviction rule"
+        )
     if base in _STOCK:
         if tiers:
             raise ValueError(f"{base} is stock vLLM, which has no {tiers[-1]} tier")
         return _STOCK[base]
+    if at:
+        registry.eviction(rule)
+    found = _connector(base)
+    cpu, ssd = found.cpu or "cpu" in tiers, "ssd" in tiers
+    return replace(found, name=name, cpu=cpu, ssd=ssd, eviction=rule or None)
+
+
+def _connector(base: str) -> Server:
+    """The server of a base that runs the connector, without its tiers."""
     if base == "lmcache":
-        return Server(name, "lru", cpu=True, ssd=ssd, chunk=CHUNK)
+        return Server(base, "lru", cpu=True, chunk=CHUNK)
     if base == CONNECTOR_ALONE:
-        return Server(name, OURS, cpu=cpu, ssd=ssd)
+        return Server(base, OURS)
     if base in (OURS, PATIENT, KNOWING):
-        ours = Server(name, OURS, cpu=cpu, ssd=ssd, in_job_order=True)
-        return replace(ours, patient=base == PATIENT, knowing=base == KNOWING)
-    order = Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL
-    return Server(name, base, cpu, ssd, order)
+        patient, knowing = base == PATIENT, base == KNOWING
+        return Server(base, OURS, in_job_order=True, patient=patient, knowing=knowing)
+    if ":" in base:
+        registry.policy(base)
+    return Server(base, base, order=Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL)
 
 
 class KnownGaps(Clairvoyant):

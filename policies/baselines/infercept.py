@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.tier_choice import unpriced
+from tiered_kv.policies.tier_choice import unpriced, without_pin
 
 from .unpinned import LearnsNothing
 
@@ -23,4 +23,5 @@ class InferCept(LearnsNothing):
         if decided is not None:
             return decided
         swap_s = costs.recompute_s if costs.cpu_s is None else 2 * costs.cpu_s
-        return Decision(Tier.PIN, min(costs.recompute_s, swap_s))
+        wait_s = min(costs.recompute_s, swap_s)
+        return Decision(Tier.PIN, wait_s) if wait_s > 0 else Decision(without_pin(costs, 0.0))

@@ -242,9 +242,10 @@ def test_the_cpu_preset_is_what_is_published() -> None:
 
 
 def test_the_command_line_knows_hints_and_policies(capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse_args(["ab", "--hints", "session", "--policy", "lru", "--policy", "none"])
+    ours = "tiered_kv.testing.policies:FixedPin"
+    args = parse_args(["ab", "--hints", "session", "--policy", "lru", "--policy", ours])
     assert args.hints is Hints.SESSION
-    assert args.policy == ["lru", "none"]
+    assert args.policy == ["lru", ours]
     with pytest.raises(SystemExit):
         parse_args(["ab", "--policy", "unheard-of"])
     assert "unheard-of" in capsys.readouterr().err

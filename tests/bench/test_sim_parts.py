@@ -165,6 +165,22 @@ def test_every_server_can_be_named_and_others_are_refused() -> None:
         server("fcfs+cpu")
 
 
+def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> None:
+    assert server("occupancy+cpu").eviction is None
+    assert server("occupancy+cpu@lru").eviction == "lru"
+    rule = "tiered_kv.policies.cache.lru:LeastRecentlyUsed"
+    named = server(f"tiered_kv.testing.policies:FixedPin+cpu@{rule}")
+    assert (named.policy, named.cpu) == ("tiered_kv.testing.policies:FixedPin", True)
+    assert named.eviction == rule
+    assert named.outside == {"tiered_kv.testing.policies", "tiered_kv.policies.cache.lru"}
+    with pytest.raises(ValueError, match="@ and an eviction rule"):
+        server("occupancy@lru")  # there is nothing to evict from
+    with pytest.raises(ValueError, match="is no eviction rule: did you mean lru"):
+        server("occupancy+cpu@lur")
+    with pytest.raises(ValueError, match="has no class Missing"):
+        server("tiered_kv.testing.policies:Missing+cpu")
+
+
 def test_who_is_told_of_a_job_knows_how_far_it_will_grow_and_when_it_ends() -> None:
     course = KnownCourse({"job": [160, 320, 960, 480]}, block=16)
     job = JobKey("", "job")

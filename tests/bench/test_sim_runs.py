@@ -47,6 +47,13 @@ def test_a_run_repeats_bit_for_bit() -> None:
         assert run(name) == run(name)
 
 
+def test_another_eviction_rule_evicts_other_pages() -> None:
+    tight = Tiers(cpu=3 * 2**30)
+    by_worth = run("occupancy+cpu", tiers=tight)
+    assert run("occupancy+cpu@worth", tiers=tight).jobs == by_worth.jobs
+    assert run("occupancy+cpu@lru", tiers=tight).jobs != by_worth.jobs
+
+
 def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(name: str) -> list[float]:
         return [turn.ended_s for job in run(name).jobs for turn in job.turns]
@@ -172,5 +179,5 @@ def test_a_run_that_was_kept_is_not_used_once_the_code_has_changed(
     cell = Cell.of(TIGHT, Source("original", 2), "fcfs", 1.0, 0)
     kept = cell.key
     assert cell.key == kept
-    monkeypatch.setattr("bench.sim.cells.code_digest", lambda: "other code")
+    monkeypatch.setattr("bench.sim.cells.code_digest", lambda outside: "other code")
     assert cell.key != kept

@@ -213,17 +213,7 @@ def test_the_clairvoyant_pins_for_just_the_gap(gap_s: float, price: float, made:
 
 @pytest.mark.parametrize("name", POLICIES)
 class TestEveryPolicy:
-    """What the connector relies on."""
-
-    def test_nothing_is_kept_after_the_last_step_and_nothing_pinned_for_nobody(
-        self, name: str
-    ) -> None:
-        policy = POLICIES[name]()
-        for aborted in (False, True):
-            last = turn_end(last=True, aborted=aborted)
-            assert policy.decide(last, COSTS) == Decision(Tier.DROP)
-        for turn in (turn_end(None, tool=LS), turn_end(aborted=True, tool=LS)):
-            assert policy.decide(turn, COSTS).tier is not Tier.PIN
+    """Beside what ``test_conformance`` asks of it."""
 
     @settings(max_examples=25)
     @given(past=st.lists(st.tuples(turn_ends, gaps_s, st.booleans()), max_size=5), turn=turn_ends)
@@ -236,20 +226,6 @@ class TestEveryPolicy:
         made = policy.decide(turn, COSTS)
         assert (made.ttl_s > 0) is (made.tier is Tier.PIN)
         assert policy.decide(turn, COSTS) == made
-
-    def test_what_it_learned_survives_a_restart(self, name: str) -> None:
-        policy, other = POLICIES[name](), POLICIES[name]()
-        rng = random.Random(0)
-        for tool in (LS, TEST, NO_TOOL, None):
-            tell(policy, tool, *(rng.lognormvariate(1, 1) for _ in range(40)))
-        saved: Any = json.loads(json.dumps(policy.dump()))
-        if not saved:
-            return
-        other.load(saved)
-        assert other.dump() == policy.dump()
-        for tool in (LS, TEST, NO_TOOL, None):
-            turn = turn_end("new", tool=tool)
-            assert other.decide(turn, COSTS) == policy.decide(turn, COSTS)
 
     def test_what_is_not_its_own_is_refused(self, name: str) -> None:
         policy = POLICIES[name]()

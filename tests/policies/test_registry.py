@@ -6,8 +6,10 @@ import pytest
 
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
+from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.occupancy import Occupancy
-from tiered_kv.policies.registry import POLICIES, policy
+from tiered_kv.policies.registry import EVICTION, POLICIES, eviction, policy
+from tiered_kv.testing.policies import FixedPin
 
 
 def test_all_policies_by_name() -> None:
@@ -25,8 +27,43 @@ def test_all_policies_by_name() -> None:
         assert policy(name) is not policy(name), "two engines share nothing"
 
 
-def test_ours_is_the_default() -> None:
+def test_ours_are_the_defaults() -> None:
     assert isinstance(policy(TierConfig().policy), Occupancy)
+    assert eviction(TierConfig().eviction) is ByWorth
+
+
+def test_a_policy_of_another_package_is_named_with_its_module() -> None:
+    assert isinstance(policy("tiered_kv.testing.policies:FixedPin"), FixedPin)
+    assert eviction("tiered_kv.policies.cache.eviction:ByWorth") is ByWorth
+
+
+class Forgetful(FixedPin):
+    """A policy that lacks something."""
+
+    reads_tools = property()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("tiered_kv.policies.occupancy:Ocupancy", "has no class Ocupancy"),
+        ("tiered_kv.policies.base:TurnEnd", "it lacks decide, dump, load, observe, refit"),
+        (f"{__name__}:Forgetful", "it lacks reads_tools. Set it to True"),
+        ("no_such_package:Policy", "ModuleNotFoundError"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_refused(wrong: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r".") as raised:
+        policy(wrong)
+    assert said in str(raised.value)
+
+
+def test_an_eviction_rule_that_cannot_be_used_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no eviction rule: Write one of worth, lru, or"):
+        eviction("nothing")
+    with pytest.raises(ConfigError, match="it lacks __iter__"):
+        eviction("tiered_kv.pages.base:EvictionOrder")
+    assert set(EVICTION) == {"worth", "lru"}
 
 
 @pytest.mark.parametrize(

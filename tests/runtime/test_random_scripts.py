@@ -182,6 +182,7 @@ def play_script(folder: Path, seed: int) -> None:
             "cpu_gib": slots * 16 * CELL / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
             "admission": rng.choice(["auto", "auto", "off"]),
+            "eviction": "lru" if seed % 4 == 0 else "worth",
             **(ssd if slots else {}),
         },
     )

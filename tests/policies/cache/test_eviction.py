@@ -17,6 +17,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.policies.cache.eviction import HALF_S, RANK_EVERY_S, ByWorth
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.policies.registry import EVICTION
+from tiered_kv.testing.eviction import EvictionConformance
 
 KEYS = [PageKey(bytes([n])) for n in range(8)]
 
@@ -60,6 +62,18 @@ TestLeastRecentlyUsed.settings = settings(max_examples=50, stateful_step_count=3
 def test_pages_nobody_added_cannot_be_removed() -> None:
     with pytest.raises(KeyError):
         LeastRecentlyUsed().removed(KEYS[0])
+
+
+class TestLeastRecentlyUsedAsAnyRule(EvictionConformance):
+    rule = LeastRecentlyUsed
+
+
+class TestByWorthAsAnyRule(EvictionConformance):
+    rule = ByWorth
+
+
+def test_every_rule_is_tested_as_any_rule() -> None:
+    assert {LeastRecentlyUsed, ByWorth} == set(EVICTION.values())
 
 
 # -- by worth -----------------------------------------------------------------------------

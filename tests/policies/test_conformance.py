@@ -1,0 +1,49 @@
+"""Every policy is one that the runtime can work with."""
+
+from __future__ import annotations
+
+from tiered_kv.policies.baselines.contextserve import ContextServe
+from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
+from tiered_kv.policies.baselines.infercept import InferCept
+from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
+from tiered_kv.policies.occupancy import Occupancy
+from tiered_kv.policies.registry import POLICIES
+from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.policy import PolicyConformance
+
+
+class TestOccupancy(PolicyConformance):
+    policy = Occupancy
+
+
+class TestContextServe(PolicyConformance):
+    policy = ContextServe
+
+
+class TestContinuum(PolicyConformance):
+    policy = Continuum
+
+
+class TestContinuumFixed(PolicyConformance):
+    policy = ContinuumFixed
+
+
+class TestInferCept(PolicyConformance):
+    policy = InferCept
+
+
+class TestLru(PolicyConformance):
+    policy = Lru
+
+
+class TestNowhere(PolicyConformance):
+    policy = Nowhere
+
+
+class TestFixedPin(PolicyConformance):
+    policy = FixedPin
+
+
+def test_none_of_the_registry_is_left_out() -> None:
+    tested = {suite.policy for suite in PolicyConformance.__subclasses__()}
+    assert set(POLICIES.values()) <= tested
