@@ -11,7 +11,7 @@ from tiered_kv.plugins import load
 from tiered_kv.policies.baselines.contextserve import ContextServe
 from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
 from tiered_kv.policies.baselines.infercept import InferCept
-from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
+from tiered_kv.policies.baselines.unpinned import Lru, NoOffload
 from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 
@@ -29,7 +29,7 @@ POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
         "continuum-fixed": ContinuumFixed,
         "infercept": InferCept,
         "lru": Lru,
-        "none": Nowhere,
+        "none": NoOffload,
     }
 )
 EVICTION: Mapping[str, MakeOrder] = MappingProxyType({"worth": ByWorth, "lru": LeastRecentlyUsed})

@@ -211,7 +211,6 @@ class Engine:
             policy_state=InlineUpkeep(policy),
             course=self._course or found.course,
             step_timer=LeapTimer(lambda: self.decoded_steps),
-            eviction=registry.eviction(config.eviction),
             restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
             if chunk
             else found.restore_policy,

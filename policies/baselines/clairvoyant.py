@@ -5,10 +5,10 @@ from __future__ import annotations
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.tier_choice import unpriced, without_pin
 
-from .unpinned import LearnsNothing
+from .unpinned import StatelessPolicy
 
 
-class Clairvoyant(LearnsNothing):
+class Clairvoyant(StatelessPolicy):
     """Pins for exactly the gap unless that costs more than it saves: B >= λ X.
 
     Attributes:

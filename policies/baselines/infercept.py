@@ -5,10 +5,10 @@ from __future__ import annotations
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.tier_choice import unpriced, without_pin
 
-from .unpinned import LearnsNothing
+from .unpinned import StatelessPolicy
 
 
-class InferCept(LearnsNothing):
+class InferCept(StatelessPolicy):
     """The least waste, for one turn of C tokens of size M.
 
     Wasted are, divided by the C M that all have in common: T_fwd(C) to discard, the gap to

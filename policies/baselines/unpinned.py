@@ -8,7 +8,7 @@ from typing import ClassVar
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 
 
-class LearnsNothing:
+class StatelessPolicy:
     """Decides without a past."""
 
     reads_tools: ClassVar[bool] = False
@@ -26,14 +26,14 @@ class LearnsNothing:
         pass
 
 
-class Lru(LearnsNothing):
+class Lru(StatelessPolicy):
     """Everything is copied to CPU memory, nothing is pinned; the least recently used goes."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.DROP if turn.is_last_step else Tier.CPU)
 
 
-class Nowhere(LearnsNothing):
+class NoOffload(StatelessPolicy):
     """Nothing is kept but what vLLM's own prefix cache still has."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:

@@ -28,7 +28,7 @@ from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.baselines.contextserve import FAST_WORDS, ContextServe
 from tiered_kv.policies.baselines.continuum import ALL, Continuum, ContinuumFixed, ToolGaps
 from tiered_kv.policies.baselines.infercept import InferCept
-from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
+from tiered_kv.policies.baselines.unpinned import Lru, NoOffload
 from tiered_kv.policies.registry import POLICIES
 
 COSTS = Costs(recompute_s=10.0)
@@ -194,7 +194,7 @@ def test_infercept_preserves_until_that_wasted_as_much_as_the_alternative() -> N
 
 def test_without_a_policy_there_is_lru_or_nothing() -> None:
     assert Lru().decide(turn_end(), COSTS) == Decision(Tier.CPU)
-    assert Nowhere().decide(turn_end(), COSTS) == Decision(Tier.DROP)
+    assert NoOffload().decide(turn_end(), COSTS) == Decision(Tier.DROP)
 
 
 @pytest.mark.parametrize(

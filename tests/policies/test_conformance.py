@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiered_kv.policies.baselines.contextserve import ContextServe
 from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
 from tiered_kv.policies.baselines.infercept import InferCept
-from tiered_kv.policies.baselines.unpinned import Lru, Nowhere
+from tiered_kv.policies.baselines.unpinned import Lru, NoOffload
 from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import POLICIES
 from tiered_kv.testing.policies import FixedPin
@@ -37,7 +37,7 @@ class TestLru(PolicyConformance):
 
 
 class TestNowhere(PolicyConformance):
-    policy = Nowhere
+    policy = NoOffload
 
 
 class TestFixedPin(PolicyConformance):

@@ -15,7 +15,7 @@ import pytest
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies import registry
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.faults import FaultyTransfer
@@ -28,7 +28,7 @@ SCRIPTS = 150
 NIGHTLY_SCRIPTS = 10_000
 
 
-class SomeGoToSsd(LearnsNothing):
+class SomeGoToSsd(StatelessPolicy):
     """Decisions of every kind, by lot, before and after tools were read."""
 
     reads_tools = True

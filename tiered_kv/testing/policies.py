@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd, TurnPolicy
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 
 
-class FixedPin(LearnsNothing):
+class FixedPin(StatelessPolicy):
     """Pins every turn of a job that the client named, but for its last, for the same time."""
 
     def __init__(self, ttl_s: float = 2.0) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig, text
 
@@ -17,7 +17,7 @@ CONTEXT = text(320, seed=1)
 PIN_S = 20.0
 
 
-class Goes(LearnsNothing):
+class Goes(StatelessPolicy):
     """Every turn's KV waits in one tier."""
 
     def __init__(self, tier: Tier) -> None:

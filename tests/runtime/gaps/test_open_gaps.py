@@ -15,7 +15,7 @@ from tiered_kv.connectors.runtime.gaps.open_gaps import SKETCH_EVERY, OpenGaps, 
 from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, ToolUse, TurnEnd, TurnPolicy
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.distribution import GRID, Forecast
 
@@ -46,7 +46,7 @@ PAGES = [PageKey(bytes([n]) * 48) for n in range(4)]
 TOOL = ToolUse(("tool",))
 
 
-class Forecasts(LearnsNothing):
+class Forecasts(StatelessPolicy):
     """Nothing of turns that ran no tool yet, or what a test says; all wait in CPU memory."""
 
     def __init__(self, unread: Forecast | None, read: Forecast | None) -> None:

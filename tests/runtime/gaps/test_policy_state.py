@@ -12,10 +12,10 @@ import pytest
 
 from tiered_kv.connectors.runtime.gaps.policy_state import REFIT_EVERY_S, PolicyState
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 
 
-class Counting(LearnsNothing):
+class Counting(StatelessPolicy):
     """Learns how many gaps there were."""
 
     def __init__(self) -> None:

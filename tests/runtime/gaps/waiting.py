@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.vllm.rig import Rig, text
 from tiered_kv.testing.vllm.runner import CELL
@@ -22,7 +22,7 @@ FAST, LONG = ToolUse(("fast",)), ToolUse(("long",))
 FORECAST = Forecast(np.minimum(GRID / 100, 1.0))
 
 
-class ByTool(LearnsNothing):
+class ByTool(StatelessPolicy):
     """FAST tools pin for 30 s, LONG ones go to SSD and are back after a minute, others stay in
     CPU memory; what is not read yet counts as FAST."""
 

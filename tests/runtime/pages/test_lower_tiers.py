@@ -16,7 +16,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig, expected, text
@@ -335,7 +335,7 @@ def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) ->
     assert not list((tmp_path / "ssd").rglob("*.seg"))
 
 
-class Long(LearnsNothing):
+class Long(StatelessPolicy):
     """Every turn is followed by a long one."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:

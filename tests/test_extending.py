@@ -1,0 +1,110 @@
+"""The page on extending is true: its code passes the suites, and serves."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.sim.__main__ import parse_args
+from bench.sim.driver import Tiers, simulate
+from bench.sim.generate import generate
+from bench.sim.presets import TIGHT
+from bench.sim.servers import server
+from tiered_kv.config import load_config
+from tiered_kv.testing.vllm.rig import Rig, RigOptions, text
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+LONGEST_LINES = 60
+
+
+def code_blocks() -> dict[str, str]:
+    """Python of the page by the path in its first line."""
+    blocks = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return dict(blocks)
+
+
+def settings() -> dict[str, str]:
+    """What the page exports."""
+    return dict(re.findall(r"^export (\w+)=(\S+)$", PAGE, re.MULTILINE))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that holds the page's package, on Python's path."""
+    folder = tmp_path / "elsewhere"
+    for name, text in code_blocks().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_kv"]:
+        del sys.modules[name]
+
+
+def test_every_block_of_python_is_run_and_none_is_long() -> None:
+    blocks = code_blocks()
+    assert len(blocks) == PAGE.count("```python")
+    assert {"acme_kv/policy.py", "acme_kv/eviction.py", "acme_kv/codec.py"} <= blocks.keys()
+    for name, block in blocks.items():
+        assert block.count("\n") <= LONGEST_LINES, name
+
+
+def test_all_parts_pass_their_suites(package: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(
+        command, cwd=package, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout.rpartition(" passed")[0].split()[-1]) > 40, done.stdout
+
+
+def test_a_server_runs_on_all_of_them(package: Path, tmp_path: Path) -> None:
+    config = load_config(settings())
+    extra = {
+        "policy": config.policy,
+        "eviction": config.eviction,
+        "codec": config.codec,
+        "cpu_gib": 40 * 16 * 8 / 2**30,
+        "ssd_path": str(tmp_path / "ssd"),
+        "ssd_gib": 0.01,
+    }
+    for _ in range(2):  # the second finds what the first has stored
+        with Rig(tmp_path / "model", RigOptions(blocks=64, extra=extra)) as rig:
+            names = parts_of(rig)
+            for turn in range(3):
+                for job in range(4):
+                    params = {"job_id": f"job{job}", "is_last_step": turn == 2}
+                    context = text(100 + 100 * turn, seed=job)
+                    rig.ask(f"r{turn}{job}", context, max_tokens=4, params=params)
+                rig.now += 5.0
+                rig.wait_for_worker()
+            assert rig.half.index.evictions
+            assert rig.half.counters.totals["hook_errors"] == 0
+            rig.check_clean()
+    assert names == {"MeanGap", "EndedFirst"}
+    assert rig.half.counters.totals["pages_promoted"], "the codec wrote what it reads"
+
+
+def parts_of(rig: Any) -> set[str]:
+    return {type(rig.half.gaps.waits.policy).__name__, type(rig.half.index._eviction).__name__}
+
+
+def test_the_simulator_runs_them(package: Path) -> None:
+    command = re.search(r"^python -m bench\.sim (.*)$", PAGE, re.MULTILINE)
+    assert command is not None
+    named = server(parse_args(shlex.split(command.group(1))).policy)
+    assert named.outside == {"acme_kv.policy", "acme_kv.eviction"}
+    jobs = generate("original", 6, 0).at(4.0, 0)
+    outcome = simulate(TIGHT.machine(), named, jobs, Tiers(cpu=2**30, ssd=2**34))
+    assert len(outcome.jobs) == 6
