@@ -41,10 +41,10 @@ def settings() -> dict[str, str]:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that holds the page's package, on Python's path."""
     folder = tmp_path / "elsewhere"
-    for name, text in code_blocks().items():
+    for name, block in code_blocks().items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0] == "acme_kv"]:
