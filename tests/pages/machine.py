@@ -29,7 +29,7 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.index import PageState, state
+from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]

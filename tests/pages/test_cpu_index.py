@@ -11,7 +11,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.index import IndexConformance, commit, reserve
+from tiered_kv.testing.index import IndexConformance
+from tiered_kv.testing.single_pages import commit, reserve
 
 
 class LastInFirstOut(EvictionOrder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import Any
 
 import pytest
@@ -13,33 +12,10 @@ import pytest
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PageIndex
 
+from .single_pages import PageState, commit, reserve, state
+
 A, B, C, D, E = (PageKey(name.encode() * 20) for name in "ABCDE")
 ALL = (A, B, C, D, E)
-
-
-class PageState(Enum):
-    """State of a page that is not absent."""
-
-    SAVING = "saving"
-    CPU = "cpu"
-
-
-def state(index: PageIndex, key: PageKey) -> PageState | None:
-    """State of a page; None if it is absent."""
-    if index.readable(key):
-        return PageState.CPU
-    return PageState.SAVING if index.known(key) else None
-
-
-def reserve(index: PageIndex, key: PageKey) -> int | None:
-    """``reserve_all`` for one page; None when no slot can be had."""
-    slots = index.reserve_all((key,))
-    return slots[0] if slots else None
-
-
-def commit(index: PageIndex, key: PageKey, slot: int) -> bool:
-    """``commit_all`` for one page; False if it was forgotten meanwhile."""
-    return index.commit_all((key,), (slot,)) == 1
 
 
 class CheckedIndex:
@@ -68,15 +44,13 @@ class CheckedIndex:
         return len(self.unchecked)
 
     def state(self, key: PageKey) -> PageState | None:
-        return state(self.unchecked, key)
+        return state(self, key)
 
     def reserve(self, key: PageKey) -> Any:
-        slots: list[int] = self.reserve_all((key,))
-        return slots[0] if slots else None
+        return reserve(self, key)
 
     def commit(self, key: PageKey, slot: int) -> bool:
-        arrived: int = self.commit_all((key,), (slot,))
-        return arrived == 1
+        return commit(self, key, slot)
 
     def put(self, *keys: PageKey) -> list[int]:
         """Save pages from beginning to end; returns their slots."""
