@@ -294,8 +294,6 @@ TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
         "tiered_kv.connectors.runtime.worker.",
         "tiered_kv.pages.",
         "tiered_kv.policies.admission.",
-        "tiered_kv.policies.baselines.",
-        "tiered_kv.policies.cache.",
         "tiered_kv.storage.io_thread",
         "tiered_kv.storage.store.",
         "tiered_kv.testing.",

@@ -1,4 +1,4 @@
-"""What could be had at best: for benchmarks, which know the gap before it begins."""
+"""The upper bound: a policy that knows the gap before it begins, for benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Clairvoyant(StatelessPolicy):
     """Pins for exactly the gap unless that costs more than it saves: B >= λ X.
 
     Attributes:
-        gap_s: of the turn that is decided next.
+        gap_s: gap after the turn that is decided next, seconds.
     """
 
     def __init__(self) -> None:

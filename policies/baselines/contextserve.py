@@ -22,7 +22,7 @@ _FAST = (
     "env printenv date whoami id uname basename dirname mkdir touch cp mv rm"
 )
 FAST_WORDS = frozenset(_FAST.split())
-"""Commands that begin with one of these are fast, whatever follows."""
+"""First words of commands that are fast, whatever follows."""
 FAST_RULE_S = 3.0
 SLOW_PREFIXES = (
     "make",
@@ -60,18 +60,22 @@ _LOG_BOUNDS = np.log([FAST_S, SLOW_S])
 
 
 class ContextServe:
-    """As described, with thresholds that know nothing of what a restore costs.
+    """The policy as its authors describe it; its thresholds know nothing of restore costs.
 
-    Layers: the first word is known to be fast: pinned for 3 s; the command begins like a known
-    slow one: freed at once. Else the posterior of the narrowest context with enough gaps (10 of
-    the command, 5 of the tool, 2 of all) says FAST if P(X < 1 s) > 0.85 and SLOW if
-    P(X > 5 s) > 0.85; FAST is pinned for the 0.9 quantile. If it says neither, trees on the
-    command may: SLOW above 0.8, FAST below 0.2. All else waits as Continuum has it.
+    Its layers, the first that answers decides:
 
-    What the description leaves open: its authors' trees and their training set are not
-    published, so ours learn what was slow (over 5 s) here, from our own features of the command,
-    which include those it names; what the trees call FAST is pinned as long as by the rules.
-    Thompson sampling, which is optional, is left out.
+    1. Rules. A first word that is known to be fast is FAST, and pinned for 3 s. A command that
+       begins like a known slow one is SLOW, and freed at once.
+    2. The posterior of the narrowest context with enough gaps: 10 of the command, 5 of the tool, 2
+       of all. It says FAST if P(X < 1 s) > 0.85, and pins for the 0.9 quantile. It says SLOW if
+       P(X > 5 s) > 0.85.
+    3. Trees on the command: SLOW above 0.8, FAST below 0.2.
+    4. Continuum's rule.
+
+    The description leaves some things open. The authors' trees and training set are not published:
+    ours learn on the spot which commands were slow (over 5 s), from our own features, which include
+    those that the description names. What the trees call FAST is pinned for as long as by the
+    rules. Thompson sampling, which is optional, is left out.
     """
 
     reads_tools: ClassVar[bool] = True

@@ -19,11 +19,11 @@ Array = NDArray[np.float64]
 Tool = tuple[str, ...]
 
 ENOUGH = 100
-"""K: gaps from which a distribution is used."""
+"""K: least number of gaps for which a distribution is used."""
 MAX_GAPS = 4000
-"""Kept of a tool; the paper keeps all. More would not fit a decision into 100 µs."""
+"""Gaps kept of a tool; the paper keeps all. With more a decision takes longer than 100 µs."""
 MAX_TOOLS = 128
-"""Tools kept; the one longest unused is forgotten first."""
+"""Tools kept; the one that was not used for longest is dropped first."""
 VERSION = 1
 
 ALL: Tool = ()
@@ -54,20 +54,20 @@ class ToolGaps:
         self._tools: OrderedDict[Tool, _Gaps] = OrderedDict({ALL: _Gaps()})
 
     def count(self, tool: Tool) -> int:
-        """How many are kept of that tool."""
+        """Number of gaps kept of a tool."""
         return len(self._tools.get(tool, _NONE).latest)
 
     def ascending(self, tool: Tool) -> Array:
-        """That tool's gaps in seconds, the shortest first."""
+        """Gaps of a tool, seconds, the shortest first."""
         return self._tools.get(tool, _NONE).ascending
 
     def latest(self, tool: Tool, count: int) -> Array:
-        """At most that many of the tool's last gaps, in seconds."""
+        """The last gaps of a tool, at most ``count``, seconds."""
         kept = self._tools.get(tool, _NONE).latest
         return np.fromiter(islice(reversed(kept), count), np.float64)
 
     def observe(self, tools: Iterable[Tool], gap_s: float) -> None:
-        """A gap of those tools. What cannot be a gap is ignored."""
+        """Add a gap of these tools. A number that cannot be a gap is ignored."""
         if not 0 <= gap_s < math.inf:
             return
         for tool in tools:
@@ -77,7 +77,7 @@ class ToolGaps:
             self._tools.popitem(last=False)
 
     def dump(self) -> dict[str, object]:
-        """As JSON."""
+        """All gaps as JSON."""
         tools = [{"tool": list(t), "gaps": list(g.latest)} for t, g in self._tools.items()]
         return {"version": VERSION, "tools": tools}
 
@@ -85,7 +85,7 @@ class ToolGaps:
         """Go on from what ``dump`` gave.
 
         Raises:
-            ValueError: it is not that; nothing has changed.
+            ValueError: ``saved`` is nothing of the kind; nothing has changed.
         """
         check_version(saved, VERSION)
         found: OrderedDict[Tool, _Gaps] = OrderedDict()
@@ -98,7 +98,7 @@ class ToolGaps:
 
 
 class _OfToolGaps:
-    """What both variants of Continuum share."""
+    """Base of both variants of Continuum."""
 
     reads_tools: ClassVar[bool] = True
 
@@ -120,10 +120,10 @@ class _OfToolGaps:
 
 
 class Continuum(_OfToolGaps):
-    """As published: τ* = argmax of P(τ) (T η + R) - τ over the recorded gaps and 0.
+    """The published rule: τ* = argmax of P(τ) (T η + R) - τ over the recorded gaps and 0.
 
-    With fewer than 100 gaps in all, P is the exponential distribution with mean 1 s and η is 1:
-    τ* = ln(T + R). With fewer than 100 of the tool, P is that of all tools.
+    With fewer than 100 gaps of the tool, P is the distribution over all tools. With fewer than 100
+    gaps in all, it is the exponential distribution with mean 1 s, and η is 1: τ* = ln(T + R).
     """
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
@@ -135,8 +135,11 @@ class Continuum(_OfToolGaps):
 
 
 class ContinuumFixed(_OfToolGaps):
-    """As released: pins for exactly 2.0 s if the tool's mean gap is at most that, or if there
-    was none yet. A turn that called no tool is not pinned."""
+    """The rule of the released code.
+
+    A turn is pinned for exactly 2.0 s if the mean gap of its tool is at most that, or if there was
+    none yet. A turn that called no tool is not pinned.
+    """
 
     ttl_s: ClassVar[float] = 2.0
 
@@ -150,7 +153,7 @@ class ContinuumFixed(_OfToolGaps):
 
 
 def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
-    """Continuum's τ* in seconds; 0 is no pin."""
+    """Continuum's τ*, seconds; 0 for no pin."""
     if gaps.count(ALL) < ENOUGH:
         return max(0.0, math.log(max(costs.queue_s + costs.restore_s, 1e-9)))
     seconds = gaps.ascending(tool if gaps.count(tool) >= ENOUGH else ALL)
@@ -160,7 +163,7 @@ def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
 
 
 def pinned(ttl_s: float, costs: Costs) -> Decision:
-    """A pin for that time; without one, the best tier for a short gap."""
+    """A pin for ``ttl_s`` seconds; if that is 0, the best tier for a short gap."""
     if ttl_s > 0:
         return Decision(Tier.PIN, ttl_s)
     return Decision(without_pin(costs, 0.0))

@@ -9,13 +9,18 @@ from .unpinned import StatelessPolicy
 
 
 class InferCept(StatelessPolicy):
-    """The least waste, for one turn of C tokens of size M.
+    """The choice with the least waste of memory over time, for one turn of C tokens of size M.
 
-    Wasted are, divided by the C M that all have in common: T_fwd(C) to discard, the gap to
-    preserve, and 2 T_swap to swap. The gap is estimated as the time since the call. That is 0 as
-    the turn ends and grows, so the turn is preserved until its wait has cost as much as the
-    cheaper of the others, and then discarded or swapped. What the others of the batch waste
-    while they are stalled weighs on both of these, and is left out.
+    The waste, divided by the factor C M that all three have in common, is:
+
+    - discard: T_fwd(C), the time to compute the context again;
+    - preserve: the gap;
+    - swap: 2 T_swap, the time of the copies there and back.
+
+    The gap is estimated as the time since the tool was called, which grows from 0. So the turn is
+    preserved until that has cost as much as the cheaper of the others, and is then discarded or
+    swapped. The waste of other requests, which are stalled meanwhile, is left out: it weighs on
+    both of these.
     """
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:

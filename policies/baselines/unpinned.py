@@ -1,4 +1,4 @@
-"""What serving without a policy does: plain offload, and nothing at all."""
+"""Serving without a policy: plain offload, and no offload at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 
 
 class StatelessPolicy:
-    """Decides without a past."""
+    """Base of policies that learn nothing: ``decide`` is all they need."""
 
     reads_tools: ClassVar[bool] = False
 
@@ -27,14 +27,14 @@ class StatelessPolicy:
 
 
 class Lru(StatelessPolicy):
-    """Everything is copied to CPU memory, nothing is pinned; the least recently used goes."""
+    """Copies everything to CPU memory and pins nothing."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.DROP if turn.is_last_step else Tier.CPU)
 
 
 class NoOffload(StatelessPolicy):
-    """Nothing is kept but what vLLM's own prefix cache still has."""
+    """Keeps nothing outside the engine's own prefix cache."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.DROP)

@@ -115,7 +115,7 @@ class EvictionOrder(ABC):
         """
 
     def on_forecast_lost(self, job: Hashable) -> None:
-        """Nothing is known any more of when the job returns, or whether it does."""
+        """The job's forecast no longer holds: it may return at any time, or never."""
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that a job asks for the page in the next ``within_s`` seconds. The page need

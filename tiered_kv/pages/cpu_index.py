@@ -85,7 +85,7 @@ class PageIndex:
         return key in self._cpu or key in self._saving
 
     def unknown(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
-        """Those of the pages (with anything) that are not known, in the same order."""
+        """The pages that are not known, with their values, in the same order."""
         cpu, saving = self._cpu, self._saving
         if cpu.keys().isdisjoint(pages) and saving.keys().isdisjoint(pages):
             return pages

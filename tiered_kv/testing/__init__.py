@@ -5,6 +5,8 @@ under test, and inherits every test:
 
 - ``transfer.TransferConformance``: what moves pages between VRAM and CPU slots.
 - ``index.IndexConformance``: the index of pages, under any eviction order.
+- ``eviction.EvictionConformance``: eviction rules.
+- ``policy.PolicyConformance``: policies.
 
 Fakes stand in for what a test does not want or cannot have:
 
