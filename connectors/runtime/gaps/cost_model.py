@@ -105,7 +105,7 @@ class CostModel:
             memoryfulness=self.memoryfulness.value,
             vram_price=self._price(blocks, job, held_up),
             held_up=held_up,
-            cpu_stay_s=book.index.stay_s(),
+            cpu_stay_s=planner.index.stay_s(),
             survival=self.survival.share,
         )
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
-from tiered_kv.policies.base import JobKey, ToolUse, TurnEnd, TurnPolicy
 from tiered_kv.pages.base import EvictionOrder
+from tiered_kv.policies.base import JobKey, ToolUse, TurnEnd, TurnPolicy
 
 from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
