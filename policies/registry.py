@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.pages.base import EvictionOrder
+from tiered_kv.pages.base import EvictionOrder, EvictionRule
 from tiered_kv.plugins import load
 from tiered_kv.policies.baselines.contextserve import ContextServe
 from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
@@ -17,9 +17,6 @@ from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 
 from .base import TurnPolicy
 from .occupancy import Occupancy
-
-MakeOrder = Callable[[Callable[[], float], int], EvictionOrder]
-"""An eviction rule's class: takes a clock and the most pages to remember."""
 
 POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
     {
@@ -32,7 +29,9 @@ POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
         "none": NoOffload,
     }
 )
-EVICTION: Mapping[str, MakeOrder] = MappingProxyType({"worth": ByWorth, "lru": LeastRecentlyUsed})
+EVICTION: Mapping[str, EvictionRule] = MappingProxyType(
+    {"worth": ByWorth, "lru": LeastRecentlyUsed}
+)
 
 
 def policy(name: str) -> TurnPolicy:
@@ -50,7 +49,7 @@ def policy(name: str) -> TurnPolicy:
     return made
 
 
-def eviction(name: str) -> MakeOrder:
+def eviction(name: str) -> EvictionRule:
     """Find the eviction rule of that name.
 
     Raises:

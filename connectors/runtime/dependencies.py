@@ -12,7 +12,7 @@ from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
-from tiered_kv.policies.registry import MakeOrder
+from tiered_kv.pages.base import EvictionRule
 
 from .base import EngineFacts, Fingerprints
 from .step_timer import StepTimer
@@ -47,7 +47,7 @@ class Dependencies:
     prefill_work: PrefillWork | None
     policy: TurnPolicy
     policy_state: PolicyUpkeep
-    eviction: MakeOrder
+    eviction: EvictionRule
     restore_policy: RestorePolicy
     course: Course
     tools: ToolCalls

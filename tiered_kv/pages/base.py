@@ -10,7 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 from tiered_kv.keys import PageKey
 
@@ -122,3 +122,7 @@ class EvictionOrder(ABC):
         not be in CPU memory: this also says which pages of a dying segment on SSD are written
         again. At 0 only those are that were used since they were written."""
         return 0.0
+
+
+EvictionRule: TypeAlias = Callable[[Callable[[], float], int], EvictionOrder]
+"""A rule's class: called with the clock and the most pages to remember, it makes an order."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.base import EvictionOrder, ReturnForecast
+from tiered_kv.pages.base import EvictionOrder, EvictionRule, ReturnForecast
 from tiered_kv.pages.cpu_index import PageIndex
 
 A, B, C, D = PAGES = tuple(PageKey(name.encode() * 20) for name in "ABCD")
@@ -33,7 +33,7 @@ class Pool:
         num_slots: capacity of the index in pages.
     """
 
-    def __init__(self, rule: Callable[[Callable[[], float], int], EvictionOrder], num_slots: int):
+    def __init__(self, rule: EvictionRule, num_slots: int) -> None:
         self.now = 1000.0
         self.order = rule(lambda: self.now, 2 * num_slots)
         self.index = PageIndex(num_slots, self.order, lambda: self.now)
