@@ -9,10 +9,10 @@ from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyUpkeep
 from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
 from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
+from tiered_kv.pages.base import EvictionRule
 from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
-from tiered_kv.pages.base import EvictionRule
 
 from .base import EngineFacts, Fingerprints
 from .step_timer import StepTimer
