@@ -255,7 +255,7 @@ Rule = Callable[[Module], Iterator[str]]
 RULES: dict[Rule, Module] = {
     absolute_sibling: Module("tiered_kv.codecs.zstd", "from tiered_kv.codecs.base import Codec"),
     relative_stranger: Module("tiered_kv.codecs.zstd", "from ..keys import PageKey"),
-    uninstalled_name: Module("tiered_kv.testing.index", "import policies.eviction"),
+    uninstalled_name: Module("tiered_kv.testing.conformance.index", "import policies.eviction"),
     upward_arrow: Module(
         "tiered_kv.pages.cpu_index", "from tiered_kv.policies.cache.eviction import ByWorth"
     ),
@@ -284,7 +284,7 @@ TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
         "tests.runtime.pages.test_restores",
         "tests.runtime.pins.test_pin_table",
         "tests.storage.store.",
-        "tiered_kv.testing.store",
+        "tiered_kv.testing.conformance.store",
     ),
     docstring_without_subject: (
         "bench.",

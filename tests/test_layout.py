@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout, Placement, page_layout
-from tiered_kv.testing.transfer import addresses
+from tiered_kv.testing.conformance.transfer import addresses
 
 ORDERS = ["LBH", "LHB", "BLH"]
 """vLLM's LBHNC and LBNHC, LHBNC, and BLHNC: which axis lies outside which."""

@@ -15,8 +15,8 @@ from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.admin.inventory import Inventory, find_stores, take_inventory
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import page_key
 from tiered_kv.testing.segment_store import store_options
-from tiered_kv.testing.store import page_key
 
 PAGE_FORMAT = PageFormat(ElementType.BF16, 16384, 16)
 OTHER = bytes(15) + b"\1"

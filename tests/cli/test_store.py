@@ -15,7 +15,7 @@ from tests.cli.store_disk import OTHER, Disk, flip, run, run_json
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.admin import export
 from tiered_kv.storage.store.store import SegmentStore
-from tiered_kv.testing.store import FINGERPRINT, page_key
+from tiered_kv.testing.conformance.store import FINGERPRINT, page_key
 
 # -- ls, stat -------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tests.cli.store_disk import OTHER, PAGE_FORMAT, Disk, run, run_json
 from tiered_kv.codecs.base import PageFormat
 from tiered_kv.storage.segment.format import SegmentHeader
 from tiered_kv.storage.segment.headers import pack_segment_header
-from tiered_kv.testing.store import FINGERPRINT, page_key
+from tiered_kv.testing.conformance.store import FINGERPRINT, page_key
 
 ODD = bytes(15) + b"\2"
 

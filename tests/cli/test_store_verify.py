@@ -12,7 +12,7 @@ import pytest
 from tests.cli.store_disk import Disk, flip, run, run_json
 from tiered_kv.storage.segment.format import TRAILER_BYTES, record_header_bytes
 from tiered_kv.storage.store.store import SegmentStore
-from tiered_kv.testing.store import page_key
+from tiered_kv.testing.conformance.store import page_key
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "centred"])

@@ -16,10 +16,10 @@ from tiered_kv.codecs.registry import CODECS, UnknownCodecError, codec_name, fro
 from tiered_kv.codecs.zstd import ZstdCodec
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.store.store import SegmentStore
-from tiered_kv.testing.codec import CodecConformance
+from tiered_kv.testing.conformance.codec import CodecConformance
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.segment_store import SegmentStoreConformance, store_options
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 PAGE = PageFormat(ElementType.BF16, 1_000_000, 16)
 SHUFFLED = "tests.codecs.shuffled:Shuffled"

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout
-from tiered_kv.testing.transfer import Bytes
+from tiered_kv.testing.conformance.transfer import Bytes
 from tiered_kv.transfer.base import TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.cuda.pinned_memory import pinned

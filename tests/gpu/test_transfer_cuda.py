@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.memory import NEEDS_CUDA, WAYS, make_backend, pinned_pool, vram
 from tiered_kv.layout import PageLayout, Placement, Region, page_layout
-from tiered_kv.testing.transfer import Bytes, TransferConformance, addresses
+from tiered_kv.testing.conformance.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.cuda.pinned_memory import pinned

@@ -10,7 +10,7 @@ import torch
 from tests.gpu.memory import NEEDS_CUDA, WAYS, Vram, vram
 from tests.random_transfers import RandomTransfers
 from tiered_kv.layout import Placement, page_layout
-from tiered_kv.testing.transfer import addresses
+from tiered_kv.testing.conformance.transfer import addresses
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction
 
 pytestmark = [*NEEDS_CUDA, pytest.mark.parametrize("way", WAYS)]

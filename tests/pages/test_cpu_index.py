@@ -11,7 +11,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.index import IndexConformance
+from tiered_kv.testing.conformance.index import IndexConformance
 from tiered_kv.testing.single_pages import commit, reserve
 
 

@@ -14,8 +14,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.storage.io_thread import IoThread
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, StoreConformance, page_bytes, page_key
 from tiered_kv.testing.memory_store import FaultyStore, MemoryStore, Pages, StoredPage
-from tiered_kv.testing.store import PAGE_FORMAT, StoreConformance, page_bytes, page_key
 from tiered_kv.tiers import StoreId, TierId
 
 SHARED = StoreId(TierId("shared"), CONTEXT)

@@ -12,8 +12,8 @@ import pytest
 from tests.threads import leaked_threads, running_threads
 from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.testing.block_pool import FakeBlockPool
+from tiered_kv.testing.conformance.transfer import TransferConformance
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.transfer import TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
 from tiered_kv.transfer.cpu_pool import CpuPool

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiered_kv.layout import PageLayout, Region
-from tiered_kv.testing.transfer import Bytes, addresses
+from tiered_kv.testing.conformance.transfer import Bytes, addresses
 from tiered_kv.transfer.base import CopyJob, Direction
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.transfer.page_layouts import Move, layouts, moves
 from tiered_kv.layout import PageLayout, Placement, Region, page_layout
-from tiered_kv.testing.transfer import addresses
+from tiered_kv.testing.conformance.transfer import addresses
 from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import (
     Copies,

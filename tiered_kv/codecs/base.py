@@ -4,7 +4,7 @@ A codec is a frozen value. Two with the same ``codec_id`` and ``table`` understa
 other's pages, in any process and on any machine; the table is written into every segment
 whose pages need it. All methods may run on several threads at once, and release the
 interpreter lock where the work is. Codecs are tested by subclassing
-``tiered_kv.testing.codec.CodecConformance``.
+``tiered_kv.testing.conformance.codec.CodecConformance``.
 """
 
 from __future__ import annotations

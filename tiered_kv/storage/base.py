@@ -1,8 +1,8 @@
 """The contract of a tier below CPU memory: a store of pages, and how a rank opens it.
 
 A new tier is two classes: a ``PageStore``, and a ``StoreTier`` that describes it to the
-scheduler half and opens it in a worker. ``testing/store.py`` has the tests that every store
-must pass.
+scheduler half and opens it in a worker. ``testing/conformance/store.py`` has the tests that every
+store must pass.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What tests of this project are made of, shipped so that others can test their parts.
+"""Parts of this project's tests, shipped so that others can test theirs.
 
-Conformance suites are pytest classes to subclass; a subclass says how to make the thing
-under test, and inherits every test:
+Conformance suites are pytest classes to subclass; a subclass names the class under test, or
+makes it, and inherits every test. They are in ``conformance``:
 
-- ``transfer.TransferConformance``: what moves pages between VRAM and CPU slots.
+- ``transfer.TransferConformance``: transfer backends, between VRAM and CPU slots.
 - ``index.IndexConformance``: the index of pages, under any eviction order.
+- ``store.StoreConformance``: stores of a tier below CPU memory.
+- ``codec.CodecConformance``: codecs.
 - ``eviction.EvictionConformance``: eviction rules.
 - ``policy.PolicyConformance``: policies.
 

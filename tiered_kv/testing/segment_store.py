@@ -19,9 +19,16 @@ from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.store.locks import StoreBusyError, StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import (
+    FINGERPRINT,
+    PAGE_FORMAT,
+    StoreBench,
+    StoreConformance,
+    page_bytes,
+    page_key,
+)
 
 from .segments import SegmentFile
-from .store import FINGERPRINT, PAGE_FORMAT, StoreBench, StoreConformance, page_bytes, page_key
 
 
 def store_options(root: Path, **changes: object) -> StoreOptions:

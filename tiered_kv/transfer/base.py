@@ -2,7 +2,7 @@
 
 The worker half submits jobs from the engine's thread and polls for their results; the backend moves
 bytes on its own threads or streams. Backends are tested by subclassing
-``tiered_kv.testing.transfer.TransferConformance``.
+``tiered_kv.testing.conformance.transfer.TransferConformance``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tiered_kv.policies.cache.eviction import HALF_S, RANK_EVERY_S, ByWorth
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.policies.registry import EVICTION
-from tiered_kv.testing.eviction import EvictionConformance
+from tiered_kv.testing.conformance.eviction import EvictionConformance
 
 KEYS = [PageKey(bytes([n])) for n in range(8)]
 

@@ -26,9 +26,9 @@ from tiered_kv.storage.segment.headers import pack_segment_header
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
 from tiered_kv.storage.segment.sizes import SEGMENT_BYTES, most_segment_bytes
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.segment_store import store_options
-from tiered_kv.testing.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
 
 
 class CountedFiles(UnsafeFiles):

@@ -21,9 +21,9 @@ from tiered_kv.storage.store.folders import StoreFolders, store_folders
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.segment_store import store_options
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 ROOT = Path(__file__).resolve().parents[3]
 Opener = Callable[..., SegmentStore]

@@ -24,9 +24,9 @@ from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.files import FileLayer
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import Crash, FaultyFiles, RecordedFiles, UnsafeFiles
 from tiered_kv.testing.segment_store import ToyCodec, store_options
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -22,9 +22,9 @@ from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.locks import StoreBusyError, StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import FaultyFiles, SmallDisk, UnsafeFiles
 from tiered_kv.testing.segment_store import store_options
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
 CAPACITY = 16 * LEAST

@@ -17,10 +17,10 @@ from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.segment_store import ToyCodec, store_options
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 MUTATIONS, NIGHTLY_MUTATIONS = 500, 10_000
 PAGES = {page_key(i): page_bytes(page_key(i)) for i in range(23)}

@@ -22,10 +22,10 @@ from tiered_kv.storage.disk.files import (
     write_exactly,
 )
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
 from tiered_kv.testing.segment_store import store_options
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 
 class WatchedFiles(FaultyFiles):

@@ -15,8 +15,8 @@ from tiered_kv.codecs.base import Bytes, Codec, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.segment_store import ToyCodec, store_options
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 NAMES = st.integers(0, 60)
 

@@ -13,9 +13,9 @@ from tiered_kv.codecs.base import Bytes
 from tiered_kv.storage.disk.aligned import BufferPool
 from tiered_kv.storage.disk.files import Buffers
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import UnsafeFiles
 from tiered_kv.testing.segment_store import ToyCodec, store_options
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tiered_kv.storage.disk.files import FileLayer
 from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.segment_store import (
     SegmentBench,
@@ -21,7 +22,6 @@ from tiered_kv.testing.segment_store import (
     store_options,
 )
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 
 class TestStoreWithRawCodec(SegmentStoreConformance):

@@ -19,9 +19,9 @@ from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.segment_store import store_options
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
 OTHER = bytes(16)

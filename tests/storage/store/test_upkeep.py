@@ -24,10 +24,10 @@ from tiered_kv.storage.store.capacity import Capacity
 from tiered_kv.storage.store.locks import StoreBusyError, StoreError, StoreLock, root_locked
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import FaultyFiles, UnsafeFiles
 from tiered_kv.testing.segment_store import ToyCodec, store_options
 from tiered_kv.testing.segments import SegmentFile
-from tiered_kv.testing.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
 
 LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
 

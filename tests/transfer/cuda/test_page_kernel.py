@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.transfer.page_layouts import Move, moves
 from tiered_kv.layout import PageLayout, Region
-from tiered_kv.testing.transfer import Bytes
+from tiered_kv.testing.conformance.transfer import Bytes
 from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import cut, page_runs
 

@@ -11,8 +11,7 @@ import pytest
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PageIndex
-
-from .single_pages import PageState, commit, reserve, state
+from tiered_kv.testing.single_pages import PageState, commit, reserve, state
 
 A, B, C, D, E = (PageKey(name.encode() * 20) for name in "ABCDE")
 ALL = (A, B, C, D, E)

@@ -1,0 +1,1 @@
+"""Conformance suites: the tests that every implementation of a contract must pass."""
