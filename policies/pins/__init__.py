@@ -1,0 +1,1 @@
+"""Which pins give way, and in what order."""
