@@ -23,7 +23,7 @@ from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.pins.pressure import Room
+from tiered_kv.connectors.runtime.pins.pressure import PinPressure
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.base import EvictionOrder
@@ -88,7 +88,7 @@ class AdmissionGroup:
     """
 
     pins: PinTable
-    pressure: Room
+    pressure: PinPressure
     gate: Admission | NoAdmission
     queue: JobQueue
 
@@ -187,7 +187,7 @@ def build_admission(
         )
     return AdmissionGroup(
         pins=pins,
-        pressure=Room(facts, pins, pages.saves, engine.counters, pool, clock),
+        pressure=PinPressure(facts, pins, pages.saves, engine.counters, pool, clock),
         gate=gate,
         queue=JobQueue(
             engine.turns,

@@ -1,4 +1,4 @@
-"""Which pages go down ahead of their eviction, and how many at a time. Pure.
+"""Demotion ahead of eviction: the pages that go down, and how many at a time. Pure.
 
 A page that is evicted before it is in a lower tier is lost, and a demotion is reported a step
 after it was ordered. So pages go down while there is still room.
@@ -21,7 +21,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """How far a tier looks ahead of eviction.
+    """The look-ahead of a tier: pages that it keeps before they are evicted.
 
     Attributes:
         window: pages next in line for eviction that are kept in the tier as well.

@@ -1,1 +1,1 @@
-"""Which pins give way, and in what order."""
+"""Pins that give way, and the order in which they do."""

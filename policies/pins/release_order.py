@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +19,7 @@ of their waiting counts whole."""
 
 
 class PinState(Enum):
-    """What a pin waits for."""
+    """The event that a pin waits for."""
 
     UNPRICED = "unpriced"
     """Its job's return, by a policy that forecasts nothing."""
@@ -27,7 +28,7 @@ class PinState(Enum):
     ARRIVED = "arrived"
     """Blocks for its job's turn, which is in the queue."""
     WORTHLESS = "worthless"
-    """Nothing: its job has probably ended."""
+    """No event: its job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,13 @@ class PinValue:
     """Value of a pin.
 
     Attributes:
-        state: what the pin waits for.
-        saved_per_block_s: time that each of its blocks is expected to save, seconds; read of
-            pins in state HELD only.
-        saved_per_second: seconds of requests that it saves in each second; likewise.
+        state: the event that the pin waits for.
+        saves_s: time that it is expected to save, seconds; 0 unless it is HELD.
+        saved_per_second: seconds of requests that it saves in each second; 0 unless it is HELD.
     """
 
     state: PinState
-    saved_per_block_s: float = 0.0
+    saves_s: float = 0.0
     saved_per_second: float = 0.0
 
     @property
@@ -59,13 +59,6 @@ class PinValue:
             return self.saved_per_second >= WORTH_MAKING_OLDER_WAIT
         return self.state is PinState.ARRIVED
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Place in the order of release: the pin that saves the least with a block goes first."""
-        if self.state is PinState.HELD:
-            return 1, self.saved_per_block_s
-        return (1 if self.state is PinState.WORTHLESS else 2), 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class PinView:
@@ -73,11 +66,20 @@ class PinView:
 
     Attributes:
         value: value of the pin.
+        blocks: number of its blocks.
         started_at: start of its job, seconds.
     """
 
     value: PinValue
+    blocks: int
     started_at: float
+
+    @property
+    def saved_per_block_s(self) -> float:
+        """Time that each block saves, seconds: nothing saves more than blocks for a turn that is
+        in the queue."""
+        arrived = self.value.state is PinState.ARRIVED
+        return math.inf if arrived else self.value.saves_s / self.blocks
 
 
 def release_order(
@@ -85,8 +87,8 @@ def release_order(
 ) -> list[JobKey]:
     """The pins that may go, the first to go first.
 
-    Of pins that save equally much, as those of a policy that forecasts nothing, the youngest
-    job's goes first.
+    The pin that saves the least with a block goes first; of equal ones, as those of a policy that
+    forecasts nothing, the youngest job's.
 
     Args:
         pins: all pins.
@@ -101,6 +103,8 @@ def release_order(
         return pin.started_at > waiter_started_at and not pin.value.worth_making_older_wait
 
     found = {job: pin for job, pin in pins.items() if goes(pin)}
-    return sorted(
-        found, key=lambda job: (job == spare, found[job].value.rank, -found[job].started_at)
-    )
+
+    def rank(job: JobKey) -> tuple[bool, float, float]:
+        return job == spare, found[job].saved_per_block_s, -found[job].started_at
+
+    return sorted(found, key=rank)

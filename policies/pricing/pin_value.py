@@ -8,8 +8,6 @@ job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,16 +49,14 @@ def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
     return float(GRID[best]) if gains[best] > WORTHWHILE * benefit_s else 0.0
 
 
-def saved_s(forecast: Forecast | None, benefit_s: float, wait_s: float) -> float:
-    """P(X <= τ) B: seconds that a pin until τ is expected to save; 0 without a forecast."""
-    return benefit_s * forecast.within(wait_s) if forecast is not None else 0.0
+def saved_s(forecast: Forecast, benefit_s: float, wait_s: float) -> float:
+    """P(X <= τ) B: seconds that a pin until τ is expected to save."""
+    return benefit_s * forecast.within(wait_s)
 
 
-def earnings(forecast: Forecast | None, costs: Costs, wait_s: float) -> float:
+def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
     """Mean seconds of requests that a pin until τ saves per second held: its own job's restore,
-    and the delay of others while that is computed. Infinite without a forecast."""
-    if forecast is None:
-        return math.inf
+    and the delay of others while that is computed."""
     saved = saved_s(forecast, costs.work_s, wait_s)
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 

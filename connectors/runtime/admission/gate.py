@@ -18,6 +18,7 @@ from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.policies.admission.job_order import Room, fits
 from tiered_kv.policies.admission.working_set import Allowance, Course, Share
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
@@ -190,15 +191,11 @@ class Admission:
         self._changed = True
 
     def _fits(self, need: Share, salt: str) -> bool:
-        """Whether a new job has room: VRAM for what is needed at the same time, and somewhere for
-        all of it, VRAM or CPU memory; or all of it in CPU memory, from where what VRAM lacks comes
-        back."""
-        share, pool = self.allowance.share, self._facts.num_blocks - 1
-        fits = self.jobs.peak(need, salt=salt) <= share * pool
-        if not self._slots:
-            return fits
-        whole = self.jobs.peak(need, anywhere=True, salt=salt)
-        return whole <= min(1.0, share) * self._slots or (fits and whole <= max(pool, self._slots))
+        """True if a new job has room."""
+        room = Room(self._facts.num_blocks - 1, self._slots, self.allowance.share)
+        peak = self.jobs.peak(need, salt=salt)
+        whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
+        return fits(room, peak, whole)
 
     def _behind_older(self, turn: Turn) -> bool:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM

@@ -12,6 +12,12 @@ from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
+from tiered_kv.policies.admission.job_order import (
+    Place,
+    parked_rank,
+    running_rank,
+    waiting_rank,
+)
 
 from .gate import Admission
 from .no_admission import NoAdmission
@@ -102,18 +108,21 @@ class JobQueue:
         came."""
         turn = self._turns.get(request_id)
         if turn is None:
-            return True, self._clock()
-        return turn.hold.new, turn.arrived_at if turn.hold.new else job_started_at(turn)
+            return parked_rank(Place(self._clock(), self._clock(), new=True))
+        return parked_rank(Place(job_started_at(turn), turn.arrived_at, new=turn.hold.new))
 
     def waiting_rank(self, request: Any) -> tuple[int, float, float]:
         """Rank of a waiting request: those that were preempted, those whose KV is held or on its
         way, the others; each by when their jobs began."""
         turn = self._turns.get(request.request_id)
         if turn is None:
-            return 2, self._clock(), request.arrival_time
-        ready = bool(turn.tiers.awaits) or (turn.job is not None and turn.job.key in self._pins)
-        group = 0 if request.num_preemptions else 1 if ready else 2
-        return group, job_started_at(turn), request.arrival_time
+            return waiting_rank(Place(self._clock(), request.arrival_time))
+        has_kv = bool(turn.tiers.awaits) or (turn.job is not None and turn.job.key in self._pins)
+        preempted = request.num_preemptions > 0
+        started_at = job_started_at(turn)
+        return waiting_rank(
+            Place(started_at, request.arrival_time, preempted=preempted, has_kv=has_kv)
+        )
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""
@@ -123,5 +132,6 @@ class JobQueue:
         """Rank of a running request by its loss if preempted: a last turn, then the oldest job."""
         turn = self._turns.get(request.request_id)
         if turn is None:
-            return True, self._clock()
-        return not turn.hints.is_last_step, job_started_at(turn)
+            return running_rank(Place(self._clock(), self._clock()))
+        last = turn.hints.is_last_step
+        return running_rank(Place(job_started_at(turn), turn.arrived_at, is_last_step=last))

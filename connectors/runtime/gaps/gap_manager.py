@@ -6,7 +6,6 @@ and what was decided is revised once the call was read, off this thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +23,8 @@ from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
-from tiered_kv.policies.pricing.pin_value import earnings, saved_s
+from tiered_kv.policies.pins.release_order import PinState, PinValue
+from tiered_kv.policies.pricing.pin_value import saved_per_second, saved_s
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 
@@ -124,8 +124,7 @@ class GapManager:
             return Arrival(job)
         gap, gap_s = back
         self._trace.gap(gap, gap_s, ended=True, held=key in self._pins)
-        # Until it has its blocks, however long it queues: nothing saves more.
-        self._pins.until(key, math.inf, math.inf, math.inf)
+        self._pins.on_arrived(key)
         shared = 0
         if not gap.end.aborted:  # how far that had come is not known
             sketch = PrefixSketch.of(request.block_hashes)
@@ -204,7 +203,7 @@ class GapManager:
             if block.block_hash is not None and not block.is_null
         ]
         pinned = self._pins.pin(
-            job.key, blocks, self._clock() + ttl_s, job.started_at, *_worth(gap, ttl_s)
+            job.key, blocks, self._clock() + ttl_s, job.started_at, _value(gap, ttl_s)
         )
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
@@ -257,8 +256,8 @@ class GapManager:
             self._trace.decision(gap)
             made = gap.decision
             if made.tier is Tier.PIN:
-                worth = _worth(gap, made.ttl_s)
-                self._pins.until(gap.end.job, gap.since + made.ttl_s, *worth)
+                value = _value(gap, made.ttl_s)
+                self._pins.revise(gap.end.job, gap.since + made.ttl_s, value)
             else:
                 self._release(gap.end.job)
                 self._send_down(gap)
@@ -295,10 +294,16 @@ class GapManager:
             self.give_up(job)
 
 
-def _worth(gap: OpenGap, ttl_s: float) -> tuple[float, float]:
-    """Seconds that a pin of ``ttl_s`` saves, and seconds saved in each of its seconds."""
+def _value(gap: OpenGap, ttl_s: float) -> PinValue:
+    """Value of a pin of ``ttl_s``."""
     forecast, costs = gap.decision.forecast, gap.costs
-    return saved_s(forecast, costs.benefit_s, ttl_s), earnings(forecast, costs, ttl_s)
+    if forecast is None:
+        return PinValue(PinState.UNPRICED)
+    return PinValue(
+        PinState.HELD,
+        saved_s(forecast, costs.benefit_s, ttl_s),
+        saved_per_second(forecast, costs, ttl_s),
+    )
 
 
 def _to_stay(gap: OpenGap, gap_s: float) -> bool:

@@ -16,22 +16,13 @@ from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S, LookAhead, next_pause_s
 from tiered_kv.tiers import StoreId, TierSpec
 
 from .reclaims import Reclaims
 
 logger = logging.getLogger(__name__)
 
-MOST_AHEAD = 4096
-"""Pages next in line for eviction that are kept in the tier as well, at most; three quarters of
-the slots if that is less. A page evicted before it is there is lost, and a demotion is
-reported a step after it was ordered: so this must be several steps' saves. It does not cost
-writes: under pressure every page is evicted, and written, once."""
-MOST_DEMOTING = 256
-"""Pages under way down at a time, half of those ahead if that is less: they cannot be
-evicted, and younger ones would be in their place."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds without demotions after one failed: doubled each time."""
 NOW = 0.0
 """Due at once, on any machine's clock."""
 STALLED_S = 5.0
@@ -70,13 +61,11 @@ class LowerTier:
         self.counters = counters
         self._clock = clock
         page_bytes = facts.groups[store.group].page_bytes
-        most = MOST_AHEAD
-        if spec.capacity_bytes is not None:
-            most = min(most, spec.capacity_bytes // (2 * facts.ranks * page_bytes))
-        self._window = max(1, min(self._index.num_slots * 3 // 4, most))
-        self._looked_at = -self._window  # slots taken then
-        self._ahead = 0  # pages demoted ahead: at most as many as slots were taken, or a store
-        # smaller than the look-ahead would be written over and over
+        holds = spec.capacity_bytes
+        pages = None if holds is None else holds // (facts.ranks * page_bytes)
+        self._look_ahead = LookAhead.of(self._index.num_slots, pages)
+        self._looked_at = -self._look_ahead.window  # slots taken then
+        self._ahead = 0  # pages demoted ahead
         self._expected_bandwidth = self.pages.bandwidth
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -187,33 +176,32 @@ class LowerTier:
             self._feed()
 
     def demote_ahead(self) -> None:
-        """Keep the pages that would be evicted next in the tier as well.
-
-        Only once half the slots are taken, and after enough were since the last look.
-        """
+        """Keep the pages that would be evicted next in the tier as well, if it is time."""
         self._feed()
-        index = self._index
+        index, look = self._index, self._look_ahead
         taken = index.taken
-        roomy = index.free_slots > index.num_slots // 2
-        if roomy or taken - self._looked_at < self._window // 8 or self._ahead >= taken:
+        if not look.due(
+            free=index.free_slots,
+            num_slots=index.num_slots,
+            taken=taken,
+            looked_at=self._looked_at,
+            ahead=self._ahead,
+        ):
             return
-        room = self._most_demoting - len(self.pages.demoting)
+        room = look.most_demoting - len(self.pages.demoting)
         if room <= 0 or self._clock() < self._pause_until:
             return
         stored = self.pages.index.stored
-        victims = [key for key in index.least_valuable(self._window) if not stored(key)]
+        victims = [key for key in index.least_valuable(look.window) if not stored(key)]
         if len(victims) <= room:
             self._looked_at = taken
         self._ahead += min(len(victims), room)
         self.demote(victims[:room])
 
-    @property
-    def _most_demoting(self) -> int:
-        return min(MOST_DEMOTING, -(-self._window // 2))
-
     def _feed(self) -> None:
         """Order the backlog down, but not so much at a time that nothing can be evicted."""
-        while self._backlog and (room := self._most_demoting - len(self.pages.demoting)) > 0:
+        most = self._look_ahead.most_demoting
+        while self._backlog and (room := most - len(self.pages.demoting)) > 0:
             keys = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
             order = self._book.plan_demote(self.store, keys, NOW)
             if order is not None:
@@ -234,7 +222,7 @@ class LowerTier:
                 self.counters.add("demotion_failures", failed)
                 self._pause_until = self._clock() + self._pause_s
                 self._backlog.clear()
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                self._pause_s = next_pause_s(self._pause_s)
                 self._lose(done)
             elif good:
                 self._pause_s = FIRST_PAUSE_S

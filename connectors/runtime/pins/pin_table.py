@@ -7,36 +7,27 @@ somebody needs the blocks more. Only the scheduler thread may touch the block po
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool
 from tiered_kv.policies.base import JobKey
-
-WORTH_A_WAIT = 0.5
-"""A pin that earns less in a second is no reason for another job's turn to wait for that second.
-Found in simulations: at 0.75 contexts of large models go too soon, at 0.35 small ones too late."""
-WORTH_MAKING_OLDER_WAIT = 1.0
-"""The same for turns of older jobs. They would not be the next to lose their KV, so that a second
-of their waiting counts whole."""
+from tiered_kv.policies.pins.release_order import PinState, PinValue, PinView, release_order
 
 
 @dataclass(slots=True)
 class _Pin:
     blocks: list[Block]
     deadline: float
-    born: float
-    worth: float  # seconds that a block of it is expected to save
-    earns: float
+    view: PinView
 
 
 class PinTable:
-    """At most one pin for each job.
+    """Pins by job, at most one each.
 
     Args:
-        pool: where references are taken and given back.
-        budget: distinct blocks that all pins together may hold.
+        pool: the engine's blocks.
+        budget: number of distinct blocks that all pins together may hold.
     """
 
     def __init__(self, pool: BlockPool, budget: int) -> None:
@@ -53,8 +44,9 @@ class PinTable:
         return job in self._pins
 
     def worth_a_wait(self, job: JobKey) -> bool:
-        """Whether the job has a pin for which a younger one's turn may have to wait."""
-        return job in self._pins and self._pins[job].earns >= WORTH_A_WAIT
+        """True if the job has a pin for which a younger one's turn may have to wait."""
+        pin = self._pins.get(job)
+        return pin is not None and pin.view.value.worth_a_wait
 
     @property
     def held_blocks(self) -> int:
@@ -66,9 +58,8 @@ class PinTable:
         job: JobKey,
         blocks: Sequence[Block],
         deadline: float,
-        born: float,
-        saves_s: float,
-        earns: float,
+        started_at: float,
+        value: PinValue,
     ) -> int:
         """Hold a job's blocks until ``deadline``, in place of what it held before.
 
@@ -77,14 +68,11 @@ class PinTable:
         Args:
             blocks: full, hashed blocks in the order of the context.
             deadline: on the scheduler half's clock, seconds.
-            born: when the job's first turn arrived.
-            saves_s: seconds that the pin is expected to save. The pin that saves the least with
-                a block gives way first; of equal ones, as those of a policy that forecasts
-                nothing, the youngest job's.
-            earns: seconds of requests that it saves in each second.
+            started_at: start of the job, seconds.
+            value: value of the pin.
 
         Returns:
-            How many of the blocks are pinned.
+            Number of the blocks that are pinned.
         """
         self.release(job)
         kept = self._within_budget(blocks)
@@ -96,7 +84,7 @@ class PinTable:
         others = [(one, held[one] + 1) for one in ids.keys() & held.keys()]
         held.update(ids)
         held.update(others)
-        self._pins[job] = _Pin(kept, deadline, born, saves_s / len(kept), earns)
+        self._pins[job] = _Pin(kept, deadline, PinView(value, len(kept), started_at))
         self._next_deadline = min(self._next_deadline, deadline)
         return len(kept)
 
@@ -113,22 +101,25 @@ class PinTable:
             kept.append(block)
         return kept
 
-    def until(self, job: JobKey, deadline: float, saves_s: float, earns: float) -> None:
-        """Hold what the job has pinned until then instead, to save so much. Ignored if it has
-        nothing."""
+    def revise(self, job: JobKey, deadline: float, value: PinValue) -> None:
+        """Change a pin's deadline and value. Ignored if the job has none."""
         pin = self._pins.get(job)
         if pin is not None:
             pin.deadline = deadline
-            pin.worth = saves_s / len(pin.blocks)
-            pin.earns = earns
+            pin.view = replace(pin.view, value=value)
             self._next_deadline = min(self._next_deadline, deadline)
 
+    def on_arrived(self, job: JobKey) -> None:
+        """Keep a pin until its job's turn, which is in the queue, has its blocks: nothing saves
+        more. Ignored if the job has none."""
+        self.revise(job, float("inf"), PinValue(PinState.ARRIVED))
+
     def devalue(self, job: JobKey) -> None:
-        """Have the job's pin go first, and for anybody: nothing is expected of it any more.
-        Ignored if it has none."""
+        """Have a pin go first, and for anybody: nothing is expected of it any more. Ignored if
+        the job has none."""
         pin = self._pins.get(job)
         if pin is not None:
-            pin.worth = pin.earns = 0.0
+            pin.view = replace(pin.view, value=PinValue(PinState.WORTHLESS))
 
     def release(self, job: JobKey) -> bool:
         """Give a job's references back; False if it has none."""
@@ -143,7 +134,7 @@ class PinTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Release every pin whose deadline has passed; returns how many."""
+        """Release every pin whose deadline has passed; their number."""
         if now < self._next_deadline:
             return 0
         late = [job for job, pin in self._pins.items() if pin.deadline <= now]
@@ -158,27 +149,19 @@ class PinTable:
         self,
         enough: Callable[[], bool],
         spare: JobKey | None = None,
-        waiter_born: float | None = None,
+        waiter_started_at: float | None = None,
     ) -> int:
-        """Release pins, the one that saves least first, until ``enough()`` or there are no more;
-        returns how many went.
+        """Release pins in ``release_order`` until ``enough()``, or no more may go; their number.
 
         Args:
-            spare: goes last; it is the pin of the job that the room is for.
-            waiter_born: when the job was that waits for pins that are worth it; None: all may go.
+            spare: the job that the room is for; its pin goes last.
+            waiter_started_at: start of the job that waits for pins that are worth it, seconds;
+                None if all may go.
         """
         if enough():  # as nearly always: it is asked for every waiting request in every step
             return 0
-
-        def goes(pin: _Pin) -> bool:
-            if waiter_born is None or pin.earns < WORTH_A_WAIT:
-                return True
-            forecast = pin.earns < math.inf or pin.deadline == math.inf  # of a turn that queues
-            keeps = forecast and pin.earns >= WORTH_MAKING_OLDER_WAIT
-            return pin.born > waiter_born and not keeps
-
-        found = {job: pin for job, pin in self._pins.items() if goes(pin)}
-        order = sorted(found, key=lambda job: (job == spare, found[job].worth, -found[job].born))
+        views = {job: pin.view for job, pin in self._pins.items()}
+        order = release_order(views, spare, waiter_started_at)
         released = 0
         for job in order:
             self.release(job)
@@ -188,5 +171,5 @@ class PinTable:
         return released
 
     def release_all(self) -> int:
-        """Release every pin; returns how many there were."""
+        """Release every pin; their number."""
         return self.make_room(lambda: False)

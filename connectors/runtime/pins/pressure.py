@@ -1,5 +1,5 @@
-"""Room: pins give way before a request is refused, preempted or left waiting, and saves under way
-are waited for before anybody is preempted.
+"""Memory pressure: pins give way before a request is refused, preempted or left waiting, and saves
+under way are waited for before anybody is preempted.
 
 Others wait for a pin while something runs, if it is worth that; where jobs are taken in their
 order, older ones for the worthiest alone. They would be the next to lose their KV to the one that
@@ -13,31 +13,31 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.base import JobKey
 
 from .pin_table import PinTable
 
 SAVES_PATIENCE_S = 1.0
-"""How long a running request waits for saves while none of them ends, before others are preempted
-for it: a worker that is gone never reports."""
+"""Seconds that a running request waits for saves while none of them ends, before others are
+preempted for it: a worker that is gone never reports."""
 
 
-class Room:
+class PinPressure:
     """Releases pins when blocks are short.
 
     Args:
-        saves: those under way hold blocks, which are free when they are over.
+        saves: saves; those under way hold blocks, which are free when they are over.
         clock: monotonic seconds.
 
     Attributes:
-        in_job_order: whether vLLM is given waiting requests in the order of their jobs. In any
-            other, an older one may be behind the one that waits.
+        in_job_order: True if the engine is given waiting requests in the order of their jobs. In
+            any other, an older one may be behind the one that waits.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Room:
         self._saves_over, self._waits_since, self._waited_at = 0, 0.0, -1
 
     def freed_late(self, blocks: int, step: int) -> None:
-        """So many blocks of a turn that has ended are free only once the step that was scheduled
+        """Count blocks of a turn that has ended and that are free only once the step scheduled
         ahead of its end is over: pins need not go for want of them in the ``step`` until then."""
         self._coming = blocks + self._late(step)
         self._coming_at = step
@@ -117,18 +117,18 @@ class Room:
             free = self._free(step)
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
-        waiter_born = self._waiter_born(turn)
-        released = self._pins.make_room(enough, spare, waiter_born)
+        waiter = self._waiter_started_at(turn)
+        released = self._pins.make_room(enough, spare, waiter)
         self._counters.add("pins_released", released)
         hit = turn.restore.hit
         if asked_before and not released and hit is not None and hit.mode is RestoreMode.ASYNC:
             # Refused in the step before although its blocks were free: an async restore
             # must leave what running prefills still need. Give way one by one.
-            self._release_one(spare, waiter_born)
+            self._release_one(spare, waiter)
 
-    def _waiter_born(self, turn: Turn) -> float | None:
-        """When its job was born, of a turn that waits for pins; None if it does not: nobody is
-        there who would give blocks back."""
+    def _waiter_started_at(self, turn: Turn) -> float | None:
+        """Start of the job of a turn that waits for pins, seconds; None if it does not wait, since
+        nobody is there who would give blocks back."""
         if turn.request.num_preemptions or not any(self._pool.tables.values()):
             return None
         return job_started_at(turn) if self.in_job_order or turn.hold.new else None
@@ -146,12 +146,12 @@ class Room:
     def _blocks(self, turn: Turn) -> int:
         return int(-(-turn.request.num_tokens // self._facts.block_size))
 
-    def _release_one(self, spare: Any, waiter_born: float | None = None) -> bool:
+    def _release_one(self, spare: JobKey | None, waiter: float | None = None) -> bool:
         before = self._pool.num_free()
         released = self._pins.make_room(
             lambda: self._pool.num_free() > before or self._saves.free_some(),
             spare,
-            waiter_born,
+            waiter,
         )
         self._counters.add("pins_released", released)
         return self._pool.num_free() > before

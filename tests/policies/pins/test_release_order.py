@@ -24,7 +24,7 @@ VALUES = st.builds(
 )
 PINS = st.dictionaries(
     st.builds(JobKey, st.just(""), st.sampled_from("abcdef")),
-    st.builds(PinView, VALUES, st.floats(0, 9, allow_nan=False)),
+    st.builds(PinView, VALUES, st.integers(1, 9), st.floats(0, 9, allow_nan=False)),
 )
 
 
@@ -33,7 +33,7 @@ def job(name: str) -> JobKey:
 
 
 def held(per_block_s: float, per_second: float, started_at: float = 0.0) -> PinView:
-    return PinView(PinValue(PinState.HELD, per_block_s, per_second), started_at)
+    return PinView(PinValue(PinState.HELD, 4 * per_block_s, per_second), 4, started_at)
 
 
 def test_the_pin_that_saves_the_least_with_a_block_goes_first() -> None:
@@ -44,7 +44,7 @@ def test_the_pin_that_saves_the_least_with_a_block_goes_first() -> None:
 
 def test_of_pins_that_nothing_is_forecast_for_the_youngest_jobs_goes_first() -> None:
     unpriced = PinValue(PinState.UNPRICED)
-    pins = {job(name): PinView(unpriced, at) for name, at in (("old", 1.0), ("young", 2.0))}
+    pins = {job(name): PinView(unpriced, 4, at) for name, at in (("old", 1.0), ("young", 2.0))}
     assert release_order(pins, None, None) == [job("young"), job("old")]
 
 
@@ -62,7 +62,7 @@ def test_of_pins_that_nothing_is_forecast_for_the_youngest_jobs_goes_first() -> 
 def test_who_waits_for_a_pin(
     state: PinState, per_second: float, for_older: bool, for_younger: bool
 ) -> None:
-    pins = {job("pinned"): PinView(PinValue(state, 1.0, per_second), 5.0)}
+    pins = {job("pinned"): PinView(PinValue(state, 1.0, per_second), 4, 5.0)}
     assert bool(release_order(pins, None, 4.0)) is for_older
     assert bool(release_order(pins, None, 6.0)) is for_younger
     assert release_order(pins, None, None), "nobody is there who would give blocks back"

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from tests.policies.turn_ends import forecast_of
 from tiered_kv.policies.base import Costs, GapClass
 from tiered_kv.policies.distribution import CELLS, GRID, Forecast, cell_of
-from tiered_kv.policies.pricing.pin_value import WORTHWHILE, best_wait, earnings, gap_class, utility
+from tiered_kv.policies.pricing.pin_value import (
+    WORTHWHILE,
+    best_wait,
+    gap_class,
+    saved_per_second,
+    utility,
+)
 
 masses = st.lists(st.floats(0, 1), min_size=CELLS, max_size=CELLS).filter(lambda m: sum(m) > 0.01)
 forecasts = masses.map(lambda m: Forecast.of_masses(np.array(m) / sum(m)))
@@ -95,17 +101,16 @@ def test_the_class_of_a_gap_depends_on_what_a_restore_costs(wait_s: float, kind:
 def test_a_pin_earns_what_it_saves_over_the_time_that_it_is_held() -> None:
     costs = Costs(recompute_s=6.0, held_up=4.0)
     soon = forecast_of({1.0: 1.0})
-    assert earnings(soon, costs, 60.0) == pytest.approx(4 * 6.0 / soon.held(60.0))
+    assert saved_per_second(soon, costs, 60.0) == pytest.approx(4 * 6.0 / soon.held(60.0))
     never = Forecast(np.zeros(len(GRID)))
-    assert earnings(never, costs, 60.0) == 0
-    assert earnings(None, costs, 60.0) == np.inf, "who forecasts nothing asks for the room"
+    assert saved_per_second(never, costs, 60.0) == 0
 
 
 def test_a_pin_earns_nothing_by_letting_its_job_go_before_others() -> None:
     """Its own job queues for ten seconds less, and others for as much more."""
     soon = forecast_of({1.0: 1.0})
     copied = Costs(recompute_s=6.0, cpu_s=0.5, queue_s=10.0)
-    assert earnings(soon, copied, 60.0) == pytest.approx(0.5 / soon.held(60.0))
+    assert saved_per_second(soon, copied, 60.0) == pytest.approx(0.5 / soon.held(60.0))
     # Four others run while it is computed, and none while it queues: (10 + 5 * 6) / (10 + 6).
     computed = Costs(recompute_s=6.0, queue_s=10.0, held_up=40 / 16)
-    assert earnings(soon, computed, 60.0) == pytest.approx(5 * 6.0 / soon.held(60.0))
+    assert saved_per_second(soon, computed, 60.0) == pytest.approx(5 * 6.0 / soon.held(60.0))

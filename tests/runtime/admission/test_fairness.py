@@ -9,6 +9,7 @@ import pytest
 from tests.runtime.admission.admitting import TOKENS
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.pins.release_order import PinState, PinValue
 from tiered_kv.testing.vllm.rig import Rig, text
 
 OPEN = 8
@@ -101,7 +102,8 @@ def test_a_pin_of_a_job_that_will_hardly_return_goes_for_anybody(make_rig: MakeR
         rig.now += 1.0
     rig.ask("open0", text(700, seed=2), params={**said, "job_id": "gone"}, salt="one")
     key = JobKey("one", "gone")
-    rig.pins.until(key, rig.now + 3600.0, 100.0, 100.0)  # worth everybody's wait
+    worth_everybodys_wait = PinValue(PinState.HELD, 100.0, 100.0)
+    rig.pins.revise(key, rig.now + 3600.0, worth_everybodys_wait)
     assert key in rig.pins
     rig.add("busy", text(20, seed=99), max_tokens=600, params={"job_id": "busy"}, salt="one")
     rig.step()

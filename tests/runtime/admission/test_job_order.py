@@ -10,6 +10,7 @@ from tests.runtime.admission.admitting import TOKENS, begin, holding_rig, runnin
 from tests.runtime.conftest import MakeRig
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.pins.release_order import PinState, PinValue
 from tiered_kv.testing.vllm.engine import make_scheduler
 from tiered_kv.testing.vllm.rig import Rig, expected, text
 
@@ -45,7 +46,7 @@ def test_a_pin_outlasts_younger_jobs_while_something_runs(
     rig.step()
 
     old, young = JobKey("", "old"), JobKey("", "young")
-    rig.pins.until(young, rig.now + 60.0, 1.0, earns=0.9)
+    rig.pins.revise(young, rig.now + 60.0, PinValue(PinState.HELD, 1.0, 0.9))
     for seed in (5, 6, 7):
         rig.add(f"middle{seed}", text(240, seed=seed), params={"job_id": "middle"})
     rig.step()

@@ -10,11 +10,11 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, store, tiers
-from tiered_kv.connectors.runtime.pages.lower_tier import MOST_DEMOTING
 from tiered_kv.connectors.runtime.pages.reclaims import Reclaims
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.pages.tier_index import TierIndex
+from tiered_kv.policies.cache.demotion import MOST_DEMOTING
 from tiered_kv.storage import ssd
 from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig, expected, text

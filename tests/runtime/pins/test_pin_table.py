@@ -9,9 +9,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.pins.release_order import PinState, PinValue
 from tiered_kv.testing.block_pool import FakeBlock, FakeBlockPool
 
 A, B, C, D = (JobKey("", name) for name in "abcd")
+
+
+def held(saves_s: float, earns: float) -> PinValue:
+    """Value of a pin; infinite earnings stand for a policy that forecasts nothing."""
+    if earns == math.inf:
+        return PinValue(PinState.UNPRICED, saves_s)
+    return PinValue(PinState.HELD, saves_s, earns)
 
 
 class Engine:
@@ -29,7 +37,7 @@ class Engine:
                       born: float = 0.0, saves_s: float = 0.0,
                       earns: float = math.inf) -> int:  # fmt: skip
         """A turn ends as vLLM ends it: first our hook, then its own references go."""
-        pinned = self.pins.pin(job, blocks, deadline, born, saves_s, earns)
+        pinned = self.pins.pin(job, blocks, deadline, born, held(saves_s, earns))
         self.pool.release(reversed(blocks))
         return pinned
 
@@ -133,7 +141,7 @@ def test_without_a_budget_nothing_is_pinned() -> None:
 def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
     engine = Engine()
     engine.turn(A, 3)
-    assert engine.pins.pin(A, [], 2.0, 0.0, 0.0, 1.0) == 0
+    assert engine.pins.pin(A, [], 2.0, 0.0, held(0.0, 1.0)) == 0
     assert A not in engine.pins, "what it held before is over all the same"
     assert engine.free == 20
 
@@ -201,7 +209,7 @@ def test_the_pin_that_saves_least_with_a_block_gives_way_before_a_younger_job() 
     engine.turn(C, 4, born=20.0, saves_s=6.0)
     assert engine.pins.make_room(lambda: engine.free >= 9) == 1
     assert B not in engine.pins, "it saves the most, and takes the most room for it"
-    engine.pins.until(A, 5.0, saves_s=1.0, earns=1.0)
+    engine.pins.revise(A, 5.0, held(1.0, 1.0))
     assert engine.pins.make_room(lambda: engine.free >= 15) == 1
     assert A not in engine.pins, "less was to be saved when its tool call was read"
 
@@ -210,7 +218,7 @@ def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=1.0)
     engine.turn(B, 4, born=10.0, saves_s=100.0)
-    engine.pins.until(A, math.inf, math.inf, math.inf)
+    engine.pins.on_arrived(A)
     assert engine.pins.make_room(lambda: engine.free >= 16) == 1
     assert A in engine.pins
 
@@ -227,28 +235,32 @@ def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=9.0, earns=0.9)
     engine.turn(B, 4, born=30.0, saves_s=1.0, earns=1.1)
-    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=20.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=20.0) == 1
     assert [job in engine.pins for job in (A, B)] == [False, True]
-    engine.pins.until(B, math.inf, math.inf, math.inf)
-    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=20.0) == 0, "it queues"
+    engine.pins.on_arrived(B)
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=20.0) == 0, (
+        "it queues"
+    )
     engine.turn(A, 4, born=30.0)
-    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=20.0) == 1, "who can say?"
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=20.0) == 1, (
+        "who can say?"
+    )
 
 
 def test_a_pin_of_an_older_job_gives_way_if_it_is_not_worth_a_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=0.4)
     engine.turn(B, 4, born=10.0, saves_s=1.0, earns=0.6)
-    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=30.0) == 1
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=30.0) == 1
     assert [job in engine.pins for job in (A, B)] == [False, True]
-    engine.pins.until(B, 5.0, saves_s=1.0, earns=0.1)
-    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=30.0) == 1
+    engine.pins.revise(B, 5.0, held(1.0, 0.1))
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=30.0) == 1
 
 
 def test_for_a_turn_that_may_not_wait_all_of_them_go() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=100.0)
-    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_born=30.0) == 0
+    assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=30.0) == 0
     assert engine.pins.make_room(lambda: engine.free >= 20) == 1
 
 
@@ -330,7 +342,7 @@ class PinsMachine(RuleBasedStateMachine):
         self.model.pop(job, None)
         fits = [n for n in range(len(blocks) + 1) if self.affordable(blocks[:n])]
 
-        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), saves_s, earns)
+        pinned = self.pins.pin(job, blocks, self.now + ttl, float(born), held(saves_s, earns))
         self.earns[job] = earns
         self.pool.release(reversed(blocks))
 

@@ -185,8 +185,10 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
         rig.pins._held[block.block_id] = 1
     from tiered_kv.connectors.runtime.pins.pin_table import _Pin
     from tiered_kv.policies.base import JobKey
+    from tiered_kv.policies.pins.release_order import PinState, PinValue, PinView
 
-    rig.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, rig.now, 0.0, 1.0)
+    view = PinView(PinValue(PinState.HELD, 0.0, 1.0), len(grabbed), rig.now)
+    rig.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, view)
     rig.run()
 
     assert rig.outputs["back"] == expected(back, 4)
