@@ -19,7 +19,7 @@ of their waiting counts whole."""
 
 
 class PinState(Enum):
-    """The event that a pin waits for."""
+    """Reason for which a pin is held."""
 
     UNPRICED = "unpriced"
     """Its job's return, by a policy that forecasts nothing."""
@@ -28,7 +28,7 @@ class PinState(Enum):
     ARRIVED = "arrived"
     """Blocks for its job's turn, which is in the queue."""
     WORTHLESS = "worthless"
-    """No event: its job has probably ended."""
+    """Nobody: its job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PinValue:
     """Value of a pin.
 
     Attributes:
-        state: the event that the pin waits for.
+        state: reason for which the pin is held.
         saves_s: time that it is expected to save, seconds; 0 unless it is HELD.
         saved_per_second: seconds of requests that it saves in each second; 0 unless it is HELD.
     """
