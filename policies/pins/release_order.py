@@ -28,7 +28,7 @@ class PinState(Enum):
     ARRIVED = "arrived"
     """Blocks for its job's turn, which is in the queue."""
     WORTHLESS = "worthless"
-    """Nobody: its job has probably ended."""
+    """Nobody in particular: its job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
