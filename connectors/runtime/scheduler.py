@@ -147,20 +147,17 @@ class SchedulerHalf:
         if self.admission.pressure.defer_new or self.admission.queue.holds_in_queue(turn):
             return None, False
         self.admission.pressure.for_waiting(turn, num_computed, self.step)
-        pages, prefill = self.pages, self.gaps.prefills.fit
-        pages.restores.withdraw(turn)
+        restores, tiers = self.pages.restores, self.pages.tiers
+        restores.withdraw(turn)
         if not turn.source.admitted:
             turn.source.vram_tokens = num_computed
         if not turn.may_restore:
             return 0, False
-        if pages.restores.comes_later(turn, num_computed):
+        prefill = self.gaps.prefills.fit
+        if restores.comes_later(turn, num_computed) or tiers.still_coming(turn, prefill):
             return None, False
-        if pages.tiers.still_coming(turn, prefill):
-            return None, False
-        hit = pages.restores.find(turn, num_computed, self.turns.running)
-        if hit is None:
-            return 0, False
-        return hit.tokens, hit.mode is RestoreMode.ASYNC
+        hit = restores.find(turn, num_computed, self.turns.running)
+        return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
 
     def on_allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
         """Order the restore of a request that has its blocks.
