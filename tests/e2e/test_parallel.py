@@ -89,7 +89,7 @@ def test_two_ranks_count_as_one_and_keep_their_pages_over_a_restart(
         two.settle()
         after = two.half.counters.totals
         assert after["prompt_tokens_cpu"] - before["prompt_tokens_cpu"] > 1000
-        assert after["bytes_saved"] == after["pages_saved"] * two.half.facts.page_bytes * 2
+        assert after["bytes_saved"] == after["pages_saved"] * two.half.facts.slot_bytes * 2
         assert after["hook_errors"] == after["restore_failures"] == 0
         assert two.half.pages.book.in_flight == 0
         two.half.pages.index.check_integrity()
