@@ -46,21 +46,21 @@ from .raw import NOTHING
 from .zstd import compress_symbols, decompress
 
 ELEMENTS = (ElementType.BF16, ElementType.FP16, ElementType.FP8_E4M3, ElementType.FP8_E5M2)
-"""In the order of their numbers in the table."""
+"""Types of elements, in the order of their numbers in the table."""
 
 HEADER = struct.Struct("<4sBBHIQII")
 MAGIC, VERSION = b"TKVC", 1
 
 MAX_TRAINING_PAGES = 64
 LAYOUT_PAGES = 8
-"""Pages that the layout is looked for in: it is the same in all, and seen in few."""
+"""Number of pages that the layout is looked for in: it is the same in all, and seen in few."""
 MIN_STRIPE = 32
 """Channels of the narrowest stripe: layouts change between heads, which are wider."""
 REFINEMENTS = 2
 
 
 def symbol_count(page_format: PageFormat) -> int:
-    """Elements of a page.
+    """Number of elements of a page.
 
     Raises:
         ValueError: pages of this format have no elements that this codec knows.
@@ -78,12 +78,12 @@ def symbol_count(page_format: PageFormat) -> int:
 
 
 def is_wide(page_format: PageFormat) -> bool:
-    """Whether elements take two bytes."""
+    """True if elements take two bytes."""
     return page_format.element in (ElementType.BF16, ElementType.FP16)
 
 
 def channel_count(page_format: PageFormat) -> int:
-    """Channels of a page; 0 if its tokens are not of equal size, so that there are none."""
+    """Number of channels of a page; 0 if its tokens are not of equal size."""
     if page_format.tokens < 1 or symbol_count(page_format) % page_format.tokens:
         return 0
     return symbol_count(page_format) // page_format.tokens
@@ -91,10 +91,10 @@ def channel_count(page_format: PageFormat) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CentredCodec:
-    """Centred symbols in one Huffman-only zstd frame, the rest as it is.
+    """Stores centred symbols in one Huffman-only zstd frame, the rest as it is.
 
     Args:
-        table: from ``trained``; without one all centres are zero.
+        table: table of a trained codec; without one all centres are zero.
 
     Raises:
         ValueError: opaque pages, or pages that are no whole number of elements.
@@ -148,9 +148,9 @@ class CentredCodec:
         merge(symbols, encoded.plane, self._centres, out)
 
     def trained(self, pages: list[Bytes]) -> Codec:
-        """A codec with the centres of these pages; the first 64 are looked at.
+        """Make a codec with the centres of these pages; the first 64 are looked at.
 
-        Takes from a tenth of a second to a few, mostly without the interpreter lock.
+        It takes from a tenth of a second to a few, mostly without the interpreter lock.
         """
         if not pages or not channel_count(self.page_format):
             return self
@@ -166,7 +166,7 @@ class CentredCodec:
         return symbols
 
     def _split(self, page: Bytes, centres: Bytes, symbols: Bytes) -> Bytes:
-        """Fill ``symbols``; the rest."""
+        """Fill ``symbols``; give the rest."""
         if not is_wide(self.page_format):
             _kernels().split_fp8(page, centres, symbols)
             return NOTHING
@@ -184,12 +184,12 @@ class CentredCodec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the channels of a page lie, and their centres.
+    """Places of a page's channels, and their centres.
 
     Attributes:
-        stripe: channels of a stripe.
+        stripe: number of channels of a stripe.
         inners: ``inner`` of each stripe, int64; divides ``stripe``.
-        centres: of each channel.
+        centres: centre of each channel.
     """
 
     stripe: int
@@ -197,7 +197,7 @@ class Layout:
     centres: Bytes
 
     def per_element(self, page_format: PageFormat) -> Bytes:
-        """The centre of each element of a page, in its place."""
+        """Centre of each element of a page, in its place."""
         tokens = page_format.tokens
         spread = np.empty(self.centres.size * tokens, dtype=np.uint8)
         first = 0
@@ -245,13 +245,13 @@ class Layout:
 
 
 def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
-    """The stripes in which symbols of pages lie closest to the medians of other pages.
+    """Find the stripes in which symbols of pages lie closest to the medians of other pages.
 
     Medians are of every other page, distances of those between: more stripes always fit the
     pages they were chosen on, but others only if they are real. Centres are left at zero.
 
     Args:
-        symbols: [pages, elements].
+        symbols: symbols [pages, elements].
     """
     some = symbols[:LAYOUT_PAGES]
     fitted = np.ascontiguousarray(some[::2])
@@ -324,7 +324,7 @@ _scratch = _Scratch()
 
 @cache
 def _kernels() -> ModuleType:
-    """Imported when first needed: see ``planes``."""
+    """Import the kernels when first needed: see ``planes``."""
     from . import planes
 
     return planes

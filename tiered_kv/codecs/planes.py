@@ -39,7 +39,7 @@ _COSTS = types.Array(types.float32, 1, "C", readonly=True)
 _WIDTHS = types.Array(types.int64, 1, "C", readonly=True)
 
 REACH = 8
-"""How far ``refine`` moves a centre at most."""
+"""Longest move of a centre by ``refine``, in symbols."""
 
 Kernel = Callable[..., None]
 
@@ -58,7 +58,7 @@ def _kernel(*arguments: Any) -> Callable[[Kernel], Kernel]:
 
 @_kernel(_IN, _IN, _OUT, _OUT)
 def split_bf16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """Two bytes of page become one symbol and one byte of rest; ``centres`` is per element."""
+    """Split two bytes of page into one symbol and one byte of rest; ``centres`` is per element."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         element = elements[i]
@@ -79,7 +79,7 @@ def merge_bf16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None
 
 @_kernel(_IN, _IN, _OUT, _OUT)
 def split_fp16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """As ``split_bf16``."""
+    """Split as ``split_bf16`` does."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         element = elements[i]
@@ -99,7 +99,7 @@ def merge_fp16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None
 
 @_kernel(_IN, _IN, _OUT)
 def split_fp8(page: Bytes, centres: Bytes, symbols: Bytes) -> None:
-    """A byte of page becomes one symbol."""
+    """Make a symbol of each byte of page."""
     for i in range(page.size):
         byte = page[i]
         symbols[i] = np.uint8((byte << 1) | (byte >> 7)) - centres[i]
@@ -122,13 +122,13 @@ def medians(
     centres: Bytes,
     spread: NDArray[np.int64],
 ) -> None:
-    """Each channel's median symbol, if channels lie ``inner`` apart from token to token.
+    """Find each channel's median symbol, if channels lie ``inner`` apart from token to token.
 
     Args:
         fitted: symbols [pages, elements] that the medians are taken of.
         scored: symbols [pages, elements] that ``spread`` is measured on.
         tokens: tokens of a page; divides elements.
-        inner: divides elements / tokens.
+        inner: distance of a channel's elements; divides elements / tokens.
         centres: receives the medians, [elements / tokens].
         spread: receives the sums of absolute distances from the medians of each run of
             ``tokens * inner`` elements, [elements / tokens / inner].

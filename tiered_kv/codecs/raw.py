@@ -13,7 +13,7 @@ NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """No encoding."""
+    """Stores pages as they are."""
 
     page_format: PageFormat
     codec_id = 0

@@ -81,7 +81,7 @@ class LiteralEncoder:
 
 
 def plain_encoder() -> SymbolEncoder:
-    """The same with ordinary parameters: a table so small that few matches are found."""
+    """Make the same with ordinary parameters: a table so small that few matches are found."""
     parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
         window_log=WINDOW_LOG,
@@ -96,7 +96,7 @@ def plain_encoder() -> SymbolEncoder:
 
 
 def symbol_encoder() -> SymbolEncoder:
-    """The faster of the two that is to be had here."""
+    """Make the faster of the two that is to be had here."""
     try:
         return LiteralEncoder()
     except (ImportError, AttributeError, RuntimeError):  # no cffi, or another zstd below it
@@ -104,7 +104,7 @@ def symbol_encoder() -> SymbolEncoder:
 
 
 class _Contexts(threading.local):
-    """This thread's contexts, made when first used."""
+    """Contexts of a thread, made when first used."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
@@ -127,12 +127,12 @@ _contexts = _Contexts()
 
 
 def compress(page: Bytes, level: int) -> Bytes:
-    """One frame, with its content size, as zstd makes it at that level."""
+    """Make one frame, with its content size, as zstd does at that level."""
     return np.frombuffer(_contexts.compressor(level).compress(page.data), dtype=np.uint8)
 
 
 def compress_symbols(symbols: Bytes) -> Bytes:
-    """One frame, with its content size, without matches."""
+    """Make one frame, with its content size, without matches."""
     return _contexts.symbols(symbols)
 
 
@@ -156,10 +156,10 @@ def decompress(frame: Bytes, out: Bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ZstdCodec:
-    """The whole page in one frame, for pages of which nothing is known.
+    """Stores the whole page in one frame, for pages of which nothing is known.
 
     Attributes:
-        level: 1 to 22; what is stored at one level is read at any other.
+        level: level, 1 to 22; what is stored at one level is read at any other.
 
     Raises:
         ValueError: there is no such level.

@@ -1,8 +1,11 @@
-"""The I/O thread: carries out what is ordered of a tier's store, when it is due, by itself.
+"""The I/O thread: carries out a tier's store orders by itself, when they are due.
 
 It owns the store from the moment it is given one. Orders wait in a heap for the
 time they are due; of those that are, promotions go first, since somebody waits for them.
 A demotion is written in groups, and a promotion can come between two of them.
+
+An order is reported once the store's call has returned, and not before: its slots stay reserved
+for as long as the store may touch them.
 
 The thread never dies of an order: what fails is reported as failed.
 """
@@ -38,18 +41,21 @@ from .base import PageStore
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 128 << 20
-"""Of pages demoted, and made durable, at a time: enough for a disk to reach its speed, and a
-promotion that comes between waits a few hundredths of a second."""
+"""Size of a group of demoted pages, made durable together, bytes.
+
+A disk reaches its speed with it, and a promotion that comes between waits a few hundredths of a
+second.
+"""
 LEAST_BYTES = 8 << 20
-"""Of pages written at a time in the last flush, which may take that much longer than it should."""
+"""Smallest write of the last flush, bytes. The flush may be late by the time it takes."""
 MOST_LOGGED = 100
-"""Different errors that are logged."""
+"""Number of different errors that are logged."""
 HUNG_S = 30.0
-"""How long closing waits for a read or write under way."""
+"""Longest wait of ``close`` for a call of the store that is under way, seconds."""
 
 
 def group_pages(page_bytes: int) -> int:
-    """Pages of such a group."""
+    """Number of pages of a group."""
     return max(1, GROUP_BYTES // page_bytes)
 
 
@@ -67,12 +73,12 @@ class _Demotion:
 
 
 class IoThread:
-    """Orders in, reports out.
+    """Takes orders for a store and gives reports.
 
     Args:
-        store: closed with the thread.
+        store: the store; closed with the thread.
         slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
-        clock: monotonic seconds.
+        clock: monotonic time, seconds.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class IoThread:
         """Carry out the order once it is due.
 
         Args:
-            ahead_s: by how much this thread's clock is ahead of the one that ``due`` was read on.
+            ahead_s: lead of this thread's clock over the one that ``due`` was read on, seconds.
         """
         due = order.due + ahead_s if order.due > 0 else order.due
         with self._changed:
@@ -173,8 +179,7 @@ class IoThread:
         self._add(lambda: self.store.drop(keys))
 
     def replace_store(self, make: Callable[[], PageStore]) -> None:
-        """A cache reset: empty the store for good, fail what was ordered of it, and go on
-        with another."""
+        """Empty the store for good, fail its orders, and go on with another: a cache reset."""
         with self._changed:
             self._epoch += 1
             stale: list[StoreOrder] = [order for _, _, order in self._later]
@@ -217,7 +222,7 @@ class IoThread:
         return self._proposal
 
     def wait_idle(self, timeout: float) -> bool:
-        """Until everything due is done; False if that took too long."""
+        """Wait until everything due is done; False if that took too long."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout)
 
@@ -228,14 +233,17 @@ class IoThread:
         *,
         discard: bool = False,
     ) -> int:
-        """End the thread, write the pages ``last`` (key, slot) for at most ``budget_s``
-        seconds, close the store. Idempotent.
+        """End the thread, write the last pages, close the store. Idempotent.
+
+        A store that hangs is left as it is, and its thread dies with the process.
 
         Args:
+            last: pages to write, as key and slot.
+            budget_s: time for that, seconds.
             discard: empty the store first: nobody will find its pages again.
 
         Returns:
-            How many of the last pages are durable.
+            Number of the last pages that are durable.
         """
         deadline = self._clock() + budget_s
         with self._changed:
@@ -258,9 +266,11 @@ class IoThread:
             self.store.close()
 
     def _flush(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
-        """Write what the time allows; returns how many pages are durable. A group under way is
-        not given up: each is as large as half of the time left has room for, at the speed of the
-        one before."""
+        """Write what the time allows; give the number of pages that are durable.
+
+        A group under way is not given up: each is as large as half of the time left has room
+        for, at the speed of the one before.
+        """
         least = min(self._group, max(1, LEAST_BYTES // self._page_bytes))
         written = start = 0
         step = least
@@ -314,7 +324,7 @@ class IoThread:
                 self._changed.notify_all()
 
     def _next(self) -> Task | None:
-        """What to do next; None when closing. Waits for work, or until some is due."""
+        """Wait for work, or until some is due; None when closing."""
         with self._changed:
             while not self._closing:
                 now = self._clock()
@@ -355,7 +365,7 @@ class IoThread:
                 self._report(order, failed, time.perf_counter() - began)
 
     def _demote(self, demotion: _Demotion) -> None:
-        """One group; the rest of the order goes to the head of the queue again."""
+        """Write one group; the rest of the order goes to the head of the queue again."""
         order, start = demotion.order, demotion.done
         demotion.done = stop = min(start + self._group, len(order.keys))
         bad = frozenset(range(stop - start))

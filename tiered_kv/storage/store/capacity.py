@@ -1,4 +1,4 @@
-"""Who may use how much of the disk: shares of the room under a root.
+"""Shares of the room under a root: how much of the disk each store may use.
 
 Stores of all processes under one root share one capacity, and nothing but the files
 themselves says who has how much. What the disk has left is part of it: where that is less than
@@ -6,9 +6,9 @@ was configured, less is shared. Whoever needs another segment takes ``root/capac
 up the segments there are, deletes those of stores that nobody has open (the longest unused
 first), and is refused if that is not enough or its own share is used up.
 
-Two segments are kept out of the shares: what survives is written before the segment it was in
-dies, also where a process was killed between the two and left both; and a store that comes to a
-full disk begins with one, while the others, told of it when they next look, shrink.
+Two segments are kept out of the shares. Survivors are written before the segment they were in
+dies, and a process killed between the two leaves both. A store that comes to a full disk begins
+with one, while the others, told of it when they next look, shrink.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Usage:
     """Bytes of segments under a root.
 
     Attributes:
-        own: of the store that asks.
-        dead: of stores that nobody has open.
-        total: of all.
+        own: bytes of the store that asks.
+        dead: bytes of stores that nobody has open.
+        total: bytes of all stores.
         live: number of stores that are open, the one that asks included.
-        free: what the disk has left.
+        free: bytes that the disk has left.
     """
 
     own: int
@@ -52,14 +52,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a store may still allocate, in bytes.
+    """Room that a store may still allocate, bytes.
 
     Attributes:
-        segment: what its next segment will take.
-        share: what is due to it.
+        segment: size of its next segment.
+        share: size of its share.
         owed: its share less what it has; below zero if it has more.
-        room: what it gets of that without others giving way.
-        blocked: whether it gets not even one segment.
+        room: part of that which it gets without others giving way.
+        blocked: True if it does not get even one segment.
     """
 
     segment: int
@@ -70,7 +70,7 @@ class Outlook:
 
 
 class Capacity:
-    """The share of one store in the room under its root. The caller holds the store's lock."""
+    """Share of one store in the room under its root. The caller holds the store's lock."""
 
     def __init__(self, files: FileLayer, options: StoreOptions) -> None:
         self._files = files
@@ -81,11 +81,15 @@ class Capacity:
         self._stuck = 0  # bytes of nobody's stores that do not go
 
     def make_room(self, *, while_reclaiming: bool) -> int | None:
-        """Bytes of the one more segment that may be allocated now; None if none may. The caller
-        has the root locked, and allocates before it unlocks it.
+        """Make room for one more segment, to be allocated now.
+
+        The caller has the root locked, and allocates before it unlocks it.
 
         Args:
-            while_reclaiming: the segment takes what lives in another, which dies at once.
+            while_reclaiming: the segment takes the survivors of another, which dies at once.
+
+        Returns:
+            Bytes that may be allocated; None if there is no room.
 
         Raises:
             OSError: the disk failed.
@@ -104,11 +108,12 @@ class Capacity:
         return size if while_reclaiming or below_share else None
 
     def delete_dead(self, nbytes: int) -> bool:
-        """Delete segments of stores that nobody has open until so many bytes are free. The caller
-        has the root locked.
+        """Delete segments of stores that nobody has open until ``nbytes`` bytes are free.
+
+        The caller has the root locked.
 
         Returns:
-            Whether there were any.
+            True if there were any.
         """
         freed = 0
         dead = [f for f in store_folders(self._options.root).paths if f != self._options.folder]
@@ -125,7 +130,7 @@ class Capacity:
         return freed > 0
 
     def _delete_segments(self, folder: Path, nbytes: int) -> int:
-        """The oldest first; returns how many bytes that freed."""
+        """Delete the oldest first; give the bytes that this freed."""
         freed = 0
         for path, size in segment_files(folder).sizes.items():
             if freed >= nbytes:
@@ -137,32 +142,31 @@ class Capacity:
         return freed
 
     def changed(self) -> None:
-        """A segment came or went: what was measured is no longer true."""
+        """Note that a segment came or went, so that measurements are outdated."""
         self._usage_at = -math.inf
 
     def refused(self) -> None:
-        """The disk is full, or a quota of it used up: whatever was measured, there is no more
-        room than is taken."""
+        """Note that the disk, or a quota of it, is full: there is no more room than is taken."""
         self._refused = True
         self.changed()
 
     def granted(self) -> None:
-        """The disk gave room, or was given some back."""
+        """Note that the disk gave room, or was given some back."""
         self._refused = False
         self.changed()
 
     @property
     def segment_bytes(self) -> int:
-        """What the next segment will take: less than usual where the disk has little room."""
+        """Size of the next segment, bytes: less than usual where the disk has little room."""
         return self.outlook().segment
 
     @property
     def limit(self) -> int:
-        """Bytes of segments that have room under the root, at most a second ago."""
+        """Room for segments under the root, measured at most a second ago, bytes."""
         return self._limit(self._fresh())
 
     def outlook(self) -> Outlook:
-        """What this store may still allocate, as measured at most a second ago."""
+        """Room that this store may still allocate, measured at most a second ago."""
         usage = self._fresh()
         limit = usage.total if self._refused else self._limit(usage)
         segment = self._segment(self._limit(usage))

@@ -1,4 +1,4 @@
-"""Which pages live in which segment, and which segments there are.
+"""Catalogue of a store: its segments, and the segment of each page.
 
 A segment whose last page goes is deleted, unless it is the active one. The active segment is
 the newest, if it has a writer; during a put the one before it may have one too.
@@ -17,11 +17,11 @@ from tiered_kv.storage.disk.files import Access
 from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader
 from tiered_kv.storage.segment.writer import SegmentWriter
 
-from .context import StoreMeans
+from .context import StoreContext
 from .segment_folder import SegmentFolder
 
 OPEN_FILES = 128
-"""How many segments are kept open between calls."""
+"""Number of segments that are kept open between calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +29,9 @@ class Segment:
     """A segment of this store.
 
     Attributes:
-        end: where the last record ends.
-        writer: of the active segment.
-        live: the pages whose newest record lies here.
+        end: offset behind the last record.
+        writer: writer of the active segment; None for others.
+        live: pages whose newest record lies here, by key.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Segment:
         return sum(entry.place.nbytes for entry in self.live.values())
 
     def places(self) -> list[FooterEntry]:
-        """Of the live pages, in the order of the file."""
+        """Places of the live pages, in the order of the file."""
         return sorted((entry.place for entry in self.live.values()), key=lambda p: p.offset)
 
 
@@ -69,27 +69,27 @@ class Catalogue:
 
     Attributes:
         pages: the live pages, the one written longest ago first; read only.
-        segments: by number, oldest first; read only.
-        stored_bytes: of the live pages on disk, without headers and padding.
+        segments: segments by number, oldest first; read only.
+        stored_bytes: size of the live pages on disk, without headers and padding.
     """
 
-    def __init__(self, means: StoreMeans, folder: SegmentFolder) -> None:
+    def __init__(self, context: StoreContext, folder: SegmentFolder) -> None:
         self.pages: dict[PageKey, Entry] = {}
         self.segments: dict[int, Segment] = {}
         self.stored_bytes = 0
-        self._means = means
+        self._context = context
         self._folder = folder
 
     @property
     def active(self) -> Segment | None:
-        """The segment that new pages are appended to."""
+        """Segment that new pages are appended to; None if there is none."""
         newest = next(reversed(self.segments.values()), None)
         return newest if newest is not None and newest.writer is not None else None
 
     # -- pages --------------------------------------------------------------------
 
     def insert(self, segment: Segment, places: Iterable[FooterEntry]) -> set[Segment]:
-        """Pages are durable there; returns segments which that left without a page."""
+        """Add pages that are durable; give the segments that this left without a page."""
         emptied = set()
         for place in places:
             before = self._remove(place.key)
@@ -100,13 +100,13 @@ class Catalogue:
         return {one for one in emptied if not one.live}
 
     def forget(self, key: PageKey) -> None:
-        """Unknown keys are ignored."""
+        """Remove a page. An unknown key is ignored."""
         segment = self._remove(key)
         if segment is not None:
             self.delete_if_empty(segment)
 
     def _remove(self, key: PageKey) -> Segment | None:
-        """Returns the segment the page was in."""
+        """Remove a page; give the segment it was in."""
         entry = self.pages.pop(key, None)
         if entry is None:
             return None
@@ -117,7 +117,7 @@ class Catalogue:
     # -- segments -----------------------------------------------------------------
 
     def add(self, segment: Segment) -> None:
-        """A segment that is newer than all others. It stays open if few are."""
+        """Add a segment that is newer than all others. It stays open if few are."""
         self.segments[segment.number] = segment
         if segment.writer is None and len(self.segments) > OPEN_FILES:
             self.close(segment)
@@ -127,7 +127,7 @@ class Catalogue:
             self.delete(segment)
 
     def delete(self, segment: Segment) -> None:
-        """With its pages. Idempotent."""
+        """Delete a segment with its pages. Idempotent."""
         for key in list(segment.live):
             self._remove(key)
         segment.writer = None
@@ -136,13 +136,13 @@ class Catalogue:
             self._folder.delete(segment.path)
 
     def open(self, segment: Segment) -> int:
-        """A descriptor to read from, valid until the next ``close_some``.
+        """Open a segment for reading; the descriptor is valid until the next ``close_some``.
 
         Raises:
             OSError: the disk failed, or the segment is gone.
         """
         if segment.fd is None:
-            files, direct = self._means.files, self._means.direct
+            files, direct = self._context.files, self._context.direct
             segment.fd = files.open(segment.path, Access.READ, direct=direct)
         return segment.fd
 
@@ -150,16 +150,16 @@ class Catalogue:
         fd, segment.fd = segment.fd, None
         if fd is not None:
             with contextlib.suppress(OSError):
-                self._means.files.close(fd)
+                self._context.files.close(fd)
 
     def close_some(self) -> None:
-        """Keep few enough files open; no thread may be using one."""
+        """Close files until few enough are open; no thread may be using one."""
         held = [s for s in self.segments.values() if s.fd is not None and s.writer is None]
         for segment in held[: max(0, len(held) - OPEN_FILES)]:
             self.close(segment)
 
     def close_all(self) -> None:
-        """The catalogue is empty afterwards; the files stay."""
+        """Close all files and forget all pages; the files stay."""
         for segment in self.segments.values():
             self.close(segment)
         self.segments.clear()

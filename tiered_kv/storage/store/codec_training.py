@@ -1,4 +1,4 @@
-"""The codec of new pages, fitted to the first of them if it wants that."""
+"""CodecTraining of the codec of new pages, on the first of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ logger = logging.getLogger(__name__)
 
 MIN_SAMPLE = 16
 MAX_SAMPLE = 64
-"""Pages from which a codec is trained."""
+"""Numbers of pages that a codec is trained on."""
 
 
-class Training:
+class CodecTraining:
     """Trains a codec once.
 
     Attributes:
-        codec: what new pages are to be encoded with.
-        wanted: whether it would learn from pages.
+        codec: codec for new pages.
+        wanted: True if the codec would learn from pages.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -28,15 +28,15 @@ class Training:
         self._samples: list[Bytes] = []
 
     def skip(self, trained: Codec) -> None:
-        """An earlier process has trained it already."""
+        """Take a codec that an earlier process has trained."""
         self.codec = trained
         self.wanted = False
 
     def see(self, pages: Sequence[Bytes]) -> bool:
-        """Pages to learn from, of which copies are kept until there are enough.
+        """Train on these pages and those seen before, or keep copies until there are enough.
 
         Returns:
-            Whether what is encoded from now on needs another table.
+            True if pages encoded from now on need another table.
         """
         sample = [*self._samples, *pages][:MAX_SAMPLE]
         if len(sample) < MIN_SAMPLE:
@@ -53,5 +53,5 @@ class Training:
         return trained.table != before.table
 
     def forget(self) -> None:
-        """No page seen so far may be learnt from."""
+        """Drop the copies: no page seen so far may be learnt from."""
         self._samples.clear()

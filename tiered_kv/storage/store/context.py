@@ -1,4 +1,4 @@
-"""What the parts of an open store work with: its files, buffers, threads and counters."""
+"""Resources that the parts of an open store share: files, buffers, threads and counters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .options import StoreOptions, StoreStats
 logger = logging.getLogger(__name__)
 
 WRITE_BYTES = 4 << 20
-"""Of a write, if there are pages enough."""
+"""Target size of one write, bytes."""
 
 _SAY_AGAIN_S = 600.0
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk, or a quota of it, has no room left."""
+    """Test an error: True if the disk, or a quota of it, has no room left."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
 class Seldom:
-    """Says now and then what would otherwise be said all the time."""
+    """Limits how often a message is logged."""
 
     said_at: float = -math.inf
 
     def due(self) -> bool:
-        """Whether it is to be said now."""
+        """True if the message is to be logged now."""
         now = time.monotonic()
         if now - self.said_at < _SAY_AGAIN_S:
             return False
@@ -43,12 +43,12 @@ class Seldom:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreMeans:
-    """Made once, when a store is opened.
+class StoreContext:
+    """Shared resources of one open store.
 
     Attributes:
-        direct: whether files are read and written past the page cache.
-        stats: counted by whoever does a thing, on the store's thread.
+        direct: True if files are read and written past the page cache.
+        stats: totals, counted on the store's thread by whoever does a thing.
     """
 
     options: StoreOptions
@@ -60,7 +60,7 @@ class StoreMeans:
     full: Seldom = field(default_factory=Seldom)
 
     def write_failed(self, what: str, error: OSError) -> None:
-        """Count and log it: of a full disk, every ten minutes."""
+        """Count a failed write and log it: of a full disk, every ten minutes."""
         self.stats.write_errors += 1
         if not is_full(error):
             logger.warning("%s: %s", what, error)
@@ -68,8 +68,10 @@ class StoreMeans:
             logger.warning("%s: %s; pages on SSD make room for new ones", what, error)
 
     def no_room(self, limit: int) -> None:
-        """Count it; log it every ten minutes where it is the disk that has only room for so many
-        bytes."""
+        """Count a segment that could not be had.
+
+        It is logged every ten minutes, if the disk has room for no more than ``limit`` bytes.
+        """
         self.stats.no_room += 1
         if limit < self.options.capacity_bytes and self.full.due():
             logger.warning(

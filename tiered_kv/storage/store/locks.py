@@ -1,4 +1,4 @@
-"""Locks: who may write a store, what others are told, and who may make room under a root.
+"""Locks of stores and roots, and what their holders say of themselves.
 
 A ``lock`` is held with flock for as long as its store is open, holds JSON naming the process,
 and was modified when the store was last used. A root's ``capacity.lock`` is held for moments.
@@ -25,9 +25,9 @@ from tiered_kv.storage.disk.files import open_plain
 LOCK_NAME = "lock"
 CAPACITY_LOCK = "capacity.lock"
 CAPACITY_WAIT_S = 5.0
-"""How long to wait for another process that is making room."""
+"""Longest wait for another process that is making room, seconds."""
 RETRY_S = 0.01
-"""Between two attempts at a lock."""
+"""Time between two attempts at a lock, seconds."""
 
 _TRIES = 5
 _MOST_SAID = 64 << 10
@@ -74,14 +74,16 @@ class StoreLock:
             os.ftruncate(self._fd, len(text))
 
     def _is_current(self, fd: int) -> bool:
-        """Whether the file that was locked is still the one of that name."""
+        """True if the file that was locked is still the one of that name."""
         with contextlib.suppress(FileNotFoundError):
             return os.fstat(fd).st_ino == self.path.stat().st_ino
         return False
 
     def _is_shared(self, fd: int) -> bool:
-        """Whether the file that was locked has another name as well, under which it must stay
-        as it is. It gives up this one."""
+        """True if the file that was locked has another name as well, under which it must stay.
+
+        It then gives up this name.
+        """
         if os.fstat(fd).st_nlink <= 1:
             return False
         self.path.unlink()
@@ -89,11 +91,11 @@ class StoreLock:
 
     @property
     def held(self) -> bool:
-        """False once released, or when the file was removed by hand."""
+        """True until the lock is released, or its file removed by hand."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
     def touch(self, after_s: float = 0.0) -> None:
-        """The store is in use; noted again once that is ``after_s`` seconds old. Never fails."""
+        """Note that the store is in use, if that was noted ``after_s`` seconds ago. Never fails."""
         now = time.monotonic()
         if now - self._touched_at >= after_s:
             self._touched_at = now
@@ -101,7 +103,7 @@ class StoreLock:
                 os.utime(self._fd)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
             self.touch()
             os.close(self._fd)
@@ -110,7 +112,7 @@ class StoreLock:
 
 @contextlib.contextmanager
 def root_locked(root: Path) -> Iterator[None]:
-    """Nobody else takes or makes room under the root, or opens a store there, meanwhile.
+    """Lock a root: nobody else makes room under it or opens a store there meanwhile.
 
     Raises:
         OSError: the lock cannot be had.
@@ -129,7 +131,7 @@ def root_locked(root: Path) -> Iterator[None]:
 
 
 def try_lock(fd: int) -> bool:
-    """Whether the open file is locked now, for as long as it stays open."""
+    """Lock an open file for as long as it stays open; False if somebody else has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -140,7 +142,7 @@ def try_lock(fd: int) -> bool:
 
 
 def read_holder(path: Path) -> dict[str, object]:
-    """What the process that has or had the lock says of itself; empty if unknown."""
+    """Read the words of the process that has or had the lock; empty if unknown."""
     try:
         fd = open_plain(path, os.O_RDONLY)
         try:
@@ -167,7 +169,7 @@ def _busy(path: Path) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock file.
+    """Test a lock file: True if somebody holds it.
 
     Raises:
         OSError: there is none, or it cannot be read.

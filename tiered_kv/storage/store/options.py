@@ -1,4 +1,4 @@
-"""What a store is told when it is opened, and what it counts from then on."""
+"""Options of a store when it is opened, and its totals from then on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from .locks import StoreError
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Where a store lies, whose pages it holds and how much room it may take.
+    """Place and owner of a store, and the room it may take.
 
     Attributes:
         root: folder shared by all ranks, replicas and fingerprints.
         fingerprint: 16 bytes; pages of other fingerprints are in other folders.
-        capacity_bytes: for the segments of all stores under the root; less where the disk has
-            less room.
-        io_threads: threads that encode, decode, read and write.
+        replica: index of the engine among data-parallel ones.
+        rank: index of the worker.
+        ranks: number of workers.
+        page_format: format of a page.
+        capacity_bytes: room for the segments of all stores under the root, bytes; less where the
+            disk has less.
+        io_threads: number of threads that encode, decode, read and write.
     """
 
     root: Path
@@ -41,17 +45,17 @@ class StoreOptions:
 
     @property
     def segment_bytes(self) -> int:
-        """Of a segment, where the disk has room for all of the capacity."""
+        """Size of a segment where the disk has room for all of the capacity, bytes."""
         return self.segment_bytes_of(self.capacity_bytes)
 
     def segment_bytes_of(self, capacity_bytes: int) -> int:
-        """Of a segment under that capacity: a sixteenth of a rank's, within reason."""
+        """Size of a segment under that capacity: a sixteenth of a rank's, within reason."""
         least = least_segment_bytes(self.page_format)
         fair = capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
         return max(least, min(SEGMENT_BYTES, fair))
 
     def is_page(self, page: Bytes) -> bool:
-        """Whether an array is one page of these."""
+        """True if the array is one page of this format."""
         return (
             page.dtype == np.uint8
             and page.shape == (self.page_format.page_bytes,)
@@ -59,10 +63,10 @@ class StoreOptions:
         )
 
     def check(self, codec: Codec) -> None:
-        """Whether a store can be opened with that codec for new pages.
+        """Refuse options that cannot work with that codec for new pages.
 
         Raises:
-            StoreError: it cannot.
+            StoreError: they cannot.
         """
         if len(self.fingerprint) != 16:
             raise StoreError("the fingerprint of a store has 16 bytes")
@@ -78,7 +82,7 @@ class StoreOptions:
 
 @dataclass(slots=True)
 class StoreStats:
-    """What a store did since it was opened. Bytes written and read are stored bytes."""
+    """Totals of a store since it was opened. Bytes written and read are stored bytes."""
 
     bytes_written: int = 0
     bytes_read: int = 0
@@ -87,7 +91,7 @@ class StoreStats:
     pages_refused: int = 0
     """Pages of puts that were not stored, whatever the reason."""
     no_room: int = 0
-    """Times a segment was wanted and could not be had."""
+    """Number of segments that were wanted and could not be had."""
     write_errors: int = 0
     read_errors: int = 0
     segments_bad: int = 0
@@ -95,6 +99,8 @@ class StoreStats:
 
 
 def io_threads(cores: int) -> int:
-    """Threads of a store that may use so many cores: two for each, since half of them wait for
-    the disk, and four at least, which is the depth a disk wants."""
+    """Number of threads for a store that may use so many cores.
+
+    Two for each, since half of them wait for the disk, and four at least: the depth a disk wants.
+    """
     return max(4, min(8, 2 * cores))

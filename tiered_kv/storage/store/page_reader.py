@@ -1,4 +1,4 @@
-"""Getting pages: neighbours on disk in one read, each checked before it counts as read."""
+"""Reads of pages: neighbours on disk in one read, each checked before it counts as read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.segment.record import check_page, decode_record
 
 from .catalogue import Catalogue, Entry
-from .context import StoreMeans
+from .context import StoreContext
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class _Wanted:
     """A page of a get.
 
     Attributes:
-        offset, nbytes: of its record in the segment.
+        offset, nbytes: place of its record in the segment.
     """
 
     index: int
@@ -42,8 +42,7 @@ class _Wanted:
 
     @property
     def in_place(self) -> bool:
-        """Whether the disk can fill ``out`` itself: the page is stored as it is, from a block
-        on."""
+        """True if the disk can fill ``out`` itself: the page lies there as it is, on blocks."""
         place, out = self.entry.place, self.out
         return (
             self.entry.segment.codec.stores_in_place
@@ -56,11 +55,11 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Bad:
-    """A page that could not be read, and why.
+    """A page that could not be read.
 
     Attributes:
-        reason: not the error itself, which would hold this, and the buffer, by its traceback.
-        unread: whether the disk failed; otherwise what it gave is not the page.
+        reason: text of the error, which itself would hold this and the buffer by its traceback.
+        unread: True if the disk failed; otherwise what it gave is not the page.
     """
 
     item: _Wanted
@@ -74,12 +73,12 @@ class _Bad:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Pages that lie one behind the other, and where their bytes go.
+    """Pages that lie one behind the other, and the memory their bytes go to.
 
     Attributes:
-        direct: for each, whether the disk fills ``out`` itself; its header is then alone in
+        direct: True for pages that the disk fills ``out`` with itself, their headers alone being in
             the buffer.
-        sizes: bytes of the buffer for each.
+        sizes: bytes of the buffer for each page.
     """
 
     run: Sequence[_Wanted]
@@ -99,7 +98,7 @@ class _Read:
         return pieces if begin == end else [*pieces, data[begin:end]]
 
     def check(self) -> list[_Bad]:
-        """Check every page, and decode it unless it was read in place; returns the bad ones."""
+        """Check every page, and decode it unless it was read in place; give the bad ones."""
         data, bad = self.buffer.data, list[_Bad]()
         ends = accumulate(self.sizes, initial=0)
         for item, whole, (begin, end) in zip(self.run, self.direct, pairwise(ends), strict=True):
@@ -115,11 +114,11 @@ class _Read:
         return bad
 
 
-class Getter:
+class PageReader:
     """Reads pages from whatever segments they are in, and drops those that are bad."""
 
-    def __init__(self, means: StoreMeans, catalogue: Catalogue) -> None:
-        self._means = means
+    def __init__(self, context: StoreContext, catalogue: Catalogue) -> None:
+        self._context = context
         self._catalogue = catalogue
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
@@ -128,19 +127,19 @@ class Getter:
             _Wanted(i, entry, out, entry.place.offset, entry.place.nbytes)
             for i, (key, out) in enumerate(pages)
             if (entry := self._catalogue.pages.get(key)) is not None
-            and self._means.options.is_page(out)
+            and self._context.options.is_page(out)
         ]
         bad = self._read(wanted)
         failed = {found.item.index for found in bad}
         good = [item for item in wanted if item.index not in failed]
         nbytes = sum(item.entry.place.stored_bytes for item in good)
-        self._means.stats.bytes_read += nbytes
+        self._context.stats.bytes_read += nbytes
         self._drop(bad)
         self._catalogue.close_some()
         return frozenset(range(len(pages))).difference(item.index for item in good)
 
     def _read(self, wanted: Sequence[_Wanted]) -> list[_Bad]:
-        threads = self._means.options.io_threads
+        threads = self._context.options.io_threads
         source, mutex = _runs(wanted, threads), Lock()
         read: SimpleQueue[_Read | None] = SimpleQueue()
         bad: list[_Bad] = []
@@ -162,7 +161,7 @@ class Getter:
             finally:
                 read.put(None)
 
-        workers = [self._means.threads.submit(work) for _ in range(min(threads, len(wanted)))]
+        workers = [self._context.threads.submit(work) for _ in range(min(threads, len(wanted)))]
         try:
             for _ in workers:
                 while (done := read.get()) is not None:
@@ -182,28 +181,29 @@ class Getter:
         *,
         in_place: bool = True,
     ) -> None:
-        """Read pages that lie one behind the other. Those that are to be decoded are, here; to
-        check the others is little work, and would leave the disk waiting.
+        """Read pages that lie one behind the other, and decode them here if need be.
+
+        Checking the others is little work, and would leave the disk waiting.
 
         Args:
-            in_place: by way of no buffer, where that can be.
+            in_place: read past the buffer where that can be.
         """
-        means = self._means
+        context = self._context
         direct = [in_place and item.in_place for item in run]
         sizes = [BLOCK if whole else item.nbytes for item, whole in zip(run, direct, strict=True)]
         try:
-            buffer = means.buffers.take(sum(sizes))
+            buffer = context.buffers.take(sum(sizes))
         except OSError as error:  # no memory
             bad.extend(_Bad.of(item, error) for item in run)
             return
         done = _Read(run, direct, sizes, buffer)
         try:
             nbytes = run[-1].offset + run[-1].nbytes - run[0].offset
-            read_exactly(means.files, fd, done.pieces(), run[0].offset)
-            if not means.direct:
-                means.files.uncache(fd, run[0].offset, nbytes)
+            read_exactly(context.files, fd, done.pieces(), run[0].offset)
+            if not context.direct:
+                context.files.uncache(fd, run[0].offset, nbytes)
         except OSError as error:
-            means.buffers.give(buffer)
+            context.buffers.give(buffer)
             if error.errno == errno.EFAULT and any(direct):  # memory that a disk cannot fill
                 self._read_run(fd, run, read, bad, in_place=False)
             elif len(run) == 1:
@@ -218,16 +218,16 @@ class Getter:
                 bad.extend(self._checked(done))
 
     def _checked(self, done: _Read) -> list[_Bad]:
-        """Check and decode what was read; returns what is bad."""
+        """Check and decode pages that were read; give the bad ones."""
         try:
             return done.check()
         finally:
-            self._means.buffers.give(done.buffer)
+            self._context.buffers.give(done.buffer)
 
     def _drop(self, bad: Sequence[_Bad]) -> None:
         for found in bad:
-            self._means.stats.pages_bad += 1
-            self._means.stats.read_errors += found.unread
+            self._context.stats.pages_bad += 1
+            self._context.stats.read_errors += found.unread
             entry = found.item.entry
             logger.warning("a page in %s is dropped: %s", entry.segment.path, found.reason)
             if self._catalogue.pages.get(entry.place.key) is entry:  # not dropped already

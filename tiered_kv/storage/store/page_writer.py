@@ -1,4 +1,4 @@
-"""Putting pages: encoded on several threads, written in large writes, durable together."""
+"""Writes of pages: encoded on several threads, written in large writes, durable together."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES, secon
 from tiered_kv.storage.segment.packing import Batch, PageToWrite, batch_in_place, pack_batch
 
 from .catalogue import Catalogue, Segment
-from .codec_training import Training
-from .context import WRITE_BYTES, StoreMeans
-from .segment_lifecycle import SegmentMaker
+from .codec_training import CodecTraining
+from .context import WRITE_BYTES, StoreContext
+from .segment_lifecycle import SegmentLifecycle
 
 logger = logging.getLogger(__name__)
 
 
-class Putter:
+class PageWriter:
     """Appends pages to the active segment, and begins and seals segments on the way."""
 
     def __init__(
-        self, means: StoreMeans, catalogue: Catalogue, maker: SegmentMaker, training: Training
+        self,
+        context: StoreContext,
+        catalogue: Catalogue,
+        lifecycle: SegmentLifecycle,
+        training: CodecTraining,
     ) -> None:
-        self._means = means
+        self._context = context
         self._catalogue = catalogue
-        self._maker = maker
+        self._lifecycle = lifecycle
         self._training = training
         self._full: Segment | None = None  # during a put: still being written, and to be sealed
 
@@ -39,7 +43,7 @@ class Putter:
         """See ``SegmentStore.put``."""
         last = {key: i for i, (key, _) in enumerate(pages)}
         now = seconds_now()
-        is_page = self._means.options.is_page
+        is_page = self._context.options.is_page
         fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
             PageToWrite(i, key, page, now)
             for i, (key, page) in enumerate(pages)
@@ -48,28 +52,30 @@ class Putter:
         if self._training.wanted:
             active, seen = self._catalogue.active, list(fit)
             if self._training.see([item.page for item in seen]) and active is not None:
-                self._maker.seal(active)
+                self._lifecycle.seal(active)
             fit = iter(seen)
         stored = self.append(fit)
         failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
-        self._means.stats.pages_refused += len(failed)
+        self._context.stats.pages_refused += len(failed)
         return failed
 
     def append(self, items: Iterable[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
-        """Encode pages and write them while others are encoded; returns the indices of those
-        that are durable.
+        """Encode pages and write them while others are encoded.
 
         Args:
             while_reclaiming: they come from a segment that dies at once.
+
+        Returns:
+            Indices of the pages that are durable.
         """
-        means = self._means
+        context = self._context
         stored: set[int] = set()
-        page_bytes = means.options.page_format.page_bytes
+        page_bytes = context.options.page_format.page_bytes
         source = _slices(items, max(1, WRITE_BYTES // page_bytes))
         packing: deque[Future[Batch] | Batch] = deque()
         going_on = True
         while True:
-            while going_on and len(packing) <= means.options.io_threads:
+            while going_on and len(packing) <= context.options.io_threads:
                 if (pages := next(source, None)) is None:
                     break
                 packing.append(self._pack(pages))
@@ -81,7 +87,7 @@ class Putter:
                 first = packing.popleft()
                 batch = first if isinstance(first, Batch) else first.result()
             except OSError as error:  # no memory
-                means.write_failed("pages cannot be encoded", error)
+                context.write_failed("pages cannot be encoded", error)
                 going_on = False
             else:
                 going_on = going_on and self._place(batch, stored, while_reclaiming)
@@ -91,20 +97,22 @@ class Putter:
         return stored
 
     def _pack(self, pages: Sequence[PageToWrite]) -> Future[Batch] | Batch:
-        means, codec = self._means, self._training.codec
+        context, codec = self._context, self._training.codec
         with suppress(OSError):  # no memory; the other way finds out, too
-            if (batch := batch_in_place(codec, pages, means.buffers)) is not None:
+            if (batch := batch_in_place(codec, pages, context.buffers)) is not None:
                 return batch
-        return means.threads.submit(pack_batch, codec, pages, means.buffers)
+        return context.threads.submit(pack_batch, codec, pages, context.buffers)
 
     def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
         """Begin to write a batch, in as many segments as it takes; False if that ends here."""
-        means, records = self._means, batch.records
+        context, records = self._context, batch.records
         earlier = list[Future[None]]()
         while records:
             active = self._catalogue.active
             if active is None or active is self._full:
-                active = self._maker.begin(self._training.codec, while_reclaiming=while_reclaiming)
+                active = self._lifecycle.begin(
+                    self._training.codec, while_reclaiming=while_reclaiming
+                )
             if active is None or active.writer is None:
                 return False
             count = active.writer.fitting(records)
@@ -118,7 +126,7 @@ class Putter:
                 self._full = active
             else:
                 write = active.writer.append(
-                    batch.buffer, records[:count], means.threads, 2 * means.options.io_threads
+                    batch.buffer, records[:count], context.threads, 2 * context.options.io_threads
                 )
                 records = records[count:]
                 if records:
@@ -130,33 +138,35 @@ class Putter:
         return True
 
     def _give(self, buffer: Bytes, earlier: Sequence[Future[None]], _: Future[None]) -> None:
-        """The buffer of writes of which the last is done. The others began before it, but each
-        goes to a segment of its own, and may take longer."""
+        """Give back the buffer of writes of which the last is done.
+
+        The others began before it, but each goes to a segment of its own, and may take longer.
+        """
         wait(earlier)
-        self._means.buffers.give(buffer)
+        self._context.buffers.give(buffer)
 
     def _commit_full(self, stored: set[int]) -> bool:
         """Seal the segment that was full before the active one, if there is one."""
         full, self._full = self._full, None
         if full is None or not self._commit(full, stored):
             return full is None
-        self._maker.seal(full)
+        self._lifecycle.seal(full)
         return True
 
     def _commit(self, segment: Segment, stored: set[int]) -> bool:
-        """What was placed becomes durable, and then visible; False if some of it failed."""
+        """Make placed pages durable, and then visible; False if some of that failed."""
         assert segment.writer is not None
         commit = segment.writer.commit()
         segment.end = segment.writer.end
         emptied = self._catalogue.insert(segment, commit.durable)
         stored.update(commit.indices)
         written = sum(place.stored_bytes for place in commit.durable)
-        self._means.stats.bytes_written += written
+        self._context.stats.bytes_written += written
         for one in emptied:
             self._catalogue.delete_if_empty(one)
         if commit.error is None:
             return True
-        self._maker.fail(segment, commit.error)
+        self._lifecycle.fail(segment, commit.error)
         return False
 
 

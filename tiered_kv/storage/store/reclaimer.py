@@ -1,4 +1,4 @@
-"""Making room: which segment should die next, and letting it die.
+"""Reclaiming of room: the choice of the next segment to die, and its death.
 
 Room comes from deleting whole segments; the store's owner decides which of their pages are
 worth writing once more.
@@ -16,9 +16,9 @@ from tiered_kv.storage.segment.sizes import MIN_PAGES
 
 from .capacity import Capacity, Outlook
 from .catalogue import Catalogue, Segment
-from .context import StoreMeans
-from .page_reader import Getter
-from .page_writer import Putter
+from .context import StoreContext
+from .page_reader import PageReader
+from .page_writer import PageWriter
 
 _MOVE_BYTES = 8 << 20
 
@@ -28,17 +28,17 @@ class Reclaimer:
 
     def __init__(
         self,
-        means: StoreMeans,
+        context: StoreContext,
         catalogue: Catalogue,
         capacity: Capacity,
-        getter: Getter,
-        putter: Putter,
+        getter: PageReader,
+        putter: PageWriter,
     ) -> None:
-        self._means = means
+        self._context = context
         self._catalogue = catalogue
         self._capacity = capacity
-        self._getter = getter
-        self._putter = putter
+        self._reader = getter
+        self._writer = putter
 
     def proposal(self) -> Proposal | None:
         """See ``SegmentStore.proposal``."""
@@ -57,8 +57,11 @@ class Reclaimer:
         return outlook.room // segment * segment + left < enough  # only whole segments are of use
 
     def _victim(self) -> Segment | None:
-        """The segment with the fewest live bytes if more than half of it is dead, else the
-        oldest; the active one only if it is full, and there is no other. None if there is room."""
+        """Choose the segment to die; None if there is room.
+
+        It is the one with the fewest live bytes if more than half of it is dead, else the
+        oldest. The active one goes only if it is full, and there is no other.
+        """
         outlook, active = self._capacity.outlook(), self._catalogue.active
         left = active.writer.room if active is not None and active.writer is not None else 0
         if not self._is_short(outlook, left):
@@ -78,7 +81,7 @@ class Reclaimer:
         keys = [place.key for place in victim.places()]
         surviving = set(survivors)
         moving = [key for key in keys if key in surviving]
-        per_batch = max(1, _MOVE_BYTES // self._means.options.page_format.page_bytes)
+        per_batch = max(1, _MOVE_BYTES // self._context.options.page_format.page_bytes)
         for start in range(0, len(moving), per_batch):
             self._move(moving[start : start + per_batch])
         self._catalogue.delete(victim)
@@ -87,11 +90,11 @@ class Reclaimer:
     def _move(self, keys: Sequence[PageKey]) -> None:
         """Write pages once more, with the codec of today; those that are damaged are dropped."""
         written = [self._catalogue.pages[key].place.written for key in keys]
-        page_bytes = self._means.options.page_format.page_bytes
+        page_bytes = self._context.options.page_format.page_bytes
         memory = aligned_bytes(len(keys) * page_bytes)[: len(keys) * page_bytes]
         pages = memory.reshape(len(keys), page_bytes)
-        bad = self._getter.get(list(zip(keys, pages, strict=True)))
+        bad = self._reader.get(list(zip(keys, pages, strict=True)))
         items = [
             PageToWrite(i, key, pages[i], written[i]) for i, key in enumerate(keys) if i not in bad
         ]
-        self._putter.append(items, while_reclaiming=True)
+        self._writer.append(items, while_reclaiming=True)

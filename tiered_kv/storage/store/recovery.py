@@ -1,4 +1,4 @@
-"""Finding what earlier processes stored.
+"""Recovery of the pages that earlier processes stored.
 
 The segments are the only truth. Opening reads their footers; what a killed process
 leaves unsealed is scanned for whole records, and sealed.
@@ -19,14 +19,14 @@ from tiered_kv.storage.segment.format import FormatError, SegmentHeader
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
 
 from .catalogue import Catalogue, Segment
-from .context import StoreMeans
+from .context import StoreContext
 from .segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
-from .segment_lifecycle import SegmentMaker
+from .segment_lifecycle import SegmentLifecycle
 
 logger = logging.getLogger(__name__)
 
 CodecFrom: TypeAlias = Callable[[int, bytes, PageFormat], Codec]
-"""The codec of stored pages, from its id, table and page format."""
+"""Makes the codec of stored pages from its id, table and page format."""
 
 
 class Recovery:
@@ -34,16 +34,16 @@ class Recovery:
 
     def __init__(
         self,
-        means: StoreMeans,
+        context: StoreContext,
         folder: SegmentFolder,
         catalogue: Catalogue,
-        maker: SegmentMaker,
+        lifecycle: SegmentLifecycle,
         codec_from: CodecFrom,
     ) -> None:
-        self._means = means
+        self._context = context
         self._folder = folder
         self._catalogue = catalogue
-        self._maker = maker
+        self._lifecycle = lifecycle
         self._codec_from = codec_from
 
     def run(self) -> None:
@@ -59,11 +59,11 @@ class Recovery:
                 segment, loaded = self._load(path, number)
             except FormatError as error:
                 logger.warning("%s is deleted: %s", path, error)
-                self._means.stats.segments_bad += 1
+                self._context.stats.segments_bad += 1
                 self._folder.delete(path)
             except Exception as error:  # nothing says that its pages are bad
                 logger.warning("%s cannot be read: %s", path, error)
-                self._means.stats.segments_bad += 1
+                self._context.stats.segments_bad += 1
                 self._folder.set_aside(path)
             else:
                 self._catalogue.add(segment)
@@ -72,14 +72,14 @@ class Recovery:
                     unsealed.append(segment)
         if any(number > NEARLY_LAST_NUMBER for number in self._catalogue.segments):
             logger.warning(
-                "%s begins anew: its segments have run out of numbers", self._means.options.folder
+                "%s begins anew: its segments have run out of numbers", self._context.options.folder
             )
             for segment in list(self._catalogue.segments.values()):
                 self._catalogue.delete(segment)
-            self._maker.begin_anew()
+            self._lifecycle.begin_anew()
         for segment in list(self._catalogue.segments.values()):
             if segment in unsealed or not segment.live:
-                self._maker.seal(segment)
+                self._lifecycle.seal(segment)
         self._catalogue.close_some()
 
     def trained(self, codec: Codec) -> Codec | None:
@@ -91,14 +91,14 @@ class Recovery:
         return None
 
     def _load(self, path: Path, number: int) -> tuple[Segment, LoadedSegment]:
-        """A segment of an earlier process.
+        """Load a segment of an earlier process.
 
         Raises:
             FormatError: it is of no use.
             OSError: the disk failed.
         """
-        files = self._means.files
-        fd = files.open(path, Access.READ, direct=self._means.direct)
+        files = self._context.files
+        fd = files.open(path, Access.READ, direct=self._context.direct)
         try:
             loaded = load_segment(files, fd, partial(self._check, number))
             header = loaded.header
@@ -114,7 +114,7 @@ class Recovery:
         Raises:
             FormatError: it is one.
         """
-        options = self._means.options
+        options = self._context.options
         found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
         here = (options.fingerprint, options.replica, options.rank, options.ranks, number)
         if found != here:

@@ -1,26 +1,29 @@
-"""The files of a store's segments: named, listed and deleted, if need be later."""
+"""Files of a store's segments: named, listed and deleted, if need be later."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from .capacity import Capacity
-from .context import StoreMeans
+from .context import StoreContext
 from .folders import SEGMENT_NAME, SEGMENT_SUFFIX
 
 LAST_NUMBER = 99_999_999
-"""Of a segment: its name has eight digits."""
+"""Largest number of a segment, whose name has eight digits."""
 NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
-"""More than any disk lives to see, and fewer than one process writes lie between the two."""
+"""Largest number of a segment of an earlier process.
+
+No disk lives to see so many, and no process writes as many as lie between the two.
+"""
 
 
 class SegmentFolder:
     """The folder of one store."""
 
-    def __init__(self, means: StoreMeans, capacity: Capacity) -> None:
-        self._means = means
+    def __init__(self, context: StoreContext, capacity: Capacity) -> None:
+        self._context = context
         self._capacity = capacity
-        self._path = means.options.folder
+        self._path = context.options.folder
         self._doomed: list[Path] = []  # to be deleted, which did not work yet
         self._unreadable: list[Path] = []  # perhaps only today
 
@@ -33,12 +36,13 @@ class SegmentFolder:
         Raises:
             OSError: the disk failed.
         """
-        names = self._means.files.names(self._path)
+        names = self._context.files.names(self._path)
         return sorted(int(Path(name).stem) for name in names if SEGMENT_NAME.fullmatch(name))
 
     def next_number(self) -> int:
-        """Greater than those of the segments that are there; what has a number that no segment
-        lives to have does not count.
+        """Number for a new segment: greater than those of the segments that are there.
+
+        A number that no segment lives to have does not count.
 
         Raises:
             OSError: the disk failed.
@@ -47,22 +51,22 @@ class SegmentFolder:
         return max(numbers, default=0) + 1
 
     def sync(self) -> None:
-        """What was created and deleted stays so.
+        """Make durable what was created and deleted.
 
         Raises:
             OSError: the disk failed.
         """
-        self._means.files.sync_folder(self._path)
+        self._context.files.sync_folder(self._path)
 
     def delete(self, path: Path) -> None:
-        """A file that cannot be deleted now is tried again later. One that is gone is fine."""
+        """Delete a file, later if that fails now. One that is gone is fine."""
         try:
-            self._means.files.unlink(path)
+            self._context.files.unlink(path)
             self.sync()
         except FileNotFoundError:
             self._capacity.changed()
         except OSError as error:
-            self._means.write_failed(f"{path} cannot be deleted", error)
+            self._context.write_failed(f"{path} cannot be deleted", error)
             self._doomed.append(path)
             self._capacity.changed()
         else:
@@ -75,21 +79,21 @@ class SegmentFolder:
             self.delete(path)
 
     def set_aside(self, path: Path) -> None:
-        """A segment that cannot be read now stays, for as long as there is room."""
+        """Keep a segment that cannot be read now, for as long as there is room."""
         self._unreadable.append(path)
 
     def delete_set_aside(self) -> bool:
-        """Whether there was anything."""
+        """Delete the segments set aside; False if there are none."""
         unreadable, self._unreadable = self._unreadable, []
         for path in unreadable:
             self.delete(path)
         return bool(unreadable)
 
     def delete_all(self) -> None:
-        """Nothing is left, durably.
+        """Delete all segments, durably.
 
         Raises:
-            OSError: perhaps something is.
+            OSError: some may be left.
         """
         self._doomed = [self.path(number) for number in self.numbers()]
         self.retry()

@@ -1,4 +1,4 @@
-"""The life of a segment while it can change: begun where there is room, sealed when full."""
+"""Life of a segment while it can change: begun where there is room, sealed when full."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tiered_kv.storage.segment.writer import SegmentWriter, write_footer
 
 from .capacity import Capacity
 from .catalogue import Catalogue, Segment
-from .context import StoreMeans, is_full
+from .context import StoreContext, is_full
 from .locks import StoreLock, root_locked
 from .segment_folder import LAST_NUMBER, SegmentFolder
 
 
-class SegmentMaker:
+class SegmentLifecycle:
     """Makes the segments of one store, and numbers them.
 
     Args:
-        lock: of the store; once its file is removed by hand, nothing is begun any more.
+        lock: lock of the store; once its file is removed by hand, nothing is begun any more.
 
     Raises:
         OSError: the disk failed.
@@ -29,13 +29,13 @@ class SegmentMaker:
 
     def __init__(
         self,
-        means: StoreMeans,
+        context: StoreContext,
         folder: SegmentFolder,
         catalogue: Catalogue,
         capacity: Capacity,
         lock: StoreLock,
     ) -> None:
-        self._means = means
+        self._context = context
         self._folder = folder
         self._catalogue = catalogue
         self._capacity = capacity
@@ -43,25 +43,24 @@ class SegmentMaker:
         self._next_number = folder.next_number()
 
     def begin(self, codec: Codec, *, while_reclaiming: bool) -> Segment | None:
-        """Another active segment; None if there is no room, or the disk failed. There is no
-        active one yet."""
-        means = self._means
+        """Begin a segment where none is active; None if there is no room, or the disk failed."""
+        context = self._context
         segment: Segment | None = None
         try:
             self._folder.retry()
             if not self._lock.held:
                 raise FileNotFoundError(f"{self._lock.path} was removed")
-            with root_locked(means.options.root):
+            with root_locked(context.options.root):
                 size = self._make_room(while_reclaiming)
                 if size is None:
-                    means.no_room(self._capacity.limit)
+                    context.no_room(self._capacity.limit)
                     return None
                 segment = self._create(codec, size)
                 assert segment.fd is not None
                 self._preallocate(segment.fd, size)
-            named = means.threads.submit(self._folder.sync)
+            named = context.threads.submit(self._folder.sync)
             segment.writer = SegmentWriter(
-                means.files, segment.fd, segment.header, size, means.buffers, named
+                context.files, segment.fd, segment.header, size, context.buffers, named
             )
             segment.writer.begin()
         except OSError as error:
@@ -78,13 +77,13 @@ class SegmentMaker:
         return segment
 
     def _create(self, codec: Codec, size: int) -> Segment:
-        """A new file, under the next number that is free."""
+        """Create a file, under the next number that is free."""
         while True:
             header = self._header(codec)
             path = self._folder.path(header.number)
             self._next_number += 1
             try:
-                fd = self._means.files.open(path, Access.CREATE, direct=self._means.direct)
+                fd = self._context.files.open(path, Access.CREATE, direct=self._context.direct)
             except FileExistsError:
                 continue  # something that is none of our segments
             except OSError as error:
@@ -96,7 +95,7 @@ class SegmentMaker:
     def _preallocate(self, fd: int, size: int) -> None:
         while True:
             try:
-                self._means.files.preallocate(fd, size)
+                self._context.files.preallocate(fd, size)
             except OSError as error:
                 if not is_full(error) or not self._others_give_way(size):
                     raise
@@ -104,13 +103,13 @@ class SegmentMaker:
                 return
 
     def begin_anew(self) -> None:
-        """The store was emptied because it ran out of numbers."""
+        """Number segments from the first again: the store was emptied as it ran out of numbers."""
         self._next_number = 1
 
     def _header(self, codec: Codec) -> SegmentHeader:
         if self._next_number > LAST_NUMBER:
             raise OSError(errno.ERANGE, "the segments of a store have run out of numbers")
-        options = self._means.options
+        options = self._context.options
         return SegmentHeader(
             fingerprint=options.fingerprint,
             nonce=int.from_bytes(os.urandom(8), "little"),
@@ -131,25 +130,26 @@ class SegmentMaker:
         return size
 
     def _others_give_way(self, nbytes: int) -> bool:
-        """Room for so many bytes, although the disk had been thought to have it; False if there
-        is nothing that could go."""
+        """Make room that the disk was thought to have; False if there is nothing that could go."""
         return self._capacity.delete_dead(nbytes) or self._folder.delete_set_aside()
 
     def fail(self, segment: Segment, error: OSError) -> None:
-        """A write to the segment failed: nothing may follow what may be torn."""
+        """Retire a segment of which a write failed: nothing may follow what may be torn."""
         self._failed(f"pages cannot be written to {segment.path}", error)
         self.seal(segment)
         if is_full(error):
             self._capacity.refused()
 
     def _failed(self, what: str, error: OSError) -> None:
-        self._means.write_failed(what, error)
+        self._context.write_failed(what, error)
         self._capacity.changed()
 
     def seal(self, segment: Segment) -> None:
-        """Nothing more is appended to the segment: give it a footer, or delete it if it is of
-        no use. A footer that cannot be written is done without."""
-        means, writable = self._means, segment.writer is not None
+        """Give a segment its footer, or delete it if it is of no use.
+
+        Nothing is appended to it any more. A footer that cannot be written is done without.
+        """
+        context, writable = self._context, segment.writer is not None
         segment.writer = None
         if not segment.live:
             self._catalogue.delete(segment)
@@ -157,10 +157,10 @@ class SegmentMaker:
         try:
             if not writable:
                 self._catalogue.close(segment)
-                segment.fd = means.files.open(segment.path, Access.WRITE, direct=means.direct)
+                segment.fd = context.files.open(segment.path, Access.WRITE, direct=context.direct)
             fd = self._catalogue.open(segment)
             places = segment.places()
-            write_footer(means.files, fd, segment.header, segment.end, places, means.buffers)
+            write_footer(context.files, fd, segment.header, segment.end, places, context.buffers)
         except OSError as error:
-            means.write_failed(f"{segment.path} cannot be sealed", error)
+            context.write_failed(f"{segment.path} cannot be sealed", error)
         self._capacity.changed()

@@ -1,4 +1,4 @@
-"""The SSD tier of one rank: pages by key, in append-only segments that outlive the process.
+"""The SSD store of one rank: pages by key, in append-only segments that outlive the process.
 
 A put encodes pages on several threads, appends them to the active segment in large writes and
 makes them durable together; only then are they found. A get reads neighbouring pages in one
@@ -7,10 +7,9 @@ sealed with a footer and never changes again: room comes from deleting whole seg
 owner deciding (``proposal``, ``reclaim``) which of their pages are worth writing once more.
 Nothing is ever appended to a segment of an earlier process.
 
-One thread owns a store and makes all calls; ``put`` and ``get`` use threads of their own.
-
-The parts: ``catalogue`` (which page is where), ``putting``, ``getting``, ``segment_maker``
-(segments begin and are sealed), ``reclaiming``, ``recovery``.
+``put`` and ``get`` use threads of the store's own. Its parts: ``catalogue`` (the segment of each
+page), ``page_writer``, ``page_reader``, ``segment_lifecycle`` (segments begin and are sealed),
+``reclaimer``, ``recovery``.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_dire
 
 from .capacity import Capacity
 from .catalogue import Catalogue
-from .codec_training import Training
-from .context import WRITE_BYTES, StoreMeans, is_full
+from .codec_training import CodecTraining
+from .context import WRITE_BYTES, StoreContext, is_full
 from .locks import StoreError, StoreLock, root_locked
 from .options import StoreOptions, StoreStats
-from .page_reader import Getter
-from .page_writer import Putter
+from .page_reader import PageReader
+from .page_writer import PageWriter
 from .reclaimer import Reclaimer
 from .recovery import CodecFrom, Recovery
 from .segment_folder import SegmentFolder
-from .segment_lifecycle import SegmentMaker
+from .segment_lifecycle import SegmentLifecycle
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +52,16 @@ class SegmentStore(PageStore):
     Opening makes the folders, takes the lock and finds every page that is there.
 
     Args:
-        codec: encodes new pages; if it wants training, it gets it from the first pages put,
-            or from the newest segment of an earlier process.
-        codec_from: the codec of stored pages, from its id, table and page format.
+        options: place and owner of the store.
+        codec: codec of new pages; if it wants training, it gets it from the first pages put, or
+            from the newest segment of an earlier process.
+        codec_from: makes the codec of stored pages from its id, table and page format.
+        files: the operating system's files; a test may put in others.
 
     Attributes:
-        stats: what it did so far.
-        direct: whether files are read and written past the page cache.
+        options: as given.
+        stats: totals since it was opened.
+        direct: True if files are read and written past the page cache.
 
     Raises:
         StoreBusyError: another process has the store open.
@@ -78,23 +80,27 @@ class SegmentStore(PageStore):
         self.options = options
         self.stats = StoreStats()
         self._closed = False
-        self._training = Training(codec)
+        self._training = CodecTraining(codec)
         self._capacity = capacity = Capacity(files, options)
         try:
             with ExitStack() as undo:
                 self._lock = _begin(options, files, capacity)
                 undo.callback(self._lock.release)
-                means = _means(options, self.stats, files, self._lock.path)
-                self.direct = means.direct
-                self._folder = folder = SegmentFolder(means, capacity)
-                self._catalogue = catalogue = Catalogue(means, folder)
+                context = _context(options, self.stats, files, self._lock.path)
+                self.direct = context.direct
+                self._folder = folder = SegmentFolder(context, capacity)
+                self._catalogue = catalogue = Catalogue(context, folder)
                 undo.callback(catalogue.close_all)
-                undo.callback(means.threads.shutdown)
-                self._maker = maker = SegmentMaker(means, folder, catalogue, capacity, self._lock)
-                self._getter = Getter(means, catalogue)
-                self._putter = Putter(means, catalogue, maker, self._training)
-                self._reclaimer = Reclaimer(means, catalogue, capacity, self._getter, self._putter)
-                recovery = Recovery(means, folder, catalogue, maker, codec_from)
+                undo.callback(context.threads.shutdown)
+                self._lifecycle = lifecycle = SegmentLifecycle(
+                    context, folder, catalogue, capacity, self._lock
+                )
+                self._reader = PageReader(context, catalogue)
+                self._writer = PageWriter(context, catalogue, lifecycle, self._training)
+                self._reclaimer = Reclaimer(
+                    context, catalogue, capacity, self._reader, self._writer
+                )
+                recovery = Recovery(context, folder, catalogue, lifecycle, codec_from)
                 recovery.run()
                 if (trained := recovery.trained(codec)) is not None:
                     self._training.skip(trained)
@@ -124,12 +130,12 @@ class SegmentStore(PageStore):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the live pages as ``get`` gives them."""
+        """Size of the live pages as ``get`` gives them, bytes."""
         return len(self) * self.options.page_format.page_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the live pages on disk, without headers and padding."""
+        """Size of the live pages on disk without headers and padding, bytes."""
         return self._catalogue.stored_bytes
 
     def counters(self) -> dict[str, int]:
@@ -146,50 +152,38 @@ class SegmentStore(PageStore):
 
     @property
     def codec(self) -> Codec:
-        """What new pages are encoded with."""
+        """Codec of new pages."""
         return self._training.codec
 
     # -- pages --------------------------------------------------------------------
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """Store pages, all of them durable when this returns; blocks on the disk.
-
-        A page stored before is replaced. The pages must not change until this returns.
-
-        Args:
-            pages: keys of 16 to 255 bytes, pages of ``page_bytes`` bytes.
+        """Store pages, all of them durable when this returns.
 
         Returns:
             Indices of the pages that are not stored, because the disk failed, there is no room
-            (see ``proposal``) or the store is closed. Of a key given twice the last page is
-            stored, and speaks for both. A page that is not stored leaves what was stored under
-            its key before.
+            (see ``proposal``) or the store is closed.
         """
         if self._closed:
             self.stats.pages_refused += len(pages)
             return frozenset(range(len(pages)))
-        return self._putter.put(pages)
+        return self._writer.put(pages)
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """Read pages into buffers of ``page_bytes`` bytes; blocks on the disk.
-
-        Returns:
-            Indices of the pages that are absent, as all are once the store is closed, or turned
-            out bad and are absent now. Their buffers may hold anything.
-        """
-        failed = self._getter.get(pages)
+        """Read pages. Those that turn out bad are absent from then on."""
+        failed = self._reader.get(pages)
         self._lock.touch(_TOUCH_S)
         return failed
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up in memory; the deadline is met always."""
+        """Look pages up in memory, which takes no time."""
         return frozenset(i for i, key in enumerate(keys) if key not in self)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
-        """Forget pages; a segment whose last page goes is deleted. Unknown keys are ignored.
+        """Forget pages; a segment whose last page goes is deleted.
 
-        Dropped pages may be found again by the next process: no harm, since what a key stands
-        for never changes.
+        The next process may find dropped pages again: no harm, since what a key stands for never
+        changes.
         """
         for key in keys:
             self._catalogue.forget(key)
@@ -198,25 +192,28 @@ class SegmentStore(PageStore):
 
     @property
     def segment_bytes(self) -> int:
-        """What the next segment will take."""
+        """Size of the next segment, bytes."""
         return self._capacity.segment_bytes
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a segment: a small store could not make room for more at a time."""
+        """Size of a segment, bytes: a small store could not make room for more at a time."""
         return self.segment_bytes
 
     def proposal(self) -> Proposal | None:
-        """The segment that should die next, if less than about two segments' room is left or
-        the store has more than its share. Changes nothing."""
+        """Segment that should die next; None if there is room.
+
+        There is room while about two segments' worth is left and the store has no more than its
+        share.
+        """
         return None if self._closed else self._reclaimer.proposal()
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> list[PageKey]:
         """Delete a segment after writing those of its pages that survive once more.
 
         Returns:
-            The pages that are gone: all others, and survivors that could not be rewritten. As
-            with ``drop``, the next process may find one again, in an older record.
+            Pages that are gone: all others, and survivors that could not be written. As with
+            ``drop``, the next process may find one again, in an older record.
         """
         return self._reclaimer.reclaim(segment, survivors)
 
@@ -243,16 +240,18 @@ class SegmentStore(PageStore):
             ) from error
 
     def close(self) -> None:
-        """Seal, stop the threads and unlock. Idempotent; the store is empty afterwards."""
+        """Seal the active segment, stop the threads and unlock."""
         self._closed = True
         with self._resources:
             if (active := self._catalogue.active) is not None:
-                self._maker.seal(active)
+                self._lifecycle.seal(active)
 
 
 def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:
-    """The lock of the store, whose folder is made if need be. Where even that has no room, stores
-    that nobody has open give way."""
+    """Lock the store, whose folder is made if need be.
+
+    Where even that has no room, stores that nobody has open give way.
+    """
     while True:
         try:
             files.make_folders(options.folder)
@@ -266,7 +265,9 @@ def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> Store
                     raise
 
 
-def _means(options: StoreOptions, stats: StoreStats, files: FileLayer, known: Path) -> StoreMeans:
+def _context(
+    options: StoreOptions, stats: StoreStats, files: FileLayer, known: Path
+) -> StoreContext:
     buffers = BufferPool(WRITE_BYTES * 5 // 4, keep=2 * options.io_threads + 4)
     block = buffers.take(BLOCK)
     direct = takes_direct(files, known, block.data[:BLOCK])
@@ -278,4 +279,4 @@ def _means(options: StoreOptions, stats: StoreStats, files: FileLayer, known: Pa
             options.root,
         )
     threads = ThreadPoolExecutor(options.io_threads, "tiered-kv-ssd")
-    return StoreMeans(options, stats, files, direct, buffers, threads)
+    return StoreContext(options, stats, files, direct, buffers, threads)
