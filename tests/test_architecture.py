@@ -280,7 +280,6 @@ WHOLE_RULES: dict[WholeRule, list[Module]] = {
 TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
     long_file: (
         "bench.",
-        "tests.pages.",
         "tests.runtime.pages.test_restores",
         "tests.runtime.pins.test_pin_table",
     ),

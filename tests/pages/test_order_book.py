@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
-from tests.pages.machine import BANDWIDTH, PAGE_BYTES, OrdersMachine
+from tests.pages.world import BANDWIDTH, PAGE_BYTES
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
-    DemoteOrder,
-    LoadOrder,
-    LookupOrder,
     Order,
-    OrderId,
     OrderReport,
-    PromoteOrder,
     RestoreMode,
 )
 from tiered_kv.pages.cpu_index import PageIndex
@@ -30,13 +21,6 @@ from tiered_kv.testing.single_pages import PageState, commit, state
 from tiered_kv.testing.stores import SSD
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
-
-# Shrinking a failure takes minutes: for HYPOTHESIS_PROFILE=thorough, not for every red build.
-QUICK = [Phase.explicit, Phase.generate]
-THOROUGH = settings.get_current_profile_name() == "thorough"
-
-TestOrders = OrdersMachine.TestCase
-TestOrders.settings = settings(stateful_step_count=60, phases=list(Phase) if THOROUGH else QUICK)
 
 
 @pytest.fixture
@@ -206,168 +190,6 @@ def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
     seconds = max(first[0], second[0])
     slowest = [nbytes for took, nbytes in (first, second) if took == seconds]
     assert (merged.seconds, merged.nbytes) == (seconds, min(slowest))
-
-
-# -- the machine notices ---------------------------------------------------------------
-
-
-class CommitsBeforeAllRanks(OrderBook):
-    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
-        for order_id, report in reports.items():
-            flight = self._flights.get(order_id)
-            if flight is not None and not isinstance(flight.order, LoadOrder | LookupOrder):
-                for i, (key, slot) in enumerate(zip(flight.keys, flight.order.slots, strict=True)):
-                    if i not in report.failed and state(self.index, key) is PageState.SAVING:
-                        commit(self.index, key, slot)
-        return super().settle(reports)
-
-
-class IgnoresFailures(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
-        return super()._finish(flight, frozenset())
-
-
-class ForgetsAFailureOfTheOtherRank(OrderBook):
-    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
-        for order_id in reports:
-            flight = self._flights.get(order_id)
-            if flight is not None and flight.report is not None:
-                ranks = flight.report.ranks
-                flight.report = OrderReport(ranks, frozenset(), 0, 0.0)
-        return super().settle(reports)
-
-
-class NeverReleases(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
-        if isinstance(flight.order, LoadOrder):
-            return Settled(flight.order, flight.keys, failed, flight.abandoned)
-        return super()._finish(flight, failed)
-
-
-class TriesAFailedPageAgain(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
-        if isinstance(flight.order, LoadOrder):
-            for key, slot in zip(flight.keys, flight.order.slots, strict=True):
-                self.index.release(key, slot)
-            return Settled(flight.order, flight.keys, failed, flight.abandoned)
-        return super()._finish(flight, failed)
-
-
-class KeepsAbandonedPages(OrderBook):
-    def abandon_saves(self) -> list[Any]:
-        index, self.index = self.index, PageIndex(0, LeastRecentlyUsed())
-        try:
-            return super().abandon_saves()
-        finally:
-            self.index = index
-
-
-class EvictsWhatIsRead(PageIndex):
-    def acquire(self, key: PageKey) -> int:
-        return self._cpu[key]
-
-    def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
-        pass
-
-
-class FreesSlotsInUse(PageIndex):
-    """Consistent in itself: only the bytes tell."""
-
-    def forget(self, key: PageKey) -> None:
-        if key in self._cpu and key not in self._readers:
-            self._eviction.removed(key)
-        for pages in (self._saving, self._cpu):
-            if key in pages:
-                self._free.append(pages.pop(key))
-        self._readers.pop(key, None)
-
-    def _bury(self, key: PageKey, slot: int) -> None:
-        pass
-
-
-class ReadsBeforeItIsWhole(PageIndex):
-    def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
-        slots = super().reserve_all(keys)
-        super().commit_all(keys[: len(slots)], slots)
-        return slots
-
-    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
-        return sum(map(self.known, keys))
-
-
-class BelievesAFailedDemotion(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
-        if isinstance(flight.order, DemoteOrder):
-            failed = frozenset()
-        return super()._finish(flight, failed)
-
-
-class TrustsAFailedPromotion(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
-        if isinstance(flight.order, PromoteOrder):
-            failed = frozenset()
-        return super()._finish(flight, failed)
-
-
-class ForgetsNothingOnSsd(OrderBook):
-    def forget_all(self) -> None:
-        kept = list(self.stores[SSD].index._used)
-        super().forget_all()
-        self.stores[SSD].index.add(kept)
-
-
-PLANNERS = [
-    CommitsBeforeAllRanks,
-    IgnoresFailures,
-    ForgetsAFailureOfTheOtherRank,
-    NeverReleases,
-    TriesAFailedPageAgain,
-    KeepsAbandonedPages,
-    BelievesAFailedDemotion,
-    TrustsAFailedPromotion,
-    ForgetsNothingOnSsd,
-]
-INDEXES = [EvictsWhatIsRead, FreesSlotsInUse, ReadsBeforeItIsWhole]
-HUNT = settings(max_examples=500, stateful_step_count=60, phases=QUICK, report_multiple_bugs=False)
-
-
-@pytest.mark.parametrize("broken", PLANNERS)
-def test_the_machine_notices_a_broken_planner(broken: type[OrderBook]) -> None:
-    class Machine(OrdersMachine):
-        def make(self, num_slots: int, ranks: int) -> OrderBook:
-            index = PageIndex(num_slots, LeastRecentlyUsed())
-            return broken(index, ranks, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()})
-
-    with pytest.raises((AssertionError, ValueError, KeyError)):
-        run_state_machine_as_test(Machine, settings=HUNT)
-
-
-@pytest.mark.parametrize("broken", INDEXES)
-def test_the_machine_notices_a_broken_index(broken: type[PageIndex]) -> None:
-    class Machine(OrdersMachine):
-        def make(self, num_slots: int, ranks: int) -> OrderBook:
-            return OrderBook(
-                broken(num_slots, LeastRecentlyUsed()),
-                ranks,
-                [PAGE_BYTES],
-                BANDWIDTH,
-                {SSD: TierIndex()},
-            )
-
-    with pytest.raises((AssertionError, ValueError, KeyError)):
-        run_state_machine_as_test(Machine, settings=HUNT)
-
-
-class OneWrongByte(OrdersMachine):
-    """A worker that gets a single page wrong on a single rank, and says that all is well."""
-
-    def transported(self, content: bytes) -> bytes:
-        return content.replace(b"save 3 rank 1", b"save 4 rank 1")
-
-
-def test_the_machine_notices_a_single_wrong_page() -> None:
-    with pytest.raises(AssertionError, match="a wrong page"):
-        run_state_machine_as_test(OneWrongByte, settings=HUNT)
 
 
 # -- SSD ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
-from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
-from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.segment_store import store_options
 
 LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
@@ -340,64 +337,3 @@ def test_the_last_number_of_all_is_the_last(
     assert put(store, *range(20)) < 20
     assert [path.name for path in store.options.folder.glob("*.seg")] == ["00000001.seg"]
     assert store.stats.write_errors > 0
-
-
-# -- the disk -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("operation", ["create", "pwrite"])
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_full_disk_does_not_hide_whether_it_takes_direct_io(
-    open_store: Opener, operation: str, direct: bool
-) -> None:
-    store = open_store()
-    put(store, *range(10))
-    store.close()
-    files = FaultyFiles()
-    if not direct:
-        files.refuse_direct()
-    files.fail(operation, errno.ENOSPC)
-    store = open_store(files)
-    assert files.struck == (1 if direct or operation == "create" else 0)
-    assert store.direct is direct
-    assert found_in(store) == set(range(10))
-
-
-class WatchedFiles(RealFiles):
-    """Notes which folders were made durable."""
-
-    def __init__(self) -> None:
-        self.synced: list[Path] = []
-
-    def sync_folder(self, folder: Path) -> None:
-        self.synced.append(folder)
-        super().sync_folder(folder)
-
-
-def test_every_folder_that_is_made_outlives_a_power_cut(open_store: Opener, tmp_path: Path) -> None:
-    files = WatchedFiles()
-    folder = open_store(files, root=tmp_path / "deep" / "root").options.folder
-    assert set(folder.parents) & set(files.synced) == {
-        tmp_path,
-        tmp_path / "deep",
-        tmp_path / "deep" / "root",
-        folder.parent,
-    }
-    files.synced.clear()
-    RealFiles.make_folders(files, folder)
-    assert files.synced == [], "they are there already"
-
-
-@pytest.mark.parametrize("now", [-5.0, -1e9, 0.0, 2.0**63, 2.0**70])
-def test_a_clock_that_stands_anywhere_stops_nobody(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch, now: float
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: now)
-        store = open_store()
-        assert put(store, *range(10)) == 10
-        store.close()
-        store = open_store()
-        assert found_in(store) == set(range(10))
-        store.close()
-    assert found_in(open_store()) == set(range(10))

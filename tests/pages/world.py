@@ -1,0 +1,151 @@
+"""The world of ``OrdersMachine``: what each key must hold, and real bytes of every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize
+
+from tiered_kv.keys import PageKey
+from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PromoteOrder, SaveOrder
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.tier_index import TierIndex
+from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.testing.stores import SSD
+
+KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]
+BLOCKS = range(1, 15)
+PAGE_BYTES = 64
+BANDWIDTH = 1e9
+
+
+PageOrder: TypeAlias = SaveOrder | LoadOrder | DemoteOrder | PromoteOrder
+
+
+@dataclass(eq=False)
+class Page:
+    """What the model knows of a page: which bytes it must hold, and where.
+
+    ``bytes_of`` a rank differ from those of every other save that ever was.
+    """
+
+    key: PageKey
+    serial: int
+    slot: int
+    whole: bool = False
+
+    def bytes_of(self, rank: int) -> bytes:
+        return b"%s save %d rank %d" % (self.key[:1], self.serial, rank)
+
+
+@dataclass(eq=False)
+class Flight:
+    """An order under way: which ranks have copied, which of those have reported."""
+
+    order: PageOrder
+    pages: list[Page]
+    abandoned: bool = False
+    copied: dict[int, frozenset[int]] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return frozenset().union(*self.copied.values())
+
+    def __repr__(self) -> str:
+        return f"{type(self.order).__name__} {self.order.order_id}"
+
+
+class World(RuleBasedStateMachine):
+    """The order book under test, the model beside it, and the bytes of every rank.
+
+    Subclasses may plant a bug in ``make``.
+    """
+
+    def make(self, num_slots: int, ranks: int) -> OrderBook:
+        index = PageIndex(num_slots, LeastRecentlyUsed())
+        return OrderBook(index, ranks, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()})
+
+    @initialize(num_slots=st.sampled_from([4, 5, 3, 2, 1, 0]), ranks=st.integers(1, 3))
+    def start(self, num_slots: int, ranks: int) -> None:
+        self.planner = self.make(num_slots, ranks)
+        self.index = self.planner.index
+        self.ranks = range(ranks)
+        self.vram = [dict.fromkeys(BLOCKS, b"nothing yet") for _ in self.ranks]
+        self.slots = [dict.fromkeys(range(num_slots), b"nothing yet") for _ in self.ranks]
+        self.ssd: list[dict[PageKey, bytes]] = [{} for _ in self.ranks]
+        self.on_ssd: dict[PageKey, int] = {}  # key -> serial of the page
+        self.pages: dict[PageKey, Page] = {}
+        self.flights: dict[OrderId, Flight] = {}
+        self.held: dict[int, int] = {}  # block -> orders that need it to stay
+        self.serial = 0
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    def readable(self, key: PageKey) -> bool:
+        return key in self.pages and self.pages[key].whole
+
+    def idle(self, key: PageKey) -> bool:
+        page = self.pages[key]
+        return page.whole and not any(page in flight.pages for flight in self.flights.values())
+
+    def slots_in_use(self) -> set[int]:
+        mine = {page.slot for page in self.pages.values()}
+        return mine.union(*(flight.order.slots for flight in self.flights.values()))
+
+    def unsent_saves(self) -> list[Flight]:
+        return [f for f in self.flights.values() if self.is_save(f) and not f.copied]
+
+    def to_copy(self) -> list[tuple[Flight, int]]:
+        return [
+            (flight, rank)
+            for flight in self.flights.values()
+            for rank in self.ranks
+            if rank not in flight.copied
+        ]
+
+    def to_report(self) -> list[tuple[Flight, int]]:
+        return [
+            (flight, rank)
+            for flight in self.flights.values()
+            for rank in flight.copied
+            if rank not in flight.reported
+        ]
+
+    def is_save(self, flight: Flight) -> bool:
+        return isinstance(flight.order, SaveOrder)
+
+    def is_demotion(self, flight: Flight) -> bool:
+        return isinstance(flight.order, DemoteOrder) and not flight.abandoned
+
+    def forget(self, page: Page) -> None:
+        """Absent, unless another save has taken the page's place."""
+        if self.pages.get(page.key) is page:
+            del self.pages[page.key]
+
+    def end(self, flight: Flight) -> None:
+        del self.flights[flight.order.order_id]
+        if not (flight.abandoned and self.is_save(flight)):
+            self.give_up(flight)
+
+    def give_up(self, flight: Flight) -> None:
+        if isinstance(flight.order, SaveOrder | LoadOrder):
+            for block in flight.order.blocks:
+                self.held[block] -= 1
+
+    def free_blocks(self, data: st.DataObject, count: int) -> list[int]:
+        """Blocks that no order needs; abandoned saves may still read them, and get garbage."""
+        free = [block for block in BLOCKS if not self.held.get(block)]
+        first = data.draw(st.integers(0, len(free) - 1)) if free else 0
+        return (free[first:] + free[:first])[:count]
+
+    def pick(self, data: st.DataObject, among: list[Any]) -> Any:
+        return among[self.draw_index(data, among)]
+
+    def draw_index(self, data: st.DataObject, among: list[Any]) -> int:
+        return data.draw(st.integers(0, len(among) - 1))
