@@ -22,8 +22,8 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.pages.cpu_index import PageState
 from tiered_kv.pages.order_book import Settled
+from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 
 from .world import KEYS, PAGE_BYTES, Flight, Page, World

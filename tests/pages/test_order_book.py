@@ -17,7 +17,7 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.single_pages import PageState, commit, state
+from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))

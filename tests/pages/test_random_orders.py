@@ -20,10 +20,11 @@ from tiered_kv.orders import (
     OrderReport,
     PromoteOrder,
 )
-from tiered_kv.pages.cpu_index import PageIndex, PageState
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
-from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
+from tiered_kv.testing.single_pages import PageState, commit, state
 from tiered_kv.testing.stores import SSD
 
 # Shrinking a failure takes minutes: for HYPOTHESIS_PROFILE=thorough, not for every red build.
@@ -40,8 +41,8 @@ class CommitsBeforeAllRanks(OrderBook):
             flight = self._flights.get(order_id)
             if flight is not None and not isinstance(flight.order, LoadOrder | LookupOrder):
                 for i, (key, slot) in enumerate(zip(flight.keys, flight.order.slots, strict=True)):
-                    if i not in report.failed and self.index.state(key) is PageState.SAVING:
-                        self.index.commit(key, slot)
+                    if i not in report.failed and state(self.index, key) is PageState.SAVING:
+                        commit(self.index, key, slot)
         return super().settle(reports)
 
 

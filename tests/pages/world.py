@@ -13,7 +13,7 @@ from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PromoteOrder, Save
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import TierIndex
-from tiered_kv.testing.eviction import LeastRecentlyUsed
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.testing.stores import SSD
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(7)]

@@ -13,9 +13,9 @@ import pytest
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import FaultyFiles
 from tiered_kv.testing.segment_store import store_options
-from tiered_kv.testing.store import PAGE_FORMAT, page_bytes, page_key
 
 KEYS = [page_key(name) for name in range(10)]
 Opener = Callable[..., SegmentStore]

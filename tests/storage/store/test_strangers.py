@@ -18,6 +18,7 @@ from tiered_kv.storage.disk.files import FileLayer, RealFiles
 from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.segment_store import store_options
 
 LEAST = store_options(Path(), capacity_bytes=0).segment_bytes
