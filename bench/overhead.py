@@ -66,7 +66,8 @@ def scheduler_step(first: int, tick: Tick) -> dict[str, list[float]]:
             lie makes its steps 1% faster or slower, for as long as it lives.
     """
     steps = CYCLE * CYCLES
-    from tiered_kv.testing.vllm.rig import Rig, RigOptions, text
+    from tiered_kv.testing.checked_kv import text
+    from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
     context = steps + 400
     extras: dict[str, Any] = {"stock": None, "control": None, "connector": {"cpu_gib": 0.05}}

@@ -204,8 +204,8 @@ def engine(
 ) -> Iterator[Watched]:
     """An engine of that size, with memory for so many pages of ours; ``pins``: every turn that ends
     is pinned, instead of those that the default policy would pin."""
+    from tiered_kv.testing.checked_kv import CELL
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
-    from tiered_kv.testing.vllm.runner import CELL
 
     policy = {} if pins else {"policy": "occupancy"}
     extra = {"cpu_gib": pages * BLOCK * CELL / 2**30, **policy} if ours else None

@@ -19,7 +19,8 @@ from bench.sim.generate import generate
 from bench.sim.presets import TIGHT
 from bench.sim.servers import server
 from tiered_kv.config import load_config
-from tiered_kv.testing.vllm.rig import Rig, RigOptions, text
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -92,7 +92,8 @@ def _pair(crowd: Crowd, *, held_first: bool) -> dict[str, float]:
 def _engine(folder: Path, crowd: Crowd) -> Rig:
     """Full of requests that decode; the first has what the held ones share, so that vLLM would
     find it for each."""
-    from tiered_kv.testing.vllm.rig import Rig, RigOptions, text
+    from tiered_kv.testing.checked_kv import text
+    from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
     answers = crowd.steps + 100
     first = crowd.shared_tokens + answers
@@ -125,7 +126,7 @@ def _all_run(rig: Rig) -> bool:
 
 
 def _hold(rig: Rig, crowd: Crowd) -> None:
-    from tiered_kv.testing.vllm.rig import text
+    from tiered_kv.testing.checked_kv import text
 
     shared = text(crowd.shared_tokens, seed=0)
     for number in range(crowd.held):

@@ -89,7 +89,7 @@ class Block(Protocol):
     Attributes:
         ref_cnt: references on it; it may be reused when there is none.
         block_hash: None unless it is full and can be found.
-        is_null: True for the engine's placeholder.
+        is_null: True for a placeholder, which is never free.
     """
 
     block_id: int
@@ -169,11 +169,12 @@ class EngineFacts:
     Attributes:
         ranks: tensor-parallel workers, each of which must report an order.
         block_size: tokens of a block.
-        num_blocks: blocks of the VRAM pool, the engine's placeholder included.
+        num_blocks: blocks of the VRAM pool, placeholders included.
         groups: page groups that can be offloaded; empty if there are none.
         replica: index of this engine among data-parallel ones.
         ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
         sync_restores: whether restores may be sync.
+        placeholders: blocks of the pool that no request is ever given.
     """
 
     ranks: int
@@ -183,6 +184,12 @@ class EngineFacts:
     replica: int = 0
     ahead: bool = False
     sync_restores: bool = True
+    placeholders: int = 0
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can have."""
+        return self.num_blocks - self.placeholders
 
     @property
     def slot_bytes(self) -> int:

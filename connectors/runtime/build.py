@@ -170,8 +170,7 @@ def build_admission(
 ) -> AdmissionGroup:
     """Build the components that share VRAM out."""
     facts, config, clock, pool = given.facts, given.config, given.clock, engine.pool
-    usable = facts.num_blocks - 1  # the engine keeps one as its placeholder
-    pins = PinTable(pool, int(config.pin_fraction * usable))
+    pins = PinTable(pool, int(config.pin_fraction * facts.usable_blocks))
     gate: Admission | NoAdmission = NoAdmission()
     if config.admission != "off":
         gate = Admission(

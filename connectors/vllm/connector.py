@@ -275,7 +275,9 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker side --------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._worker.register(kv_caches, self._kv_cache_config)
+        tensors = self._kv_cache_config.kv_cache_tensors
+        layers = [layer for tensor in tensors for layer in tensor.layers if layer in kv_caches]
+        self._worker.register([kv_caches[layer] for layer in layers])
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return TieredHandshake(self._worker.handshake())

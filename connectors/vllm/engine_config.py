@@ -120,6 +120,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         ranks=vllm_config.parallel_config.world_size,
         block_size=vllm_config.cache_config.block_size,
         num_blocks=kv_cache_config.num_blocks,
+        placeholders=1,  # the null block
         groups=groups,
         replica=vllm_config.parallel_config.data_parallel_index,
         ahead=ahead,

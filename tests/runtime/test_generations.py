@@ -13,9 +13,10 @@ import pytest
 
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.checked_kv import CELL, expected, kv, sample, text
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm.rig import Rig, RigOptions, expected, text
-from tiered_kv.testing.vllm.runner import CELL, CheckingRunner, kv, sample
+from tiered_kv.testing.vllm.rig import Rig, RigOptions
+from tiered_kv.testing.vllm.runner import CheckingRunner
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 40

@@ -18,10 +18,10 @@ from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, Tur
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.testing.checked_kv import CELL, VOCABULARY, expected, text
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.stores import SSD
-from tiered_kv.testing.vllm.rig import Rig, RigOptions, expected, text
-from tiered_kv.testing.vllm.runner import CELL, VOCABULARY
+from tiered_kv.testing.vllm.rig import Rig, RigOptions
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 150

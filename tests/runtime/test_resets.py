@@ -7,7 +7,8 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_rig: MakeRig) -> None:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tiered_kv.testing.vllm.runner import kv
+from tiered_kv.testing.checked_kv import kv
 
 
 class Nothing(KVConnectorMetadata):

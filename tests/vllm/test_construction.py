@@ -14,9 +14,9 @@ from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.errors import ConfigError
+from tiered_kv.testing.checked_kv import CELL
 from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
-from tiered_kv.testing.vllm.runner import CELL
 
 SIZE = EngineSize(64, 16, CELL, 512, 64, 256, "fcfs")
 

@@ -230,7 +230,9 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
                 arrangement=facts.groups[0].arrangement,
             ),
         ),
+        placeholders=1,
     )
+    assert facts.usable_blocks == 9
     assert facts.slot_bytes == 128
     assert not caplog.records
 

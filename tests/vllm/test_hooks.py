@@ -10,7 +10,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.vllm.rig import expected, text
+from tiered_kv.testing.checked_kv import expected, text
 
 BAD_HINTS: list[Any] = [
     {"job_id": 12.5},

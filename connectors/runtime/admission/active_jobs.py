@@ -68,7 +68,7 @@ class BegunJobs:
         self._facts = facts
         self._pins = pins
         self._forecast = forecast
-        pool = facts.num_blocks - 1
+        pool = facts.usable_blocks
         self._room = pool, max(pool, slots)  # in VRAM, and anywhere
         self._over_share: dict[str, tuple[float, float]] = {}  # of these, by salt
         self._over_all = 0.0, 0.0

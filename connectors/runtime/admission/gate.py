@@ -114,7 +114,7 @@ class Admission:
             source = turn.source
             found, whole = source.vram_tokens + source.cpu_tokens, turn.pages.shared_tokens
             lost = whole - found if found + size < whole else 0  # its last block may lack
-            pool = size * (self._facts.num_blocks - 1)
+            pool = size * self._facts.usable_blocks
             self.allowance.returned((whole - lost) / pool, lost / pool)
 
     def joined(self, turn: Turn) -> None:
@@ -192,7 +192,7 @@ class Admission:
 
     def _fits(self, need: Share, salt: str) -> bool:
         """True if a new job has room."""
-        room = Room(self._facts.num_blocks - 1, self._slots, self.allowance.share)
+        room = Room(self._facts.usable_blocks, self._slots, self.allowance.share)
         peak = self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
         return fits(room, peak, whole)
@@ -201,7 +201,7 @@ class Admission:
         """Whether the jobs that began before a turn's leave its context no room, neither in VRAM
         nor in CPU memory."""
         job = _job_of(turn)
-        room = max(self._facts.num_blocks - 1, self._slots)
+        room = max(self._facts.usable_blocks, self._slots)
         return job in self.jobs and not self.jobs.leave_room(job, room)
 
     def refuse(self, turn: Turn) -> None:

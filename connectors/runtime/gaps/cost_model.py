@@ -76,7 +76,7 @@ class CostModel:
         Args:
             waiting_tokens: tokens of requests that are not admitted yet.
         """
-        in_use = self._facts.num_blocks - 1 - self._pool.num_free()
+        in_use = self._facts.usable_blocks - self._pool.num_free()
         waiting = -(-waiting_tokens // self._facts.block_size)
         self.price.observe(in_use - self._pins.held_blocks + waiting, self._clock())
 
@@ -123,7 +123,7 @@ class CostModel:
 
     def _price(self, blocks: int, job: JobKey | None, held_up: float) -> float:
         """λ for a turn's blocks, of which a pin saves B for ``held_up`` requests."""
-        pool = self._facts.num_blocks - 1
+        pool = self._facts.usable_blocks
         mine = min(blocks, self._pins.budget)
         demand = self._gate.demand_with_pin(mine, job)
         if demand is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -68,8 +68,11 @@ class WorkerHalf:
         self._failed_syncs = 0
         self._newly_failed = False
 
-    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
+    def register(self, kv_caches: Sequence[Any]) -> None:
         """Take the engine's KV tensors and allocate this rank's share of the CPU tier.
+
+        Args:
+            kv_caches: views of the one allocation that ``EngineFacts.groups`` lay out.
 
         Raises:
             ConfigError: the tier does not fit into memory, or holds no page.
@@ -88,7 +91,7 @@ class WorkerHalf:
             )
         import torch
 
-        storage = _storage(kv_caches, kv_cache_config)
+        storage = _storage(kv_caches)
         on_gpu = storage.device.type == "cuda"
         local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
         check_cpu_size(self._config, ranks, local_ranks, *system_memory())
@@ -248,11 +251,11 @@ class WorkerHalf:
         self.stores = {}
 
 
-def _flops(kv_caches: Mapping[str, Any]) -> float:
-    """Of matrix products in the type of the KV cache, or what comes nearest."""
+def _flops(kv_caches: Sequence[Any]) -> float:
+    """Speed of matrix products in the type of the KV cache, or what comes nearest."""
     import torch
 
-    caches = [cache for cache in kv_caches.values() if isinstance(cache, torch.Tensor)]
+    caches = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]
     if not caches:
         return 0.0
     dtype = caches[0].dtype
@@ -260,21 +263,16 @@ def _flops(kv_caches: Mapping[str, Any]) -> float:
     return measure_flops(caches[0].device, dtype if usual else torch.bfloat16)
 
 
-def _storage(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> Any:
+def _storage(kv_caches: Sequence[Any]) -> Any:
     """The one allocation behind all layers' KV tensors.
 
     Raises:
         UnsupportedError: the layers lie in several allocations, which the layout cannot name.
     """
-    storages = {
-        kv_caches[layer].untyped_storage().data_ptr(): kv_caches[layer].untyped_storage()
-        for tensor in kv_cache_config.kv_cache_tensors
-        for layer in tensor.layers
-        if layer in kv_caches
-    }
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
     if len(storages) != 1:
         raise UnsupportedError(
             f"the KV cache lies in {len(storages)} allocations where one was expected: "
             "set TIERED_KV_CPU_GIB=0 and report this model"
         )
-    return next(iter(storages.values()))
+    return next(iter(storages.values())).untyped_storage()

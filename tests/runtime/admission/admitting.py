@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.vllm.rig import Rig
 
 TOKENS, BLOCKS = 300, 64
 """A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""

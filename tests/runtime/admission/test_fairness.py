@@ -10,7 +10,8 @@ from tests.runtime.admission.admitting import TOKENS
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
-from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.vllm.rig import Rig
 
 OPEN = 8
 """Contexts of 19 blocks: more than VRAM has room for, of 127, or CPU memory, of 100."""

@@ -11,8 +11,9 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.admission.active_jobs import AWAY_S
 from tiered_kv.policies.admission.working_set import MOST
 from tiered_kv.policies.jobs.lineage import Lineage
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 @pytest.mark.parametrize("in_job_order", [True, False], ids=["parked", "in vLLM's queue"])

@@ -7,7 +7,8 @@ import pytest
 from tests.runtime.admission.admitting import BLOCKS, begin
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.admission.active_jobs import BegunJobs
-from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 @pytest.fixture

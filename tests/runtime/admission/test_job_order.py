@@ -12,7 +12,7 @@ from tiered_kv.errors import UnsupportedError
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
 from tiered_kv.testing.vllm.engine import make_scheduler
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:

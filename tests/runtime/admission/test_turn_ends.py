@@ -10,7 +10,8 @@ import pytest
 from tests.runtime.admission.admitting import TOKENS, begin, holding_rig, running
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import JobKey
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 VRAM_ONLY = {"cpu_gib": 0.0}
 

@@ -23,7 +23,8 @@ from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.pricing.estimators import TOP_PRICE
-from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.cpu import CpuTransfer
 from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.host_memory import AnonymousMemory

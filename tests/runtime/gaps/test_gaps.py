@@ -24,7 +24,8 @@ from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.vllm.rig import Rig
 
 JOB = {"job_id": "j"}
 CONTEXT = text(320, seed=1)

@@ -20,8 +20,9 @@ from tests.runtime.gaps.waiting import (
     waiting_rig,
 )
 from tiered_kv.policies.base import JobKey
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.stores import SSD
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tiered_kv.connectors.runtime.gaps.prefill_timer import FEWEST_TOKENS, Prefi
 from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.vllm.rig import text
+from tiered_kv.testing.checked_kv import text
 
 
 def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:

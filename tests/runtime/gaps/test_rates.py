@@ -7,7 +7,7 @@ import math
 from tests.runtime.conftest import MakeRig
 from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.testing.policies import FixedPin
-from tiered_kv.testing.vllm.rig import Rig, text
+from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_pins_are_no_demand(make_rig: MakeRig) -> None:

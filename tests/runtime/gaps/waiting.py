@@ -13,8 +13,8 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
-from tiered_kv.testing.vllm.rig import Rig, text
-from tiered_kv.testing.vllm.runner import CELL
+from tiered_kv.testing.checked_kv import CELL, text
+from tiered_kv.testing.vllm.rig import Rig
 
 CONTEXT = text(320, seed=1)
 JOB = {"job_id": "j"}

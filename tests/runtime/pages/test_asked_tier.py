@@ -21,7 +21,8 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.vllm.rig import Rig, expected
+from tiered_kv.testing.checked_kv import expected
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import SSD, StoreId
 
 OURS = "tests.runtime.pages.shared_store:SharedTier"

@@ -12,8 +12,9 @@ from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 PROMPT = text(300, seed=1)

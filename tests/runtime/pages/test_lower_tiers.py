@@ -18,9 +18,9 @@ from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.storage.store.store import SegmentStore
+from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.stores import SSD
-from tiered_kv.testing.vllm.rig import Rig, expected, text
-from tiered_kv.testing.vllm.runner import CELL
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import TierSpec
 
 PAGE = 16 * CELL

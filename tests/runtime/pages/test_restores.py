@@ -10,9 +10,9 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.messages import Reports
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.checked_kv import WrongKV, expected, text
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm.rig import Rig, expected, text
-from tiered_kv.testing.vllm.runner import WrongKV
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 BOTH = pytest.mark.parametrize("mode", list(RestoreMode))

@@ -10,8 +10,8 @@ from tests.runtime.conftest import MakeRig
 from tests.runtime.gaps.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
 from tests.runtime.pages.test_lower_tiers import tiers
 from tiered_kv.keys import PageKey
+from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.stores import SSD
-from tiered_kv.testing.vllm.rig import text
 
 
 def keys(count: int) -> list[PageKey]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.pages.saves import TOGETHER
-from tiered_kv.testing.vllm.rig import text
+from tiered_kv.testing.checked_kv import text
 
 
 @pytest.mark.parametrize(

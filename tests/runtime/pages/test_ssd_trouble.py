@@ -16,8 +16,9 @@ from tiered_kv.messages import Proposal
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.demotion import MOST_DEMOTING
 from tiered_kv.storage import ssd
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.stores import SSD
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 

@@ -10,7 +10,8 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.turn import Hit
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.vllm.rig import Rig, expected, text
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.rig import Rig
 
 VRAM_ONLY = {"cpu_gib": 0}
 

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
-from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.testing.checked_kv import CELL, VOCABULARY
 from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
+from tiered_kv.testing.rig import EngineRig
 
 from .changes import given
 from .engine import EngineSize, engine_config, kv_config, make_scheduler
-from .runner import CELL, VOCABULARY, CheckingRunner, kv, sample
-from .view import View
+from .runner import CheckingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,15 @@ class RigOptions:
     around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
-class Rig(View):
+class Rig(EngineRig):
     """An engine to drive step by step.
 
     Args:
         folder: where the model's config.json is written.
         options: its size.
     """
+
+    options: RigOptions
 
     def __init__(self, folder: Path, options: RigOptions | None = None) -> None:
         import torch
@@ -101,7 +101,7 @@ class Rig(View):
         self._late_aborts: list[str] = []
         self.now = 1000.0
         self.worker: Any = None
-        self._policy = SwitchedPolicy(FixedPin())
+        self.switch = SwitchedPolicy(FixedPin())
         self.worker_ahead_s = 0.0
         """Seconds by which the worker's clock is ahead of the scheduler's."""
         if opts.extra is not None:
@@ -115,22 +115,23 @@ class Rig(View):
             self._introduce()
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
+        self._requests: dict[str, Any] = {}
         self.finished: dict[str, Any] = {}
         self.steps = 0
         self.scheduler_s = 0.0
         """CPU seconds that the scheduler itself took in the last step."""
         self.last_stats: Any = None
         """vLLM's SchedulerStats of the last step."""
-        self.free_at_start = self.pool.get_num_free_blocks()
+        self.free_at_start = self.free_blocks
 
     def _change(self, found: Dependencies) -> Dependencies:
         extra, tools = self.options.extra or {}, found.tools
         if "policy" in extra:
-            self._policy.now = found.policy
+            self.switch.now = found.policy
         if self.options.tools is not None:
             tools.close()
             tools = self.options.tools
-        return replace(found, policy=self._policy, tools=tools)
+        return replace(found, policy=self.switch, tools=tools)
 
     def _make_worker(self, layout: Any) -> None:
         from vllm.config import set_current_vllm_config
@@ -150,17 +151,6 @@ class Rig(View):
         # Its model computes nothing, so that no estimate of a prefill fits it.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))
         self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
-
-    # -- what a test looks at -----------------------------------------------------
-
-    @property
-    def policy(self) -> TurnPolicy:
-        """Where finished turns' KV waits; two seconds in VRAM if the options name none."""
-        return self._policy.now
-
-    @policy.setter
-    def policy(self, policy: TurnPolicy) -> None:
-        self._policy.now = policy
 
     # -- driving --------------------------------------------------------------------
 
@@ -202,6 +192,7 @@ class Rig(View):
         )
         self.prompts[request_id] = list(prompt)
         self.outputs[request_id] = []
+        self._requests[request_id] = request
         self.scheduler.add_request(request)
         return request
 
@@ -265,54 +256,56 @@ class Rig(View):
                 self.wait_for_worker()  # nothing to do but wait for copies
         raise AssertionError(f"still busy after {limit} steps")
 
-    def wait_for_worker(self) -> None:
-        """Until what was ordered of it is done; a step is needed to hear of it."""
-        half = self.worker_half
-        if half.backend is not None:
-            half.backend.drain()
-        for tier in half.stores.values():
-            tier.io.wake()  # the rig's clock went on: some may be due
-            assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
-
-    def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
-        """Send one request, run until idle, return its output."""
-        self.add(request_id, prompt, **kwargs)
-        self.run()
-        return self.outputs[request_id]
-
-    def inject(self, wrap: Callable[[Any], Any]) -> Any:
-        """Put a transfer backend around the worker's own; returns it."""
-        half = self.worker_half
-        half.backend = wrap(half.backend)
-        return half.backend
-
-    def fill(self, rounds: int = 2, *, tag: str = "rival") -> None:
-        """Run rival prompts until the whole VRAM pool has been reused."""
-        tokens = self.options.max_model_len - 8
-        needed = rounds * self.options.blocks * self.options.block_size // tokens + 1
-        for i in range(needed):
-            self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
-
-    def check_clean(self) -> None:
-        """All blocks free again, all slots accounted for, nothing in flight."""
-        free = self.pool.get_num_free_blocks()
-        assert free == self.free_at_start, f"{self.free_at_start - free} blocks leaked"
-        if self.connector is not None:
-            self.index.check_integrity()
-            assert self.pages.book.in_flight == 0, "orders never settled"
-            assert not len(self.turns), "turns never finished"
-            assert self.count("hook_errors") == 0, "a hook raised"
+    def reset_cache(self) -> bool:
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=True))
 
     def close(self) -> None:
         self.scheduler.shutdown()
         if self.worker is not None:
             self.worker.shutdown()
 
-    def __enter__(self) -> Rig:
-        return self
+    # -- what a test looks at -----------------------------------------------------
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @property
+    def connector(self) -> Any:
+        """The connector of the scheduler side; None for stock vLLM."""
+        return self.scheduler.connector
+
+    @property
+    def half(self) -> Any:
+        connector = self.connector
+        return None if connector is None else _ours(connector).scheduler_half
+
+    @property
+    def worker_half(self) -> Any:
+        return _ours(self.worker).worker_half
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's block pool."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def tables(self) -> Mapping[str, Sequence[Any]]:
+        """vLLM's blocks of each request."""
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        tables: Mapping[str, Sequence[Any]] = manager.req_to_blocks
+        return tables
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    def running(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.running]
+
+    def preemptions(self, request_id: str) -> int:
+        return int(self._requests[request_id].num_preemptions)
+
+    def held(self) -> list[str]:
+        """Requests that are held back: parked, or in vLLM's own queue."""
+        parked = [request.request_id for request in getattr(self.scheduler, "parked", ())]
+        return parked or sorted(self.admission.queue.held)
 
     # -- the worker and its model -----------------------------------------------------
 
@@ -361,14 +354,7 @@ class Rig(View):
         return sampled
 
 
-def text(tokens: int, seed: int) -> list[int]:
-    """Token ids that share no block with those of another seed."""
-    return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, tokens)]
-
-
-def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What the rig's model says to a prompt, computed without any engine."""
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(sample(kv(tokens)))
-    return tokens[len(prompt) :]
+def _ours(connector: Any) -> Any:
+    """Our connector, which may be one of several."""
+    parts = getattr(connector, "sub_connectors", (connector,))
+    return next(one for one in parts if hasattr(one, "scheduler_half"))

@@ -11,18 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
-CELL = 8
-"""Bytes of KV per token."""
-VOCABULARY = 1000
-
-Cells = NDArray[np.uint8]
-
-
-class WrongKV(AssertionError):
-    """The model attended to bytes that are not the KV of its context."""
+from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV, kv, sample
 
 
 @dataclass(slots=True)
@@ -104,18 +94,3 @@ class CheckingRunner:
         wrong = np.flatnonzero((seen != cells).any(axis=1))
         if len(wrong):
             raise WrongKV(f"{request_id}: {len(wrong)} of {n} tokens, first at {wrong[0]}")
-
-
-def kv(tokens: Sequence[int]) -> Cells:
-    """KV of a context, uint8 ``[tokens, CELL]``: each cell a digest of the prefix up to it."""
-    digest = xxhash.xxh64()
-    cells = bytearray()
-    for token in tokens:
-        digest.update(token.to_bytes(4, "little"))
-        cells += digest.digest()
-    return np.frombuffer(bytes(cells), dtype=np.uint8).reshape(-1, CELL)
-
-
-def sample(cells: Cells) -> int:
-    """The token that follows a context with this KV."""
-    return int.from_bytes(cells[-1].tobytes(), "little") % VOCABULARY

@@ -1,0 +1,103 @@
+"""Blocks of VRAM: counted references, found again by their hashes, reused least recent first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block. ``block_hash`` is None unless others can find it."""
+
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None
+
+    @property
+    def is_null(self) -> bool:
+        return False
+
+
+class Blocks:
+    """The pool.
+
+    Args:
+        count: blocks, all of which can be given out.
+
+    Attributes:
+        tables: blocks of each request, first to last.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [Block(i) for i in range(count)]
+        self.tables: dict[str, list[Block]] = {}
+        self._free = OrderedDict((block.block_id, block) for block in self.blocks)
+        self._found: dict[bytes, Block] = {}
+
+    def num_free(self) -> int:
+        """Number of blocks without a reference."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[Block]:
+        """Take free blocks, the least recently used first. There must be enough."""
+        taken = [self._free.popitem(last=False)[1] for _ in range(count)]
+        self.forget(block.block_id for block in taken)
+        for block in taken:
+            block.ref_cnt = 1
+        return taken
+
+    def hold(self, blocks: Iterable[Block]) -> None:
+        """Take a reference on each."""
+        for block in blocks:
+            block.ref_cnt += 1
+            self._free.pop(block.block_id, None)
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Give references back. Of blocks without another, the first is reused first, and those
+        that nobody can find before all others."""
+        unfindable = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0, f"block {block.block_id} is freed twice"
+            if not block.ref_cnt:
+                self._free[block.block_id] = block
+                if block.block_hash is None:
+                    unfindable.append(block.block_id)
+        for block_id in reversed(unfindable):
+            self._free.move_to_end(block_id, last=False)
+
+    def publish(self, block: Block, block_hash: bytes) -> None:
+        """Make a block findable, unless another one is with the same KV."""
+        if block.block_hash is None and block_hash not in self._found:
+            block.block_hash = block_hash
+            self._found[block_hash] = block
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.block_hash is not None:
+                del self._found[block.block_hash]
+                block.block_hash = None
+
+    def cached(self, block_hash: bytes) -> Block | None:
+        """The block with that hash; None if there is none."""
+        return self._found.get(block_hash)
+
+    def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
+        """The blocks with these hashes, up to the first that is not there."""
+        found = []
+        for block_hash in hashes:
+            block = self._found.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+
+def chain(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of a full block: over its tokens and the hash of the block before it."""
+    return sha256(before + b"".join(token.to_bytes(4, "little") for token in tokens)).digest()

@@ -1,0 +1,259 @@
+"""A small inference engine: continuous batching over paged KV, with prefix caching.
+
+A step has a budget of tokens. Those that run get theirs first, then waiting requests are admitted.
+Who lacks a block has the youngest preempted, which computes its tokens again. Blocks can be found
+by others once they are computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from .blocks import Blocks
+from .model import PagedModel, Work
+from .offload import Offload
+from .requests import Outcome, Request, State
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """Size of an engine.
+
+    Attributes:
+        blocks: blocks of VRAM.
+        block_size: tokens of a block.
+        budget: tokens that a step computes at most.
+        device: torch device of the KV cache.
+    """
+
+    blocks: int = 64
+    block_size: int = 16
+    budget: int = 256
+    device: str = "cpu"
+
+
+class Engine:
+    """The engine. One thread.
+
+    Args:
+        clock: monotonic seconds.
+
+    Attributes:
+        offload: hooks, to be put in place before the first request.
+        waiting, running: requests in their order. loading: those whose blocks are being filled.
+    """
+
+    def __init__(self, size: EngineSize, clock: Callable[[], float]) -> None:
+        self.size = size
+        self.pool = Blocks(size.blocks)
+        self.model = PagedModel(size.blocks, size.block_size, size.device)
+        self.offload = Offload()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.loading: dict[str, Request] = {}
+        self._clock = clock
+
+    @property
+    def busy(self) -> bool:
+        """True while a step has something to do."""
+        return bool(self.waiting or self.running or self.loading) or self.offload.busy
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        params: object = None,
+        salt: str | None = None,
+        stop_ids: Collection[int] = (),
+    ) -> Request:
+        """Queue a request.
+
+        Raises:
+            ValueError: it can never fit.
+        """
+        if self._blocks(len(prompt) + max_tokens) > self.size.blocks:
+            raise ValueError(f"{request_id} takes more blocks than there are")
+        request = Request(
+            request_id, prompt, max_tokens, self._clock(), params, salt, frozenset(stop_ids)
+        )
+        request.append(prompt, self.size.block_size)
+        self.waiting.append(request)
+        self.offload.arrived(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request for its client. One that is being loaded keeps its blocks until then."""
+        if request.state is State.ENDED:
+            return
+        loading = request.state is State.LOADING
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        self._end(request, Outcome.CANCELLED, frees=not loading)
+
+    def reset_cache(self) -> None:
+        """Have nothing found that was computed before, nor go on with it."""
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
+        for request in self.loading.values():
+            request.unwanted = True
+        self.offload.before_reset()
+        self.pool.forget(range(self.size.blocks))
+
+    def step(self) -> dict[str, int]:
+        """Compute one batch; returns the tokens of each request in it."""
+        scheduled: dict[str, int] = {}
+        if self._schedule_running(scheduled):
+            self._admit(scheduled)
+        batch = [request for request in self.running if request.request_id in scheduled]
+        bad = self.offload.before_forward(scheduled)
+        work = [self._work(request, scheduled[request.request_id]) for request in batch]
+        sampled = self.model.forward(work, bad)
+        loads = self.offload.after_forward()
+        bad |= loads.bad
+        for request in batch:
+            if self._rewind(request, bad):
+                continue
+            request.computed += scheduled[request.request_id]
+            self._publish(request)
+            if (token := sampled.get(request.request_id)) is not None:
+                request.append([token], self.size.block_size)
+                if outcome := request.verdict():
+                    self.running.remove(request)
+                    self._end(request, outcome)
+        self.offload.step_over()
+        for request_id in loads.requests:
+            self._loaded(self.loading.pop(request_id), bad)
+        return scheduled
+
+    # -- who computes what --------------------------------------------------------
+
+    def _schedule_running(self, scheduled: dict[str, int]) -> bool:
+        """Give those that run their tokens; False if nobody else is to be admitted."""
+        waiting = len(self.waiting)
+        for request in self.running.copy():
+            count = min(self._left(scheduled), len(request.tokens) - request.computed)
+            if request.state is not State.RUNNING or not count:
+                continue
+            if not self._grow(request, request.computed + count):
+                return False
+            scheduled[request.request_id] = count
+        return len(self.waiting) == waiting  # nobody was preempted
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Give a running request the blocks for so many tokens; False if it has to wait."""
+        while (lack := self._blocks(tokens) - len(request.table)) > self.pool.num_free():
+            if self.offload.lacks_block(request):
+                return False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.table += self.pool.take(max(0, lack))
+        return True
+
+    def _admit(self, scheduled: dict[str, int]) -> None:
+        """Let waiting requests in, first come first served, while there is room."""
+        skipped = []
+        while self.waiting and self._left(scheduled):
+            request = self.waiting.popleft()
+            hits = self.pool.prefix(request.hashes)
+            del hits[(len(request.tokens) - 1) // self.size.block_size :]  # the last is computed
+            computed = len(hits) * self.size.block_size
+            loaded, beside = self.offload.match(request, computed)
+            if loaded is None:
+                skipped.append(request)
+                continue
+            unused = sum(not block.ref_cnt for block in hits)
+            lack = self._blocks(len(request.tokens)) - len(hits)
+            if lack > self.pool.num_free() - unused:
+                skipped.append(request)
+                break
+            count = min(self._left(scheduled), len(request.tokens) - computed - loaded)
+            count = 0 if loaded and beside else count
+            self.pool.hold(hits)
+            wanted = self._blocks(computed + loaded + count) - len(hits)
+            request.table = [*hits, *self.pool.take(wanted)]
+            self.pool.tables[request.request_id] = request.table
+            self.offload.allocated(request, loaded)
+            request.computed, request.published = computed + loaded, len(hits)
+            if loaded and beside:
+                request.state = State.LOADING
+                self.loading[request.request_id] = request
+                continue
+            request.state = State.RUNNING
+            self.running.append(request)
+            scheduled[request.request_id] = count
+        self.waiting.extendleft(reversed(skipped))
+
+    def _left(self, scheduled: dict[str, int]) -> int:
+        return self.size.budget - sum(scheduled.values())
+
+    def _work(self, request: Request, count: int) -> Work:
+        end = request.computed + count
+        samples = end == len(request.tokens)
+        ids, tokens = request.block_ids, request.tokens[:end]
+        return Work(request.request_id, tokens, ids, request.computed, samples)
+
+    # -- what becomes of a request ------------------------------------------------
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        request.preemptions += 1
+        self._begin_anew(request)
+
+    def _begin_anew(self, request: Request) -> None:
+        self._free(request)
+        request.state = State.WAITING
+        self.waiting.appendleft(request)
+
+    def _loaded(self, request: Request, bad: frozenset[int]) -> None:
+        """A load beside the steps is over: its request goes on behind what has come."""
+        if request.state is State.ENDED:
+            self._free(request)
+            return
+        self._rewind(request, bad)
+        if request.unwanted or not request.computed:
+            request.unwanted = False
+            self._begin_anew(request)
+            return
+        request.state = State.RUNNING
+        self.running.append(request)
+        self._publish(request)
+        self.offload.allocated(request, 0)
+
+    def _rewind(self, request: Request, bad: frozenset[int]) -> bool:
+        """Go back to before the first bad block; False if it has none."""
+        first = next((i for i, block in enumerate(request.table) if block.block_id in bad), None)
+        if first is None:
+            return False
+        request.computed = min(request.computed, first * self.size.block_size)
+        request.published = min(request.published, first)
+        return True
+
+    def _publish(self, request: Request) -> None:
+        """Let others find the blocks that are computed."""
+        full = request.computed // self.size.block_size
+        for i in range(request.published, full):
+            self.pool.publish(request.table[i], request.hashes[i])
+        request.published = max(request.published, full)
+
+    def _end(self, request: Request, outcome: Outcome, *, frees: bool = True) -> None:
+        request.state, request.outcome = State.ENDED, outcome
+        self.offload.ended(request)
+        self.model.forget(request.request_id)
+        if frees:
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        self.pool.tables.pop(request.request_id, None)
+        self.pool.release(reversed(request.table))
+        request.table, request.computed, request.published = [], 0, 0
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.size.block_size)

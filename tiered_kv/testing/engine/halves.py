@@ -1,0 +1,110 @@
+"""The connector's halves behind the engine's hooks: all that the engine asks of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
+from tiered_kv.connectors.runtime.gaps.tools import NoTools
+from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.step_timer import StepTimer
+from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
+from tiered_kv.messages import Orders
+from tiered_kv.policies import registry
+from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.cache.restore_mode import FasterRestore
+from tiered_kv.policies.jobs.hints import read_hints
+
+from .engine import Engine
+from .offload import Loads, Offload
+from .port import OneModel, PortPool, PortRequest, base_fingerprint, read_facts
+from .requests import Request
+
+
+class Halves(Offload):
+    """Both halves of the connector, for one rank. An error of theirs is raised: tests see it.
+
+    Args:
+        engine: the engine, before its first request.
+        config: the operator's settings.
+        clock: monotonic seconds.
+        change: puts something else in place of dependencies.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: TierConfig,
+        clock: Clock,
+        change: Callable[[Dependencies], Dependencies] = lambda found: found,
+    ) -> None:
+        facts = read_facts(engine.size)
+        fingerprint = base_fingerprint(facts)
+        self.worker = WorkerHalf(facts, config, 0, lambda: (fingerprint,), clock)
+        self.worker.register([engine.model.cache])
+        policy = registry.policy(config.policy)
+        state = PolicyState(policy, config.ssd_path, config.policy)
+        state.load()
+        given = Dependencies(
+            facts=facts,
+            config=config,
+            fingerprints=OneModel(fingerprint),
+            prefill_work=None,
+            policy=policy,
+            policy_state=state,
+            restore_policy=FasterRestore(),
+            course=Course(),
+            tools=NoTools(),
+            step_timer=StepTimer(),
+            clock=clock,
+            wall=clock,
+        )
+        self.scheduler = SchedulerHalf(change(given), PortPool(engine.pool))
+        said = self.worker.handshake()
+        # Its model computes nothing, so that no estimate of a prefill fits it.
+        said = replace(said, speeds=replace(said.speeds, flops=0.0))
+        self.scheduler.on_handshake({0: said})
+        self._orders = Orders()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_pending_push_work()
+
+    def arrived(self, request: Request) -> None:
+        self.scheduler.on_arrived(PortRequest(request), read_hints(request.params, None, None))
+
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        return self.scheduler.match(request.request_id, computed)
+
+    def allocated(self, request: Request, loaded: int) -> None:
+        self.scheduler.on_allocated(request.request_id, request.block_ids, loaded)
+
+    def lacks_block(self, request: Request) -> bool:
+        return self.scheduler.release_for_running()
+
+    def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
+        self._orders = self.scheduler.build_orders(scheduled)
+        self.worker.start(self._orders)
+        return frozenset(self.worker.bad_blocks)
+
+    def after_forward(self) -> Loads:
+        self.worker.save(self._orders)
+        arrived = frozenset(self.worker.finish())
+        return Loads(arrived, frozenset(self.worker.take_bad_blocks()))
+
+    def step_over(self) -> None:
+        if (reports := self.worker.take_reports()) is not None:
+            self.scheduler.on_reports(reports)
+
+    def ended(self, request: Request) -> None:
+        self.scheduler.on_finished(request.request_id, request.block_ids)
+
+    def before_reset(self) -> None:
+        self.scheduler.before_reset()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()

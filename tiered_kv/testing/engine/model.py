@@ -1,0 +1,106 @@
+"""The model: writes each token's KV into pages, attends to pages, and checks what it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV, extend, sample
+
+LAYERS = 2
+SHIFT = 101
+"""Added to a cell's bytes for each layer, so that no two layers hold the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request's part in a forward pass.
+
+    Attributes:
+        tokens: its tokens up to the last one to compute.
+        table: ids of its blocks.
+        start: tokens whose KV is in them already.
+        samples: True if it gets a token.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    table: Sequence[int]
+    start: int
+    samples: bool
+
+
+class PagedModel:
+    """The forward pass over paged KV.
+
+    Args:
+        blocks, block_size: size of the pool, in blocks and tokens of a block.
+        device: torch device of the KV cache.
+
+    Attributes:
+        cache: KV, uint8 ``[LAYERS, blocks, block_size, CELL]``.
+    """
+
+    def __init__(self, blocks: int, block_size: int, device: str) -> None:
+        self.cache = torch.zeros(
+            (LAYERS, blocks, block_size, CELL), dtype=torch.uint8, device=device
+        )
+        self._size = block_size
+        self._right: dict[str, bytearray] = {}  # KV of requests' tokens, from the tokens alone
+
+    def forward(self, batch: Sequence[Work], bad: Collection[int] = ()) -> dict[str, int]:
+        """Compute a batch; returns the tokens that are sampled.
+
+        Args:
+            bad: blocks that hold nothing: requests with one compute garbage, unchecked.
+
+        Raises:
+            WrongKV: some of the KV attended to is not its context's.
+        """
+        sampled = {}
+        for work in batch:
+            cells = bytearray(self._read(work, work.start)[0].tobytes())
+            extend(cells, work.tokens[work.start :])
+            self._write(work, np.frombuffer(bytes(cells), dtype=np.uint8).reshape(-1, CELL))
+            seen = self._read(work, len(work.tokens))
+            if not set(bad) & set(work.table):
+                self._check(work, seen)
+            if work.samples:
+                sampled[work.request_id] = sample(seen[0])
+        return sampled
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that is over."""
+        self._right.pop(request_id, None)
+
+    def _read(self, work: Work, tokens: int) -> Cells:
+        """KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``; the layers' shifts
+        taken off again where nothing is wrong."""
+        blocks = torch.tensor(work.table[: -(-tokens // self._size)], device=self.cache.device)
+        seen: Cells = self.cache[:, blocks.long()].cpu().numpy()
+        return seen.reshape(LAYERS, -1, CELL)[:, :tokens] - _shifts()
+
+    def _write(self, work: Work, cells: Cells) -> None:
+        at = range(work.start, len(cells))
+        device = self.cache.device
+        blocks = torch.tensor([work.table[i // self._size] for i in at], device=device)
+        offsets = torch.tensor([i % self._size for i in at], device=device)
+        fresh = torch.from_numpy(cells[None, work.start :] + _shifts())
+        self.cache[:, blocks, offsets] = fresh.to(device)
+
+    def _check(self, work: Work, seen: Cells) -> None:
+        right = self._right.setdefault(work.request_id, bytearray())
+        extend(right, work.tokens[len(right) // CELL :])
+        n = len(work.tokens)
+        whole = np.frombuffer(bytes(right), dtype=np.uint8).reshape(-1, CELL)[:n]
+        wrong = np.flatnonzero((seen != whole).any(axis=(0, 2)))
+        if len(wrong):
+            raise WrongKV(f"{work.request_id}: {len(wrong)} of {n} tokens, first at {wrong[0]}")
+
+
+def _shifts() -> Cells:
+    """Bytes added to each layer's cells, uint8 ``[LAYERS, 1, 1]``, modulo 256."""
+    return (np.arange(LAYERS) * SHIFT).astype(np.uint8)[:, None, None]

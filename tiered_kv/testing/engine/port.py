@@ -1,0 +1,175 @@
+"""The engine's requests, blocks, fingerprints and sizes, as the port names them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiered_kv.codecs.base import ElementType
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.keys import Fingerprint
+from tiered_kv.layout import Placement, page_layout
+from tiered_kv.page_group import PageGroup
+from tiered_kv.testing.checked_kv import CELL
+
+from .blocks import Blocks
+from .engine import EngineSize
+from .model import LAYERS
+from .requests import Outcome, Request, State
+
+
+def read_facts(size: EngineSize) -> EngineFacts:
+    """The engine's configuration, as both halves know it."""
+    page = size.block_size * CELL
+    layers = Placement(LAYERS, layer_stride=size.blocks * page, block_stride=page, offset=0)
+    group = PageGroup(
+        index=0,
+        block_size=size.block_size,
+        layout=page_layout([layers], size.blocks),
+        element=ElementType.OPAQUE,
+        arrangement="cells of a second engine",
+    )
+    return EngineFacts(
+        ranks=1,
+        block_size=size.block_size,
+        num_blocks=size.blocks,
+        placeholders=0,
+        groups=(group,),
+    )
+
+
+def base_fingerprint(facts: EngineFacts) -> Fingerprint:
+    """Fingerprint of the engine's only model."""
+    return Fingerprint(
+        model="checked",
+        adapter="",
+        dtype="uint8",
+        cache_dtype="uint8",
+        kv_scales="none",
+        config={},
+        group=0,
+        block_size=facts.block_size,
+        layout=facts.groups[0].describe(),
+        ranks=facts.ranks,
+        hash_algorithm="sha256 chain",
+        generation="",
+    )
+
+
+class OneModel:
+    """Fingerprints of an engine without adapters."""
+
+    def __init__(self, base: Fingerprint) -> None:
+        self._base = base
+        self._digest = base.digest()
+
+    def base(self, group: int) -> Fingerprint:
+        return self._base
+
+    def of(self, adapter: object | None, group: int) -> bytes | None:
+        return self._digest
+
+    def next_generation(self) -> None:
+        self._base = replace(self._base, generation=secrets.token_hex(8))
+        self._digest = self._base.digest()
+
+    def close(self) -> None:
+        pass
+
+
+class PortPool:
+    """A ``BlockPool`` of the port.
+
+    Args:
+        pool: the engine's own.
+    """
+
+    watermark = 0
+
+    def __init__(self, pool: Blocks) -> None:
+        self._pool = pool
+        self.blocks: Sequence[Any] = pool.blocks
+        self.tables: Mapping[str, Sequence[Any]] = pool.tables
+        self.num_free = pool.num_free
+        self.forget = pool.forget
+        self.cached: Callable[[bytes], Any] = pool.cached
+
+    def hold(self, blocks: Sequence[Any]) -> None:
+        self._pool.hold(blocks)
+
+    def release(self, blocks: Iterable[Any]) -> None:
+        self._pool.release(blocks)
+
+    def blocks_of(self, request_id: str) -> Sequence[Any]:
+        return self.tables.get(request_id, ())
+
+
+class PortRequest:
+    """A ``Request`` of the port.
+
+    Args:
+        request: the engine's own.
+    """
+
+    adapter: object | None = None
+    text_only = True
+    reads_cache = True
+    streams_input = False
+    num_in_flight_tokens = 0
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.request_id = request.request_id
+        self.cache_salt = request.salt
+        self.prompt_token_ids: Sequence[int] | None = request.prompt
+        self.num_prompt_tokens = len(request.prompt)
+        self.arrival_time = request.arrived_at
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self._request.output
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self._request.tokens
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        return self._request.hashes
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._request.tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._request.computed
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._request.preemptions
+
+    @property
+    def waits_for_kv(self) -> bool:
+        return self._request.state is State.LOADING
+
+    @property
+    def finished(self) -> bool:
+        return self._request.state is State.ENDED
+
+    @property
+    def answered(self) -> bool:
+        return self._request.outcome in (Outcome.LENGTH, Outcome.STOP)
+
+    @property
+    def outcome(self) -> str:
+        return self._request.outcome.name if self._request.outcome else ""
+
+    def extra_key(self, token: int) -> object:
+        return self.cache_salt

@@ -1,0 +1,135 @@
+"""The engine with or without the connector's halves, as tests drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tiered_kv.config import load_config
+from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
+from tiered_kv.testing.rig import EngineRig
+
+from .engine import Engine, EngineSize
+from .halves import Halves
+from .offload import Offload
+from .requests import Request, State
+
+
+@dataclass(frozen=True, slots=True)
+class RigOptions:
+    """Size of the engine.
+
+    Attributes:
+        max_model_len: length of a rival's prompt and answer.
+        max_batched_tokens: tokens that a step computes at most.
+        extra: the connector's settings, or None for the engine by itself.
+        device: torch device of the KV cache.
+    """
+
+    blocks: int = 63
+    block_size: int = 16
+    max_model_len: int = 512
+    max_batched_tokens: int = 256
+    extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
+    device: str = "cpu"
+
+
+class SecondRig(EngineRig):
+    """The second engine, to drive step by step."""
+
+    options: RigOptions
+
+    def __init__(self, options: RigOptions | None = None) -> None:
+        opts = self.options = options or RigOptions()
+        self.now = 1000.0
+        self.switch = SwitchedPolicy(FixedPin())
+        size = EngineSize(opts.blocks, opts.block_size, opts.max_batched_tokens, opts.device)
+        self.engine = Engine(size, lambda: self.now)
+        self.halves: Halves | None = None
+        if opts.extra is not None:
+            config = load_config({}, opts.extra)
+            self.halves = Halves(self.engine, config, lambda: self.now, self._change)
+            self.engine.offload = self.halves
+        self.prompts: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, Any] = {}
+        self.steps = 0
+        self.requests: dict[str, Request] = {}
+        self.free_at_start = self.free_blocks
+
+    def _change(self, found: Dependencies) -> Dependencies:
+        if "policy" in (self.options.extra or {}):
+            self.switch.now = found.policy
+        return replace(found, policy=self.switch)
+
+    @property
+    def half(self) -> Any:
+        return self.halves.scheduler if self.halves is not None else None
+
+    @property
+    def worker_half(self) -> Any:
+        return self.halves.worker if self.halves is not None else None
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        params: object = None,
+        salt: str | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Request:
+        self.prompts[request_id], self.outputs[request_id] = list(prompt), []
+        request = self.requests[request_id] = self.engine.submit(
+            request_id, list(prompt), max_tokens, params=params, salt=salt, stop_ids=stop_ids
+        )
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.engine.cancel(self.requests[request_id])
+        self._hear()
+
+    def step(self) -> dict[str, int]:
+        self.steps += 1
+        scheduled = self.engine.step()
+        self._hear()
+        return scheduled
+
+    def _hear(self) -> None:
+        for name, request in self.requests.items():
+            if name not in self.finished:
+                self.outputs[name][:] = request.output
+                if request.state is State.ENDED:
+                    self.finished[name] = request.outcome
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.engine.busy:
+                return
+            if not self.step() and self.halves is not None:
+                self.wait_for_worker()  # nothing to do but wait for copies
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def reset_cache(self) -> bool:
+        self.engine.reset_cache()
+        return True
+
+    @property
+    def free_blocks(self) -> int:
+        return self.engine.pool.num_free()
+
+    def running(self) -> list[str]:
+        return [request.request_id for request in self.engine.running]
+
+    def preemptions(self, request_id: str) -> int:
+        return self.requests[request_id].preemptions
+
+    def held(self) -> list[str]:
+        return sorted(self.admission.queue.held)
+
+    def close(self) -> None:
+        self.engine.offload.close()
+        self.engine.offload = Offload()

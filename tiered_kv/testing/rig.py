@@ -1,0 +1,231 @@
+"""An engine under test with its connector: what tests drive and look at, whatever the engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tiered_kv.connectors.runtime.admission.gate import Admission
+from tiered_kv.connectors.runtime.build import AdmissionGroup, GapGroup, Pages
+from tiered_kv.connectors.runtime.live_turns import LiveTurns
+from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.policies.base import Costs, JobKey, TurnPolicy
+
+from .checked_kv import text
+from .policies import SwitchedPolicy
+
+
+class RigSize(Protocol):
+    """Size of an engine: blocks, tokens of a block and of the longest request."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class EngineRig(ABC):
+    """An engine to drive step by step, and names for the parts of its connector.
+
+    Attributes:
+        now: seconds on the clock of the engine and its connector; tests set it.
+        prompts, outputs: tokens of each request.
+        finished: requests that have ended, with what the engine says of it.
+        steps: number of steps so far.
+        free_at_start: blocks that were free at first.
+        switch: the policy in force.
+    """
+
+    options: RigSize
+    now: float
+    prompts: dict[str, list[int]]
+    outputs: dict[str, list[int]]
+    finished: dict[str, Any]
+    steps: int
+    free_at_start: int
+    switch: SwitchedPolicy
+
+    @property
+    @abstractmethod
+    def half(self) -> Any:
+        """The scheduler half; None for an engine without connector."""
+
+    @property
+    @abstractmethod
+    def worker_half(self) -> Any:
+        """The worker half."""
+
+    @abstractmethod
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        params: object = None,
+        salt: str | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Any:
+        """Send a request; returns the engine's. ``params`` are the client's hints."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Take a request back."""
+
+    @abstractmethod
+    def step(self) -> Any:
+        """Make one engine step."""
+
+    @abstractmethod
+    def run(self, limit: int = 2000) -> None:
+        """Step until nothing is left to do.
+
+        Raises:
+            AssertionError: no end after ``limit`` steps.
+        """
+
+    @abstractmethod
+    def reset_cache(self) -> bool:
+        """Have nothing found that was computed before, those who run included."""
+
+    @property
+    @abstractmethod
+    def free_blocks(self) -> int:
+        """Number of free blocks of VRAM."""
+
+    @abstractmethod
+    def running(self) -> list[str]:
+        """Requests that run, in the engine's order."""
+
+    @abstractmethod
+    def preemptions(self, request_id: str) -> int:
+        """Number of times that a request was preempted."""
+
+    @abstractmethod
+    def held(self) -> list[str]:
+        """Requests that are held back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine and its connector."""
+
+    # -- what every engine does so ----------------------------------------------------
+
+    def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
+        """Send one request, run until idle, return its output."""
+        self.add(request_id, prompt, **kwargs)
+        self.run()
+        return self.outputs[request_id]
+
+    def fill(self, rounds: int = 2, *, tag: str = "rival") -> None:
+        """Run rival prompts until the whole VRAM pool has been reused."""
+        tokens = self.options.max_model_len - 8
+        needed = rounds * self.options.blocks * self.options.block_size // tokens + 1
+        for i in range(needed):
+            self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
+
+    def inject(self, wrap: Callable[[Any], Any]) -> Any:
+        """Put a transfer backend around the worker's own; returns it."""
+        half = self.worker_half
+        half.backend = wrap(half.backend)
+        return half.backend
+
+    def wait_for_worker(self) -> None:
+        """Wait until what was ordered of it is done; a step is needed to hear of it."""
+        half = self.worker_half
+        if half.backend is not None:
+            half.backend.drain()
+        for tier in half.stores.values():
+            tier.io.wake()  # the rig's clock went on: some may be due
+            assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
+
+    def check_clean(self) -> None:
+        """Check that all blocks are free, all slots accounted for, and nothing is in flight."""
+        lost = self.free_at_start - self.free_blocks
+        assert not lost, f"{lost} blocks leaked"
+        if self.half is not None:
+            self.index.check_integrity()
+            assert self.pages.book.in_flight == 0, "orders never settled"
+            assert not len(self.turns), "turns never finished"
+            assert self.count("hook_errors") == 0, "a hook raised"
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the connector ------------------------------------------------------------------
+
+    @property
+    def policy(self) -> TurnPolicy:
+        """The policy that says where finished turns' KV waits."""
+        return self.switch.now
+
+    @policy.setter
+    def policy(self, policy: TurnPolicy) -> None:
+        self.switch.now = policy
+
+    @property
+    def turns(self) -> LiveTurns:
+        """The live requests, as the connector sees them."""
+        turns: LiveTurns = self.half.turns
+        return turns
+
+    def turn(self, request_id: str) -> Turn:
+        """A live request, as the connector sees it."""
+        return self.turns.by_id[request_id]
+
+    @property
+    def pages(self) -> Pages:
+        """The components that keep pages."""
+        pages: Pages = self.half.pages
+        return pages
+
+    @property
+    def index(self) -> PageIndex:
+        """The pages in CPU memory."""
+        return self.pages.index
+
+    @property
+    def tiers(self) -> LowerTiers:
+        """The tiers below CPU memory."""
+        return self.pages.tiers
+
+    @property
+    def admission(self) -> AdmissionGroup:
+        """The components that share VRAM out."""
+        admission: AdmissionGroup = self.half.admission
+        return admission
+
+    @property
+    def pins(self) -> PinTable:
+        """The pins."""
+        return self.admission.pins
+
+    @property
+    def gate(self) -> Admission:
+        """Who is held back; with ``admission`` on."""
+        gate = self.admission.gate
+        assert isinstance(gate, Admission)
+        return gate
+
+    @property
+    def gaps(self) -> GapGroup:
+        """The components that decide between turns."""
+        gaps: GapGroup = self.half.gaps
+        return gaps
+
+    def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
+        """Costs of each tier now."""
+        return self.gaps.costs.costs(context_tokens, job)
+
+    def count(self, name: str) -> int:
+        """A counter of the connector."""
+        return int(self.half.counters.totals[name])
