@@ -14,6 +14,7 @@ Fakes stand in for what a test does not want or cannot have:
 
 - ``faults.FaultyTransfer``: a transfer backend whose copies fail, or lie, on request.
 - ``block_pool.FakeBlockPool``: the engine's block pool.
+- ``engine.rig.SecondRig``: a small paged engine with the connector in it (needs torch).
 - ``vllm.rig.Rig``: vLLM's real scheduler and the real connector around a model that
   checks its KV (needs vLLM).
 

@@ -61,18 +61,6 @@ def ask_again(rig: Rig, name: str = "again") -> None:
     assert rig.ask(name, CONTEXT) == expected(CONTEXT, 4)
 
 
-def test_a_context_that_left_cpu_memory_comes_up_from_ssd(rig: Rig) -> None:
-    rig.ask("first", CONTEXT)
-    push_out(rig)
-    assert rig.count("pages_demoted") >= 20
-    ask_again(rig)
-
-    assert rig.count("prompt_tokens_cpu") == 319, "all but the last token, from here or there"
-    assert rig.count("prompt_tokens_ssd") >= 256
-    assert rig.count("demotion_failures") == rig.count("promotion_failures") == 0
-    rig.check_clean()
-
-
 def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
@@ -93,21 +81,6 @@ def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
     ask_again(rig)
     assert rig.count("pages_promoted") == 0
     assert rig.count("prompt_tokens_vram") >= 304
-
-
-def test_a_restarted_engine_serves_the_contexts_of_before(
-    make_rig: MakeRig, tmp_path: Path
-) -> None:
-    """From its first request on, although its CPU memory was large enough: closing flushes."""
-    first = make_rig(extra=tiers(tmp_path, slots=200))
-    first.ask("first", CONTEXT)
-    assert first.count("pages_demoted") == 0
-    first.close()
-
-    second = make_rig(extra=tiers(tmp_path, slots=200))
-    ask_again(second)
-    assert second.count("prompt_tokens_ssd") >= 304
-    second.check_clean()
 
 
 def test_what_there_is_is_told_before_anybody_asks(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -157,24 +130,6 @@ def test_an_engine_with_other_weights_finds_nothing(make_rig: MakeRig, tmp_path:
     assert len(store(second)) == 0
     ask_again(second)
     assert second.count("prompt_tokens_ssd") == 0
-
-
-def test_a_page_that_rotted_is_computed_again(rig: Rig, tmp_path: Path) -> None:
-    rig.ask("first", CONTEXT)
-    push_out(rig)
-    for segment in (tmp_path / "ssd").rglob("*.seg"):
-        data = bytearray(segment.read_bytes())
-        for position in range(4096, len(data), 512):  # the headers of segments stay whole
-            data[position] ^= 1
-        segment.write_bytes(data)
-    ask_again(rig)
-
-    assert rig.count("prompt_tokens_ssd") == 0
-    assert rig.count("promotion_failures") > 0
-    assert rig.count("ssd_pages_bad") > 0
-    rig.fill(1)
-    ask_again(rig, "third")
-    rig.check_clean()
 
 
 @dataclass
@@ -236,17 +191,6 @@ def test_a_turn_whose_pages_are_late_computes_them(rig: Rig, gate: Gate) -> None
     rig.check_clean()
 
 
-def test_an_aborted_turn_leaves_its_pages_to_come(rig: Rig, gate: Gate) -> None:
-    rig.add("again", CONTEXT)
-    rig.step()
-    rig.abort("again")
-    gate.open.set()
-    rig.run()
-    ask_again(rig, "third")
-    assert rig.count("prompt_tokens_cpu") >= 304
-    rig.check_clean()
-
-
 def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
@@ -278,23 +222,6 @@ def test_a_disk_that_fails_costs_nothing_but_counters(rig: Rig) -> None:
     rig.now += 100.0
     rig.fill(2)
     assert rig.count("pages_demoted") > 0
-    rig.check_clean()
-
-
-def test_a_cache_reset_invalidates_what_is_on_disk(rig: Rig, tmp_path: Path) -> None:
-    rig.ask("first", CONTEXT)
-    push_out(rig)
-    old = store(rig).options.folder
-    assert list(old.glob("*.seg"))
-    assert rig.scheduler.reset_prefix_cache()
-    ask_again(rig)
-    rig.wait_for_worker()
-
-    assert rig.count("prompt_tokens_ssd") == rig.count("prompt_tokens_cpu") == 0
-    assert not list(old.glob("*.seg"))
-    push_out(rig)
-    ask_again(rig, "third")
-    assert rig.count("prompt_tokens_ssd") >= 256, "the new generation has its own pages"
     rig.check_clean()
 
 
@@ -340,14 +267,6 @@ class Long(StatelessPolicy):
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.STORE)
-
-
-def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: Rig) -> None:
-    rig.policy = Long()
-    rig.ask("first", CONTEXT, params={"job_id": "j"})
-    assert rig.count("pages_demoted") >= 20
-    assert rig.pins.held_blocks == 0
-    rig.check_clean()
 
 
 def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.messages import Reports
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.checked_kv import WrongKV, expected, text
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
@@ -22,43 +22,6 @@ def evicted(rig: Rig, prompt: list[int]) -> None:
     """Leave the prompt's KV in CPU memory alone."""
     assert rig.ask("first", prompt) == expected(prompt, 4)
     rig.fill()
-
-
-@BOTH
-def test_an_evicted_context_comes_back_from_cpu_memory(make_rig: MakeRig, mode: Any) -> None:
-    rig = make_rig()
-    rig.pages.restores.policy = AlwaysRestore(mode)
-    prompt = text(300, seed=1)
-    evicted(rig, prompt)
-
-    assert rig.ask("again", prompt) == expected(prompt, 4)
-
-    assert rig.count(f"restores_{mode.value}") == 1
-    assert rig.count("prompt_tokens_cpu") == 299  # all but the one that must be computed
-    rig.check_clean()
-
-
-def test_the_next_turn_finds_the_partial_tail_of_the_last(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    prompt = text(303, seed=2)  # 18 full blocks and 15 tokens; the output adds 3 more with KV
-    evicted(rig, prompt)
-    turn2 = prompt + expected(prompt, 4) + text(40, seed=3)
-
-    assert rig.ask("turn2", turn2) == expected(turn2, 4)
-
-    assert rig.count("prompt_tokens_cpu") == 303 + 3  # where vLLM's own blocks end at 304
-    rig.check_clean()
-
-
-def test_a_tail_is_reused_as_far_as_its_tokens_agree(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    prompt = text(296, seed=4)  # 18 blocks and 8 tokens
-    evicted(rig, prompt)
-    fork = prompt[:293] + text(40, seed=5)
-
-    assert rig.ask("fork", fork) == expected(fork, 4)
-
-    assert rig.count("prompt_tokens_cpu") == 293
 
 
 def test_a_prompt_that_ended_in_a_block_its_answer_filled_is_found_whole(
@@ -89,104 +52,6 @@ def test_a_few_stray_tokens_take_no_slot(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.ask("stray", text(3, seed=6))
     assert len(rig.index) == 0
-
-
-def test_tails_of_another_salt_are_strangers(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    prompt = text(9, seed=7)
-    turn = {"job_id": "j"}
-    assert rig.ask("mine", prompt, salt="me", params=turn) == expected(prompt, 4)
-    rig.now += 5
-    rig.fill()
-
-    rig.ask("theirs", prompt, salt="you", params=turn)
-    assert rig.count("prompt_tokens_cpu") == 0
-    rig.ask("mine again", prompt, salt="me", params=turn)
-    assert rig.count("prompt_tokens_cpu") == 8
-
-
-def test_a_page_is_saved_once_however_often_it_is_used(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=128)
-    prompt = text(320, seed=8)
-
-    for i in range(5):
-        rig.ask(f"r{i}", prompt, max_tokens=1)
-
-    assert rig.count("pages_saved") == 20
-    rig.check_clean()
-
-
-def test_blocks_filled_while_decoding_are_saved(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    prompt = text(20, seed=9)
-    rig.ask("long", prompt, max_tokens=100)  # 119 tokens with KV: 7 blocks and a tail
-    assert rig.count("pages_saved") == 8
-    rig.fill()
-
-    turn2 = prompt + expected(prompt, 100)
-    assert rig.ask("again", turn2) == expected(turn2, 4)
-
-    assert rig.count("prompt_tokens_cpu") == 119
-
-
-def test_a_preempted_request_resumes_from_what_was_saved(make_rig: MakeRig) -> None:
-    """Preemption tells no connector, so only what was saved eagerly is still there."""
-    rig = make_rig(blocks=30, max_model_len=400)
-    prompts = {f"r{i}": text(120, seed=20 + i) for i in range(3)}
-    requests = [rig.add(name, prompt, max_tokens=200) for name, prompt in prompts.items()]
-    rig.run()
-
-    for name, prompt in prompts.items():
-        assert rig.outputs[name] == expected(prompt, 200)
-    assert sum(request.num_preemptions for request in requests) > 0
-    assert rig.count("pages_restored") > 0
-    rig.check_clean()
-
-
-@BOTH
-def test_a_failed_restore_is_recomputed_and_not_tried_again(make_rig: MakeRig, mode: Any) -> None:
-    rig = make_rig()
-    rig.pages.restores.policy = AlwaysRestore(mode)
-    faulty = rig.inject(FaultyTransfer)
-    prompt = text(300, seed=10)
-    evicted(rig, prompt)
-
-    faulty.fail_next(Direction.LOAD, {7})
-    assert rig.ask("again", prompt) == expected(prompt, 4)
-    assert rig.count("restore_failures") == 1
-    rig.fill()
-
-    assert rig.ask("third", prompt) == expected(prompt, 4)
-    assert rig.count("restore_failures") == 1
-    rig.check_clean()
-
-
-def test_what_was_computed_on_a_failed_restore_is_not_saved(make_rig: MakeRig) -> None:
-    """The forward pass of that step attended to garbage: its KV must never be found."""
-    rig = make_rig()
-    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
-    faulty = rig.inject(FaultyTransfer)
-    start = text(160, seed=11)
-    evicted(rig, start)
-    longer = start + text(200, seed=12)
-
-    faulty.fail_next(Direction.LOAD, {0})
-    assert rig.ask("longer", longer) == expected(longer, 4)
-    assert rig.count("save_failures") > 0
-    rig.fill()
-
-    saved = rig.count("prompt_tokens_cpu")
-    assert rig.ask("again", longer) == expected(longer, 4)
-    assert rig.count("prompt_tokens_cpu") <= saved + 160
-    rig.fill()
-    assert rig.ask("once more", longer) == expected(longer, 4)
-    assert rig.count("prompt_tokens_cpu") > saved + 300
-    tail = longer + rig.outputs["once more"]
-    rig.fill()
-    before = rig.count("prompt_tokens_cpu")
-    rig.ask("goes on", [*tail, 1, 2, 3])
-    assert rig.count("prompt_tokens_cpu") - before >= len(tail) - 1, "ends are saved as before"
-    rig.check_clean()
 
 
 @pytest.mark.parametrize("length", [300, 296, 40])
@@ -269,46 +134,6 @@ def test_a_turn_whose_async_restore_failed_is_saved_like_any_other(
     rig.check_clean()
 
 
-def test_a_silently_wrong_page_is_noticed_by_this_rig(make_rig: MakeRig) -> None:
-    """Without this, the other tests would prove nothing."""
-    rig = make_rig()
-    faulty = rig.inject(FaultyTransfer)
-    prompt = text(300, seed=13)
-    evicted(rig, prompt)
-
-    faulty.corrupt_next_load()
-    with pytest.raises(WrongKV):
-        rig.ask("again", prompt)
-
-
-def test_a_failed_save_is_not_there(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    faulty = rig.inject(FaultyTransfer)
-    prompt = text(300, seed=14)
-    faulty.fail_next(Direction.SAVE, {3})
-    evicted(rig, prompt)
-
-    assert rig.ask("again", prompt) == expected(prompt, 4)
-
-    assert rig.count("prompt_tokens_cpu") == 3 * 16
-    rig.check_clean()
-
-
-def test_a_request_aborted_while_it_is_restored_leaves_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
-    prompt = text(300, seed=15)
-    evicted(rig, prompt)
-
-    rig.add("gone", prompt)
-    rig.step()
-    rig.abort("gone")
-    rig.run()
-
-    rig.check_clean()
-    assert rig.ask("again", prompt) == expected(prompt, 4)
-
-
 def test_a_full_cpu_tier_evicts_the_oldest_context_from_its_end(make_rig: MakeRig) -> None:
     page = 16 * 8
     rig = make_rig(blocks=35, max_model_len=272, extra={"cpu_gib": 40 * page / 2**30})
@@ -321,37 +146,6 @@ def test_a_full_cpu_tier_evicts_the_oldest_context_from_its_end(make_rig: MakeRi
     found = rig.count("prompt_tokens_cpu") + rig.count("prompt_tokens_vram")
     assert found == (17 - 11) * 16
     assert rig.count("prompt_tokens_cpu") > 0
-    rig.check_clean()
-
-
-def test_without_a_cpu_tier_the_connector_only_pins(make_rig: MakeRig) -> None:
-    rig = make_rig(extra={"cpu_gib": 0})
-    prompt = text(200, seed=16)
-    rig.ask("turn1", prompt, params={"job_id": "j"})
-
-    assert rig.count("pins") == 1
-    assert rig.count("pages_saved") == 0
-    rig.now += 3
-    rig.ask("other", text(8, seed=17))
-    rig.check_clean()
-
-
-def test_a_failed_restore_poisons_nobody_when_its_request_goes_away(make_rig: MakeRig) -> None:
-    """vLLM hashes the blocks of a sync restore before it is made, and counts on the request
-    to compute them anew when it fails. Aborted in between, garbage would stay findable."""
-    rig = make_rig()
-    rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
-    faulty = rig.inject(FaultyTransfer)
-    prompt = text(300, seed=40)
-    evicted(rig, prompt)
-
-    faulty.fail_next(Direction.LOAD, {3})
-    rig.add("gone", prompt)
-    rig.step()
-    rig.abort("gone")
-    assert faulty.struck == 1
-
-    assert rig.ask("next", prompt) == expected(prompt, 4)
     rig.check_clean()
 
 

@@ -24,51 +24,6 @@ def used_blocks(rig: Rig) -> int:
     return int(rig.free_at_start - rig.pool.get_num_free_blocks())
 
 
-def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(make_rig: MakeRig) -> None:
-    rig = make_rig(extra=VRAM_ONLY)
-    context = text(60, seed=1)
-    held = [0]
-    for i in range(1, 6):
-        context += rig.ask(f"t{i}", context, params=turn("job", last=i == 5)) + text(30, seed=i)
-        after = used_blocks(rig)
-        rig.now += 1.0
-        rig.ask(f"tick{i}", text(1, seed=100 + i), max_tokens=1)  # hooks run in the gap
-        assert used_blocks(rig) == after, "a pin holds still through its gap"
-        held.append(after)
-    assert held[:5] == sorted(set(held[:5])), "each turn holds more than the one before"
-    assert held[5] == 0
-    assert rig.count("pins_handed_over") == 4
-    rig.check_clean()
-
-
-def test_a_pin_ends_when_its_time_is_up(make_rig: MakeRig) -> None:
-    rig = make_rig(extra=VRAM_ONLY)
-    rig.ask("t1", text(100, seed=1), params=turn("job"))
-    assert used_blocks(rig) > 0
-
-    rig.now += 2.1
-    rig.ask("tick", text(1, seed=2), max_tokens=1)
-
-    assert rig.count("pins_expired") == 1
-    rig.check_clean()
-
-
-def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=64, max_model_len=256, extra=VRAM_ONLY)
-    pinned, unpinned = text(200, seed=1), text(200, seed=2)
-    rig.ask("pinned", pinned, params=turn("job"))
-    rig.ask("unpinned", unpinned)
-    for i in range(8):
-        rig.ask(f"rival{i}", text(200, seed=10 + i))
-
-    before = rig.count("prompt_tokens_vram")
-    rig.ask("back", pinned)
-    assert rig.count("prompt_tokens_vram") - before == 192
-    before = rig.count("prompt_tokens_vram")
-    rig.ask("gone", unpinned)
-    assert rig.count("prompt_tokens_vram") == before
-
-
 def test_a_context_of_most_of_the_pool_is_pinned_whole(make_rig: MakeRig) -> None:
     """On small cards one job's context is half of VRAM, and dearest to compute again."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY)
@@ -142,34 +97,6 @@ def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     rig.run()
 
 
-def test_a_running_request_takes_from_pins_before_it_preempts(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=41, max_model_len=512, extra=VRAM_ONLY)
-    for i in range(3):
-        rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))  # 9 full blocks each
-    assert rig.pool.get_num_free_blocks() < 23, "it cannot grow in what is free"
-    request = rig.add("grows", text(60, seed=50), max_tokens=300)
-    rig.run()
-
-    assert rig.outputs["grows"] == expected(text(60, seed=50), 300)
-    assert rig.count("pins_released") > 0
-    assert request.num_preemptions == 0
-    assert len(rig.pins) > 0, "no more pins went than were needed"
-
-
-def test_blocks_freed_for_a_running_request_are_not_taken_by_a_new_one(make_rig: MakeRig) -> None:
-    rig = make_rig(blocks=41, max_model_len=512, extra=VRAM_ONLY)
-    for i in range(3):
-        rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
-    first = rig.add("grows", text(60, seed=50), max_tokens=300)
-    rig.step()
-    rig.add("late", text(100, seed=51), max_tokens=100)
-    rig.run()
-
-    assert first.num_preemptions == 0
-    assert rig.outputs["grows"] == expected(text(60, seed=50), 300)
-    assert rig.outputs["late"] == expected(text(100, seed=51), 100)
-
-
 def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None:
     """After an async restore vLLM asks no hook again before it allocates."""
     rig = make_rig(blocks=64, max_model_len=512)
@@ -216,18 +143,6 @@ def test_two_turns_of_a_job_at_once_are_counted_and_balance(make_rig: MakeRig) -
     assert rig.count("concurrent_turns") == 1
     assert len(rig.pins) == 1
     rig.ask("last", text(8, seed=3), params=turn("job", last=True))
-    rig.check_clean()
-
-
-def test_an_aborted_turn_is_not_pinned(make_rig: MakeRig) -> None:
-    rig = make_rig(extra=VRAM_ONLY)
-    rig.add("t1", text(100, seed=1), params=turn("job"), max_tokens=50)
-    rig.step()
-    rig.step()
-    rig.abort("t1")
-    rig.run()
-
-    assert rig.count("pins") == 0
     rig.check_clean()
 
 

@@ -1,0 +1,60 @@
+"""New jobs wait for room, where the engine's own queue holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.runtime.stories.conftest import MakeEngine
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.rig import EngineRig
+
+TOKENS = 300
+"""A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
+
+
+def holding(make_engine: MakeEngine, **settings: Any) -> EngineRig:
+    return make_engine(blocks=64, extra={"cpu_gib": 0.0, "admission": "auto", **settings})
+
+
+def begin(rig: EngineRig, name: str) -> None:
+    """The only turn of a new job."""
+    params = {"job_id": name, "is_last_step": True}
+    rig.add(name, text(TOKENS, seed=ord(name)), max_tokens=40, params=params)
+
+
+def test_a_job_waits_until_another_has_ended(make_engine: MakeEngine) -> None:
+    rig = holding(make_engine)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    for _ in range(5):
+        rig.step()
+    assert rig.held() == ["d"]
+    assert sorted(rig.running()) == ["a", "b", "c"]
+    rig.run()
+    assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
+    assert len(rig.gate.jobs) == 0, "every job said that it was over"
+    rig.check_clean()
+
+
+def test_without_admission_nobody_is_held(make_engine: MakeEngine) -> None:
+    rig = holding(make_engine, admission="off")
+    for name in "abcdefgh":
+        begin(rig, name)
+        rig.step()
+    assert rig.held() == []
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_client_that_hangs_up_makes_room(make_engine: MakeEngine) -> None:
+    rig = holding(make_engine)
+    for name in "abcd":
+        begin(rig, name)
+        rig.step()
+    rig.abort("a")
+    rig.step()
+    rig.step()
+    assert "d" in rig.running()
+    rig.run()
+    rig.check_clean()

@@ -1,0 +1,140 @@
+"""Pages go down to SSD before they are evicted, and come up when they are wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.stories.conftest import MakeEngine
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.rig import EngineRig
+from tiered_kv.testing.stores import SSD
+
+CONTEXT = text(320, seed=1)
+"""Twenty pages."""
+SLOTS = 64
+
+
+class Store(LearnsNothing):
+    """Sends every turn down at once."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(Tier.STORE)
+
+
+def settings(make_engine: MakeEngine, path: Path, slots: int) -> dict[str, Any]:
+    """Settings with that many slots in CPU memory and pages on SSD under ``path``."""
+    page = make_engine().half.facts.slot_bytes
+    return {
+        "cpu_gib": (slots * page + 1) / (1 << 30),
+        "ssd_path": str(path / "ssd"),
+        "ssd_gib": 0.02,
+        "codec": "raw",
+    }
+
+
+@pytest.fixture
+def rig(make_engine: MakeEngine, tmp_path: Path) -> EngineRig:
+    extra = settings(make_engine, tmp_path, SLOTS)
+    return make_engine(extra=extra, max_batched_tokens=64)
+
+
+def push_out(rig: EngineRig) -> None:
+    """Rivals take all of VRAM and of CPU memory, no faster than a disk can follow."""
+    for i in range(8):
+        name = f"rival-{rig.steps}"
+        rig.add(name, text(300, seed=rig.steps * 100 + i))
+        while name not in rig.finished:
+            rig.step()
+            rig.wait_for_worker()
+        rig.run()
+    assert rig.index.evictions > 0, "CPU memory was not short"
+
+
+def test_a_context_that_left_cpu_memory_comes_up_from_ssd(rig: EngineRig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    assert rig.count("pages_demoted") >= 20
+
+    assert rig.ask("again", CONTEXT) == expected(CONTEXT, 4)
+
+    assert rig.count("prompt_tokens_cpu") == 319, "all but the last token, from here or there"
+    assert rig.count("prompt_tokens_ssd") >= 256
+    assert rig.count("demotion_failures") == rig.count("promotion_failures") == 0
+    rig.check_clean()
+
+
+def test_a_restarted_engine_serves_the_contexts_of_before(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """From its first request on, although its CPU memory was large enough: closing flushes."""
+    extra = settings(make_engine, tmp_path, 200)
+    first = make_engine(extra=extra)
+    first.ask("first", CONTEXT)
+    assert first.count("pages_demoted") == 0
+    first.close()
+
+    second = make_engine(extra=extra)
+    assert second.ask("again", CONTEXT) == expected(CONTEXT, 4)
+    assert second.count("prompt_tokens_ssd") >= 304
+    second.check_clean()
+
+
+def test_a_page_that_rotted_is_computed_again(rig: EngineRig, tmp_path: Path) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    for segment in (tmp_path / "ssd").rglob("*.seg"):
+        data = bytearray(segment.read_bytes())
+        for position in range(4096, len(data), 512):  # the headers of segments stay whole
+            data[position] ^= 1
+        segment.write_bytes(data)
+
+    assert rig.ask("again", CONTEXT) == expected(CONTEXT, 4)
+
+    assert rig.count("prompt_tokens_ssd") == 0
+    assert rig.count("promotion_failures") > 0
+    assert rig.count("ssd_pages_bad") > 0
+    rig.fill(1)
+    assert rig.ask("third", CONTEXT) == expected(CONTEXT, 4)
+    rig.check_clean()
+
+
+def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: EngineRig) -> None:
+    rig.policy = Store()
+    rig.ask("first", CONTEXT, params={"job_id": "j"})
+    assert rig.count("pages_demoted") >= 20
+    assert rig.pins.held_blocks == 0
+    rig.check_clean()
+
+
+def test_an_aborted_turn_leaves_its_pages_to_come(rig: EngineRig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    rig.add("again", CONTEXT)
+    rig.step()
+    rig.abort("again")
+    rig.run()
+    assert rig.ask("third", CONTEXT) == expected(CONTEXT, 4)
+    assert rig.count("prompt_tokens_cpu") >= 304
+    rig.check_clean()
+
+
+def test_a_cache_reset_invalidates_what_is_on_disk(rig: EngineRig) -> None:
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    old = rig.worker_half.stores[SSD].io.store.options.folder
+    assert list(old.glob("*.seg"))
+    assert rig.reset_cache()
+    assert rig.ask("again", CONTEXT) == expected(CONTEXT, 4)
+    rig.wait_for_worker()
+
+    assert rig.count("prompt_tokens_ssd") == rig.count("prompt_tokens_cpu") == 0
+    assert not list(old.glob("*.seg"))
+    push_out(rig)
+    assert rig.ask("third", CONTEXT) == expected(CONTEXT, 4)
+    assert rig.count("prompt_tokens_ssd") >= 256, "the new generation has its own pages"
+    rig.check_clean()
