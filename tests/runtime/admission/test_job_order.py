@@ -11,6 +11,7 @@ from tests.runtime.conftest import MakeRig
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.engine import make_scheduler
 from tiered_kv.testing.vllm.rig import Rig
 

@@ -9,6 +9,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig
 

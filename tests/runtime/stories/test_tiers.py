@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.stories.conftest import MakeEngine
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import LearnsNothing
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.stores import SSD
@@ -19,7 +19,7 @@ CONTEXT = text(320, seed=1)
 SLOTS = 64
 
 
-class Store(LearnsNothing):
+class Store(StatelessPolicy):
     """Sends every turn down at once."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
