@@ -21,6 +21,7 @@ from bench.sim.servers import server
 from tiered_kv.config import load_config
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig, RigOptions
+from tiered_kv.tiers import TierId
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -55,7 +56,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_every_block_of_python_is_run_and_none_is_long() -> None:
     blocks = code_blocks()
     assert len(blocks) == PAGE.count("```python")
-    assert {"acme_kv/policy.py", "acme_kv/eviction.py", "acme_kv/codec.py"} <= blocks.keys()
+    assert {
+        f"acme_kv/{part}.py" for part in ("policy", "eviction", "codec", "tier")
+    } <= blocks.keys()
     for name, block in blocks.items():
         assert block.count("\n") <= LONGEST_LINES, name
 
@@ -70,12 +73,16 @@ def test_all_parts_pass_their_suites(package: Path) -> None:
     assert int(done.stdout.rpartition(" passed")[0].split()[-1]) > 40, done.stdout
 
 
-def test_a_server_runs_on_all_of_them(package: Path, tmp_path: Path) -> None:
+def test_a_server_runs_on_all_of_them(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACME_KV_FOLDER", str(tmp_path / "shared"))
     config = load_config(settings())
     extra = {
         "policy": config.policy,
         "eviction": config.eviction,
         "codec": config.codec,
+        "tiers": ",".join(config.tiers),
         "cpu_gib": 40 * 16 * 8 / 2**30,
         "ssd_path": str(tmp_path / "ssd"),
         "ssd_gib": 0.01,
@@ -90,15 +97,17 @@ def test_a_server_runs_on_all_of_them(package: Path, tmp_path: Path) -> None:
                     rig.ask(f"r{turn}{job}", context, max_tokens=4, params=params)
                 rig.now += 5.0
                 rig.wait_for_worker()
-            assert rig.half.index.evictions
+            assert rig.pages.index.evictions
             assert rig.half.counters.totals["hook_errors"] == 0
             rig.check_clean()
     assert names == {"MeanGap", "EndedFirst"}
     assert rig.half.counters.totals["pages_promoted"], "the codec wrote what it reads"
+    of_tier = rig.half.counters.of_tier(TierId("folder")).totals
+    assert of_tier["pages_demoted"] == len(list((tmp_path / "shared" / "0-of-1").iterdir()))
 
 
 def parts_of(rig: Any) -> set[str]:
-    return {type(rig.half.gaps.waits.policy).__name__, type(rig.half.index._eviction).__name__}
+    return {type(part).__name__ for part in (rig.policy, rig.pages.order)}
 
 
 def test_the_simulator_runs_them(package: Path) -> None:

@@ -17,6 +17,9 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.tiers import TierSpec
 
+Pages = Sequence[tuple[PageKey, Bytes]]
+"""Keys of pages, and their bytes or the buffers for them."""
+
 
 class PageStore(ABC):
     """Pages of one rank, by key.
@@ -38,7 +41,7 @@ class PageStore(ABC):
     """
 
     @abstractmethod
-    def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+    def put(self, pages: Pages) -> frozenset[int]:
         """Store pages.
 
         They do not change until this returns, and may not be read after. A page that is
@@ -54,7 +57,7 @@ class PageStore(ABC):
         """
 
     @abstractmethod
-    def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+    def get(self, pages: Pages) -> frozenset[int]:
         """Read pages into buffers of ``page_bytes`` bytes.
 
         The buffers are slots of the CPU pool, which hold other pages soon after this has

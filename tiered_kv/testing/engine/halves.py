@@ -55,6 +55,7 @@ class Halves(Offload):
             prefill_work=None,
             policy=policy,
             policy_state=state,
+            eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
             course=Course(),
             tools=NoTools(),
