@@ -288,7 +288,6 @@ TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
         "tiered_kv.connectors.runtime.admission.",
         "tiered_kv.connectors.runtime.pins.",
         "tiered_kv.connectors.runtime.worker.",
-        "tiered_kv.pages.",
         "tiered_kv.policies.admission.",
         "tiered_kv.testing.",
     ),

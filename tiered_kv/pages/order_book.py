@@ -110,7 +110,7 @@ class OrderBook:
                 yield flight.order
 
     def under_way(self, order_id: OrderId) -> bool:
-        """Whether the order is in flight, and its pages still wanted."""
+        """True if the order is in flight and its pages are still wanted."""
         flight = self._flights.get(order_id)
         return flight is not None and not flight.abandoned
 
