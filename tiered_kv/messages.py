@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .keys import PageKey
 from .orders import (
     DemoteOrder,
+    FailLoad,
     LoadOrder,
     LookupOrder,
     OrderId,
@@ -131,6 +132,7 @@ class Orders:
     """A step's orders, from the scheduler half to all workers.
 
     Attributes:
+        failed_loads: restores that the engine counts on and that cannot be ordered.
         seen_failures: failed sync restores of each rank that the scheduler knows of. Saves
             that a worker makes before its failures are seen may hold KV computed from bytes
             that never arrived, so the worker fails them.
@@ -139,6 +141,7 @@ class Orders:
 
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
+    failed_loads: tuple[FailLoad, ...] = ()
     seen_failures: Mapping[int, int] = field(default_factory=dict)
     stores: Mapping[StoreId, TierOrders] = field(default_factory=dict)
 

@@ -16,9 +16,6 @@ from .tiers import StoreId
 
 OrderId = NewType("OrderId", int)
 
-NO_SLOT = -1
-"""A slot that no pool has: an order that names it must fail."""
-
 
 class RestoreMode(Enum):
     """Way to carry out a restore."""
@@ -59,6 +56,16 @@ class LoadOrder:
     request_id: str
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
+    mode: RestoreMode
+
+
+@dataclass(frozen=True, slots=True)
+class FailLoad:
+    """Report blocks as bad, in place of a restore that the engine counts on and that cannot be
+    ordered: their tokens are computed."""
+
+    request_id: str
+    blocks: tuple[int, ...]
     mode: RestoreMode
 
 

@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 
-from tiered_kv.orders import NO_SLOT
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+
+NO_SLOT = -1
+"""A slot that no pool has: its copy fails."""
 
 
 class FaultyTransfer(TransferBackend):

@@ -54,17 +54,26 @@ class OrderDispatch:
 
     def take(self) -> Orders:
         """Hand over the orders not yet sent."""
-        if not (self._saves.unsent or self._restores.unsent or self._tiers.unsent):
+        if not self._unsent:
             return self._no_orders
         self._last_word = self._clock()
         return Orders(
-            self._saves.take(), self._restores.take(), self.seen_failures, self._tiers.take()
+            saves=self._saves.take(),
+            loads=self._restores.take(),
+            failed_loads=self._restores.take_refused(),
+            seen_failures=self.seen_failures,
+            stores=self._tiers.take(),
         )
+
+    @property
+    def _unsent(self) -> bool:
+        restores = self._restores
+        return bool(self._saves.unsent or restores.unsent or restores.refused or self._tiers.unsent)
 
     @property
     def under_way(self) -> bool:
         """True if a step would send orders, or could hear of those that were sent."""
-        if self._saves.unsent or self._restores.unsent or self._tiers.unsent:
+        if self._unsent:
             return True
         now = self._clock()
         return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import count
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import Hit, Turn
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import NO_SLOT, LoadOrder, OrderId, RestoreMode
-from tiered_kv.page_group import CONTEXT
+from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
@@ -51,7 +49,7 @@ class Restores:
         self._counters = counters
         self.unsent: list[LoadOrder] = []
         self._pages = 0  # of those
-        self._refusals = count(-1, -1)  # order ids that are nobody's, each another
+        self.refused: list[FailLoad] = []  # not sent yet
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
 
     def take(self) -> tuple[LoadOrder, ...]:
@@ -59,6 +57,11 @@ class Restores:
         orders, self.unsent = tuple(self.unsent), []
         self._pages = 0
         return orders
+
+    def take_refused(self) -> tuple[FailLoad, ...]:
+        """Hand over the restores that must fail and were not sent yet."""
+        refused, self.refused = tuple(self.refused), []
+        return refused
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
         """True if a restore for the turn is better ordered in the next step."""
@@ -141,10 +144,8 @@ class Restores:
             The blocks that will hold nothing.
         """
         mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
-        bad, order_id = tuple(block_ids[first:]), OrderId(next(self._refusals))
-        self.unsent.append(
-            LoadOrder(order_id, CONTEXT, request_id, bad, (NO_SLOT,) * len(bad), mode)
-        )
+        bad = tuple(block_ids[first:])
+        self.refused.append(FailLoad(request_id, bad, mode))
         return bad
 
     def on_settled(self, done: Settled) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> 
     blocks, slots = range(1, pages + 1), range(pages)
     results = []
     for _ in range(ROUNDS):  # not ``run``, which on a GPU returns before the bytes are there
-        backend.submit(CopyJob(-1, Direction.LOAD, blocks, slots))
+        backend.submit(CopyJob(0, Direction.LOAD, blocks, slots))
         backend.drain()
         results += backend.poll()
     return max((one.nbytes / one.seconds for one in results if one.seconds > 0), default=0.0)

@@ -150,6 +150,8 @@ class WorkerHalf:
                 self._overwrite(promote.slots)
             if name in self.stores:
                 self.stores[name].carry_out(tier_orders)
+        for refused in orders.failed_loads:
+            self._restored(refused.request_id, refused.mode, refused.blocks)
         for order in orders.loads:
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
             self._orders[order.order_id] = order
@@ -224,10 +226,14 @@ class WorkerHalf:
             for tier in self.stores.values():
                 tier.saved(order, result.failed)
             return
-        self._bad_blocks.update(order.blocks[i] for i in result.failed)
-        if order.mode is RestoreMode.ASYNC:
-            self._arrived.add(order.request_id)
-        elif result.failed:
+        bad = [order.blocks[i] for i in result.failed]
+        self._restored(order.request_id, order.mode, bad)
+
+    def _restored(self, request_id: str, mode: RestoreMode, bad: Sequence[int]) -> None:
+        self._bad_blocks.update(bad)
+        if mode is RestoreMode.ASYNC:
+            self._arrived.add(request_id)
+        elif bad:
             self._failed_syncs += 1
             self._newly_failed = True
 
