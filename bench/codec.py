@@ -29,13 +29,12 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from bench.common.engines import Engine, engine, real_texts
+from bench.common.model import small_model
+from bench.common.output import only_result_on_stdout, parser, progress, show
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.codecs.zstd import ZstdCodec
-
-from .engines import Engine, engine, real_texts
-from .model import small_model
-from .output import only_result_on_stdout, parser, progress, show
 
 PAGE_TOKENS = 32
 TRAINING_PAGES, HELD_OUT_PAGES = 24, 8

@@ -27,16 +27,13 @@ worst case: a prompt of 100,000 tokens that nobody knows, beside 1,000 jobs.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import os
 import random
 import sys
 import time
-import zlib
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -45,36 +42,19 @@ from statistics import median
 
 import numpy as np
 
+from bench.common.model import ModelError, small_model
+from bench.common.output import parser, show
+from bench.common.paths import TRACES
+from bench.common.sessions import Recorded, RecordingError, read_sessions, recording
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.jobs.lineage import Lineage
 
-from .agents import ROOT
-from .model import ModelError, small_model
-from .output import parser, show
-
-TRACES = ROOT.parent / "shared" / "traces"
-FIELDS = {"session_id", "input", "output", "timestamp"}
-GZIPPED = b"\x1f\x8b"
 SHUFFLES = 10
 LONG_TOKENS, OTHER_JOBS, LONG_CALLS = 100_000, 1_000, 21
 
 Message = Mapping[str, str]
 Tokenise = Callable[[str], list[int]]
 Render = Callable[[Sequence[Message]], str]
-
-
-class RecordingError(RuntimeError):
-    """There is no such recording, or it is not one of sessions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A turn as it was recorded; ``at`` in µs."""
-
-    session: str
-    at: int
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +81,6 @@ class Score:
 
     def __add__(self, other: Score) -> Score:
         return Score(self.turns + other.turns, self.seconds + other.seconds)
-
-
-def recording(folder: Path, stem: str) -> Path:
-    """``stem.jsonl.gz``, or ``stem.jsonl`` where there is no such file."""
-    packed = folder / f"{stem}.jsonl.gz"
-    return packed if packed.exists() else folder / f"{stem}.jsonl"
-
-
-def read_sessions(path: Path) -> list[list[Recorded]]:
-    """The sessions of a file, plain or gzipped, each in the order of its turns.
-
-    Raises:
-        RecordingError: no such file, or its lines are not turns with their texts.
-    """
-    try:
-        data = path.read_bytes()
-        text = gzip.decompress(data) if data[:2] == GZIPPED else data
-        rows = [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise RecordingError(f"{path} cannot be read: {error}") from error
-    if not rows or not all(row.keys() >= FIELDS for row in rows):
-        raise RecordingError(f"{path} is no recording of {', '.join(sorted(FIELDS))}")
-    sessions: dict[str, list[Recorded]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: int(row["timestamp"])):
-        turn = Recorded(row["session_id"], row["timestamp"], row["input"], row["output"])
-        sessions[turn.session].append(turn)
-    return list(sessions.values())
 
 
 def as_chat(session: Sequence[Recorded], render: Render) -> list[Recorded]:

@@ -24,10 +24,10 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from .engines import engine
-from .model import small_model
-from .output import only_result_on_stdout, parser, progress, show
-from .server import machine_dtype
+from bench.common.engines import engine
+from bench.common.model import small_model
+from bench.common.output import only_result_on_stdout, parser, progress, show
+from bench.common.server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256

@@ -34,12 +34,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from bench.common.output import parser, progress, show
+from bench.forecast.clairvoyant import Clairvoyant
+from bench.forecast.gaps import Session, read_sources
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnPolicy
-from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.registry import POLICIES
-
-from .gaps import Session, read_sources
-from .output import parser, progress, show
 
 OURS = next(iter(POLICIES))
 BENEFITS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)

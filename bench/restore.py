@@ -26,9 +26,9 @@ from pathlib import Path
 
 import httpx
 
-from .model import small_model
-from .output import parser, progress, show
-from .server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
+from bench.common.model import small_model
+from bench.common.output import parser, progress, show
+from bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
 
 CONTEXTS = 8
 

@@ -38,18 +38,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
-from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.codecs.registry import from_table
-from tiered_kv.keys import PageKey
-from tiered_kv.storage.io_thread import group_pages
-from tiered_kv.storage.segment.footer import pack_footer
-from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader, footer_bytes
-from tiered_kv.storage.segment.headers import pack_segment_header
-from tiered_kv.storage.store.options import StoreOptions, io_threads
-from tiered_kv.storage.store.store import SegmentStore
-
-from .device import (
+from bench.common.output import parser, progress, show
+from bench.micro.device import (
     DEVICE_BLOCKS,
     ROUNDS,
     SLICES,
@@ -61,7 +51,16 @@ from .device import (
     finalists,
     huge_bytes,
 )
-from .output import parser, progress, show
+from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.registry import from_table
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.io_thread import group_pages
+from tiered_kv.storage.segment.footer import pack_footer
+from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader, footer_bytes
+from tiered_kv.storage.segment.headers import pack_segment_header
+from tiered_kv.storage.store.options import StoreOptions, io_threads
+from tiered_kv.storage.store.store import SegmentStore
 
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48

@@ -30,11 +30,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.common.output import parser, progress, show
+from bench.micro.copies import CpuSide, CudaSide, Side, Way
 from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob
-
-from .copies import CpuSide, CudaSide, Side, Way
-from .output import parser, progress, show
 
 TOKENS = 16
 TABLE_WIDTH = 110

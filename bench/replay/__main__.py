@@ -18,16 +18,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.agents import ROOT
-from bench.model import small_model
-from bench.output import progress, run_command
-from bench.server import machine_dtype
+from bench.common.model import small_model
+from bench.common.output import progress, run_command
+from bench.common.paths import ROOT
+from bench.common.server import machine_dtype
+from bench.replay.play.drive import Hints
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies import registry
 
 from . import figures
 from .ab import PRESETS, Harness, Preset, digest, total_runs, unequal
-from .drive import Hints
 from .failures import FAILURES
 from .jobs import Job, mini_swe_jobs, synthetic_jobs
 from .kinds import make_kinds, size_for

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bench.dtypes import DtypeError
-from bench.lineage import RecordingError
-from bench.model import ModelError
-from bench.plotting import PlotError
-from bench.server import ServerError
+from bench.common.dtypes import DtypeError
+from bench.common.model import ModelError
+from bench.common.plotting import PlotError
+from bench.common.server import ServerError
+from bench.common.sessions import RecordingError
 
 from .ab import HarnessError
 from .ledger import LedgerError

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.lineage import Recorded, read_sessions
+from bench.common.sessions import Recorded, read_sessions
 
 DECODE_TOKENS_PER_S = 60.0
 """What a recorded answer is taken to have run at, where only requests have times."""
@@ -84,7 +84,7 @@ def mini_swe_jobs(
             or gzipped. ``input`` may lack the answers, as that of mini-swe-agent does.
 
     Raises:
-        bench.lineage.RecordingError: the file cannot be read or is no such recording.
+        bench.common.sessions.RecordingError: the file cannot be read or is no such recording.
         ValueError: no session has so many turns.
     """
     sessions = read_sessions(path)

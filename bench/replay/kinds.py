@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.server import CONNECTOR, ServerOptions
+from bench.common.server import CONNECTOR, ServerOptions
+from bench.replay.play.forcing import SERVER_ARGS, server_env
 
-from .forcing import SERVER_ARGS, server_env
 from .names import BOUND, STOCK, TIERED
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"

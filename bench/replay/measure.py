@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.load import cores_of_others, group_members, read_clock
-from bench.server import (
+from bench.common.load import cores_of_others, group_members, read_clock
+from bench.common.server import (
     MODEL_NAME,
     ServerError,
     VllmServer,
@@ -22,15 +22,15 @@ from bench.server import (
     machine_dtype,
     runs_on_cpu,
 )
+from bench.replay.play.drive import INTERRUPTED, Hints, drive
+from bench.replay.play.sources import with_sources
 
 from .ab import NotStarted
-from .drive import INTERRUPTED, Hints, drive
 from .jobs import Job, arrivals
 from .kinds import TRACE, Kind
 from .ledger import Kept
 from .names import IDLE
 from .results import JobDone, Run
-from .sources import with_sources
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0

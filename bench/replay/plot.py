@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
+from bench.common.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
 
 from .figures import Row
 from .names import IDLE, PRESSURE, STOCK

@@ -18,19 +18,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.agents import ROOT
-from bench.lineage import recording
-from bench.output import only_result_on_stdout, progress, run_command, show
+from bench.common.output import only_result_on_stdout, progress, run_command, show
+from bench.common.paths import ROOT
+from bench.common.sessions import recording
 from bench.replay.failures import FAILURES
-
-from .cells import CODING_AGENTS, Bench, Cell, Place, Source
-from .generate import GENERATED
-from .machines import GPUS, MODELS
-from .plot import plot
-from .presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
-from .report import report
-from .servers import BASES, server
-from .study import Study, run_study, total_cells
+from bench.sim.engine.machines import GPUS, MODELS
+from bench.sim.servers.servers import BASES, server
+from bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
+from bench.sim.study.plot import plot
+from bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
+from bench.sim.study.report import report
+from bench.sim.study.study import Study, run_study, total_cells
+from bench.sim.workloads.generate import GENERATED
 
 OUT = ROOT / ".sim"
 TRACES = Path("../shared/traces")
@@ -110,8 +109,8 @@ def validate(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from . import validity
-    from .real import compare
+    import bench.sim.validate.validity as validity
+    from bench.sim.validate.real import compare
 
     def tell(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -157,7 +156,7 @@ def write_report(args: argparse.Namespace) -> int:
 def time_held(args: argparse.Namespace) -> int:
     """What a scheduler step costs while many jobs are held."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from .held import Crowd, measure
+    from bench.sim.validate.held_cost import Crowd, measure
 
     with only_result_on_stdout():
         result = measure(Crowd())

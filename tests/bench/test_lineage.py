@@ -11,18 +11,15 @@ from pathlib import Path
 import pytest
 
 import bench.lineage
+from bench.common.sessions import Recorded, RecordingError, read_sessions, recording
 from bench.lineage import (
     Asked,
     Message,
-    Recorded,
-    RecordingError,
     all_at_once,
     as_chat,
     block_hashes,
     measure,
     one_by_one,
-    read_sessions,
-    recording,
     replayed,
     shuffled,
 )

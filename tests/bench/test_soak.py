@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.server import ServerOptions
 from bench.replay.kinds import SCHEDULER
-from bench.server import ServerOptions
-from bench.soak import SLACK, leaks, medians, slope, tenths, with_every_tier
+from bench.soak.__main__ import SLACK, leaks, medians, slope, tenths, with_every_tier
 
 MIB = 1 << 20
 

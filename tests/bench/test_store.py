@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.device import DEVICE_BLOCKS, DEVICE_THREADS, FINALISTS, contest, finalists, judge
+from bench.micro.device import DEVICE_BLOCKS, DEVICE_THREADS, FINALISTS, contest, finalists, judge
 from bench.store import build_sparse
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.copies import CpuSide, Way
+from bench.micro.copies import CpuSide, Way
 from bench.transfer import ORDERS, SHAPES, Row, Scale, Shape, jobs_of, measure, summary
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import page_runs

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.agents import ROOT
+from bench.common.paths import ROOT
 
 pytestmark = pytest.mark.e2e
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.dtypes import read_features
-from bench.engines import engine
+from bench.common.dtypes import read_features
+from bench.common.engines import engine
 
 pytestmark = pytest.mark.e2e
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.load import group_members
+from bench.common.load import group_members
+from bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from bench.restore import texts
-from bench.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, metric, tick
 
 pytestmark = pytest.mark.e2e

@@ -24,7 +24,6 @@ from tiered_kv.policies.base import (
     TurnPolicy,
 )
 from tiered_kv.policies.baselines import continuum
-from tiered_kv.policies.baselines.clairvoyant import Clairvoyant
 from tiered_kv.policies.baselines.contextserve import FAST_WORDS, ContextServe
 from tiered_kv.policies.baselines.continuum import ALL, Continuum, ContinuumFixed, ToolGaps
 from tiered_kv.policies.baselines.infercept import InferCept
@@ -195,20 +194,6 @@ def test_infercept_preserves_until_that_wasted_as_much_as_the_alternative() -> N
 def test_without_a_policy_there_is_lru_or_nothing() -> None:
     assert Lru().decide(turn_end(), COSTS) == Decision(Tier.CPU)
     assert NoOffload().decide(turn_end(), COSTS) == Decision(Tier.DROP)
-
-
-@pytest.mark.parametrize(
-    ("gap_s", "price", "made"),
-    [
-        (3.0, 1.0, Decision(Tier.PIN, 3.0)),
-        (11.0, 1.0, Decision(Tier.DROP)),
-        (3.0, 4.0, Decision(Tier.DROP)),
-    ],
-)
-def test_the_clairvoyant_pins_for_just_the_gap(gap_s: float, price: float, made: Decision) -> None:
-    policy = Clairvoyant()
-    policy.gap_s = gap_s
-    assert policy.decide(turn_end(), Costs(recompute_s=10.0, vram_price=price)) == made
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.replay.forcing import SERVER_ARGS, server_env
-from bench.server import CONNECTOR, ServerOptions, VllmServer
+from bench.common.server import CONNECTOR, ServerOptions, VllmServer
+from bench.replay.play.forcing import SERVER_ARGS, server_env
 from tests.e2e.asking import BLOCKS, PATIENCE_S
 
 MIDDLEWARE = "tiered_kv.connectors.vllm.middleware.JobMiddleware"

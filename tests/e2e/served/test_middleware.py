@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from bench.server import MODEL_NAME, VllmServer
+from bench.common.server import MODEL_NAME, VllmServer
 from tests.e2e.asking import PATIENCE_S, Events, count, job, tick, trace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.replay.drive import Hints, drive
-from bench.replay.forcing import XARG
+from bench.common.server import MODEL_NAME, VllmServer
 from bench.replay.jobs import Job, Turn
+from bench.replay.play.drive import Hints, drive
+from bench.replay.play.forcing import XARG
+from bench.replay.play.sources import with_sources
 from bench.replay.results import JobDone
-from bench.replay.sources import with_sources
 from bench.restore import texts
-from bench.server import MODEL_NAME, VllmServer
 from tests.e2e.asking import EVENT_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

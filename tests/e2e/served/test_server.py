@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.common.server import MODEL_NAME, VllmServer
 from bench.restore import texts
-from bench.server import MODEL_NAME, VllmServer
 from tests.e2e.asking import EVENT_S, Events, ask, count, job, metric, tick, trace, usage_in_gap
 
 pytestmark = pytest.mark.e2e

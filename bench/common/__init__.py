@@ -1,0 +1,1 @@
+"""Parts that the demo and the benchmarks share: servers, engines, the model, recordings, output."""

@@ -1,0 +1,115 @@
+"""The dtype in which a machine without a GPU serves a model fastest.
+
+    python -m bench.common.dtypes
+
+vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or AMX. Where it has
+not even AVX-512, bf16 is emulated, and float32 is two to six times as fast. Between the two the
+processor does not tell, and products of both dtypes are timed.
+
+PyTorch is asked, as vLLM does it, in a process of its own: few of the programs that start a server
+have PyTorch loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+BF16, FLOAT32 = "bfloat16", "float32"
+
+TOKENS, WIDTH = 256, 1024
+"""Shape of the products that are timed."""
+TIMED_S = 0.3
+
+
+class DtypeError(RuntimeError):
+    """PyTorch could not be asked; the message has the end of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFeatures:
+    """Instructions of the processor that decide how bf16 is computed."""
+
+    avx512: bool
+    avx512_bf16: bool
+    amx: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype, by vLLM's name for it, and the reason for its choice in a few words."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
+    """Choose by the processor's features, or by time where they leave it open.
+
+    Args:
+        product_s: times a product of matrices of the dtype that it is given, seconds.
+    """
+    if features.amx:
+        return Dtype(BF16, "this CPU has AMX, which computes it natively")
+    if features.avx512_bf16:
+        return Dtype(BF16, "this CPU has AVX512-BF16, which computes it natively")
+    if not features.avx512:
+        return Dtype(FLOAT32, "this CPU has no AVX-512, so bfloat16 is emulated")
+    ratio = product_s(BF16) / product_s(FLOAT32)
+    slower = f"takes {ratio:.1f} times as long as float32 on this CPU"
+    return Dtype(FLOAT32 if ratio > 1 else BF16, f"bfloat16 {slower}")
+
+
+@functools.cache
+def cpu_dtype() -> Dtype:
+    """This machine's dtype, found once a process.
+
+    Raises:
+        DtypeError: PyTorch is missing or broken.
+    """
+    # -P: the modules beside this file must not shadow what torch imports.
+    command = [sys.executable, "-P", str(Path(__file__).resolve())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return Dtype(**json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, TypeError, ValueError):
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+        raise DtypeError(f"PyTorch did not say what this CPU can do:\n{tail}") from None
+
+
+def read_features() -> CpuFeatures:
+    """The processor's features, as PyTorch tells vLLM."""
+    from torch import cpu
+
+    return CpuFeatures(
+        cpu._is_avx512_supported(),  # noqa: SLF001 - torch has no other
+        cpu._is_avx512_bf16_supported(),  # noqa: SLF001
+        cpu._is_amx_tile_supported(),  # noqa: SLF001
+    )
+
+
+def time_product(dtype: str) -> float:
+    """Seconds of one product of ``TOKENS`` rows and a square matrix of ``WIDTH``."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    rows, weights = torch.ones(TOKENS, WIDTH, dtype=kind), torch.ones(WIDTH, WIDTH, dtype=kind)
+    torch.nn.functional.linear(rows, weights)  # loads its kernel
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() - began < TIMED_S:
+        torch.nn.functional.linear(rows, weights)
+        count += 1
+    return (time.perf_counter() - began) / count
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(choose(read_features(), time_product))))

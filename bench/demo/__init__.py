@@ -1,0 +1,1 @@
+"""The demo: ``scripts/demo``, or ``python -m bench.demo``."""

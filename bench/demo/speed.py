@@ -1,0 +1,110 @@
+"""A machine's speed with a model, from a few seconds of vLLM's own engine.
+
+The demo sizes its jobs by it. Measured in a process of its own, which is gone before a server
+starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.common.output import only_result_on_stdout
+
+PROMPT_TOKENS, PROMPTS = 384, 5
+DECODING, DECODE_STEPS = 8, 16
+
+
+class SpeedError(RuntimeError):
+    """The engine did not start or run; the message ends with the end of its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Rates of one engine on this machine, and what a context may be and takes.
+
+    Attributes:
+        prefill_tokens_s: prompt tokens a second, of a prompt of ``PROMPT_TOKENS`` alone.
+        decode_tokens_s: tokens a second of ``DECODING`` requests together.
+        max_context_tokens: longest context that the model knows.
+        kv_token_bytes: KV of a token.
+    """
+
+    prefill_tokens_s: float
+    decode_tokens_s: float
+    max_context_tokens: int
+    kv_token_bytes: int
+
+
+def measure_speed(model: str | Path, dtype: str) -> Speed:
+    """Measure in a process of its own: a quarter of a minute on two cores, nearly all of it for
+    starting the engine.
+
+    Raises:
+        SpeedError: see there.
+    """
+    command = [sys.executable, "-m", "bench.demo.speed", str(model), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return Speed(**json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, TypeError, ValueError):
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise SpeedError(f"vLLM's engine did not run {model}:\n{tail}") from None
+
+
+def run_engine(model: str, dtype: str) -> Speed:
+    """Measure in this process."""
+    from bench.common.engines import engine
+
+    with engine(Path(model), connector=False, dtype=dtype, max_model_len=1024) as running:
+        prompts = [[1000 * n + i for i in range(PROMPT_TOKENS)] for n in range(1, PROMPTS + 2)]
+        running.generate(prompts[:1], max_tokens=1)  # loads its kernels
+        # The fastest: whatever else the machine does meanwhile only slows one down.
+        prefill_s = min(
+            timed(functools.partial(running.generate, [prompt], max_tokens=1))
+            for prompt in prompts[1:]
+        )
+        short = [[20 * n + i for i in range(16)] for n in range(1, DECODING + 1)]
+        running.generate(short, max_tokens=2)
+        first_s = min(timed(lambda: running.generate(short, max_tokens=1)) for _ in range(2))
+        all_s = min(
+            timed(lambda: running.generate(short, max_tokens=1 + DECODE_STEPS)) for _ in range(2)
+        )
+        config = running.llm.llm_engine.model_config.hf_text_config
+        cache = running.core.scheduler.kv_cache_config
+        kv_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors)
+        block_size = running.core.scheduler.block_size
+        return Speed(
+            prefill_tokens_s=PROMPT_TOKENS / prefill_s,
+            decode_tokens_s=DECODING * DECODE_STEPS / max(all_s - first_s, 1e-6),
+            max_context_tokens=int(getattr(config, "max_position_embeddings", 4096)),
+            kv_token_bytes=kv_bytes // (cache.num_blocks * block_size),
+        )
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    from bench.common.server import all_cores, runs_on_cpu
+
+    if runs_on_cpu():
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()  # as the servers
+    with only_result_on_stdout():
+        speed = run_engine(sys.argv[1], sys.argv[2])
+    print(json.dumps(asdict(speed)))
+
+
+if __name__ == "__main__":
+    main()

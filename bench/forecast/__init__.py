@@ -1,0 +1,1 @@
+"""Recorded gaps, and the policy that knows them: the ground of benchmarks of forecasts."""

@@ -1,0 +1,1 @@
+"""Playing jobs against a server, with recorded answers forced."""

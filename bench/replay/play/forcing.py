@@ -1,0 +1,26 @@
+"""Forced outputs as both sides name them: the client, and the processor inside the server.
+
+Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+
+from bench.common.paths import ROOT
+
+XARG = "forced_tokens"
+"""The name in ``vllm_xargs`` under which the ids travel, a JSON list of integers."""
+
+SERVER_ARGS = ("--logits-processors", "bench.replay.play.forced:ForcedTokens")
+"""What a server that forces is started with; vLLM's default ``--logprobs-mode`` stays raw."""
+
+
+def server_env() -> dict[str, str]:
+    """What such a server needs in its environment: to find ``bench`` from any folder, and the
+    model runner whose interface the processor has (the only one on CPU)."""
+    path = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }

@@ -1,0 +1,61 @@
+"""Where the connector says that each turn's prompt came from, read in its trace."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from bench.replay.results import JobDone
+
+from .drive import request_id
+
+# vLLM puts the kind of request, the prompt's number and a random suffix around a client's name.
+_REQUEST_ID = re.compile(r"cmpl-(?P<name>.*)-0-[0-9a-f]{8}", re.DOTALL)
+
+
+def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
+    """The jobs, with ``sources`` of those turns that the trace holds: tokens by vram, cpu, ssd and
+    recomputed, which add up to the prompt.
+
+    Requests are known by the names that ``drive`` gives them; when several in the trace have the
+    same, the last counts. The connector writes behind the answers: let it end first, or the last
+    turns may be missing. A line that was cut off is passed over.
+
+    Raises:
+        OSError: the trace cannot be read.
+    """
+    found = _by_request(trace)
+    return tuple(
+        replace(
+            job,
+            turns=tuple(
+                replace(turn, sources=found.get(request_id(job.name, turn.turn), {}))
+                for turn in job.turns
+            ),
+        )
+        for job in jobs
+    )
+
+
+def _by_request(trace: Path) -> Mapping[str, Mapping[str, int]]:
+    found = {}
+    for line in trace.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event.get("event") != "turn":
+            continue
+        named = _REQUEST_ID.fullmatch(event["request_id"])
+        if named:
+            # What came from SSD came through CPU memory, and is counted there too.
+            found[named["name"]] = {
+                "vram": event["vram_tokens"],
+                "cpu": event["cpu_tokens"] - event["ssd_tokens"],
+                "ssd": event["ssd_tokens"],
+                "recomputed": event["recomputed_tokens"],
+            }
+    return found

@@ -1,0 +1,409 @@
+"""An engine on a virtual clock: vLLM's scheduler, our scheduler half, and a stand-in worker.
+
+Time passes in steps, as long as ``StepCost`` says. While nothing but decoding can happen, several
+steps are taken at once (a leap): every running request says as many tokens as it would have said
+until the next event, which the scheduler then finds computed. Nothing could have happened in
+between, so that only the simulator's own time is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.sim.servers.servers import Order, Server
+from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.step_timer import StepTimer
+from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
+from tiered_kv.messages import Handshake, Speeds, StoredPages
+from tiered_kv.orders import RestoreMode
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.vllm.changes import given
+from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
+from tiered_kv.tiers import SSD, StoreId
+
+from .lookups import RememberedLookups
+from .machines import Machine
+from .worker import SimWorker
+
+LONGEST_LEAP = 64
+"""Decode steps taken at once."""
+LEAP_WAITING_S = 0.25
+"""The longest leap while requests wait: the connector lets them in by the clock, so much later."""
+BEGIN_S = 1000.0
+"""The clock's begin: connectors may take 0 for never."""
+LONGEST_WAIT_S = 86_400.0
+"""The most that may be set. No run lasts as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request.
+
+    Attributes:
+        chain: hashes of the blocks of its context, prompt and answer.
+        tokens: of the prompt.
+        output: tokens of the answer.
+        params: its kv_transfer_params; None if its client says nothing.
+        priority: the lower goes first.
+    """
+
+    request_id: str
+    chain: Sequence[bytes]
+    tokens: list[int]
+    output: int
+    params: Mapping[str, object] | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request that ended.
+
+    Attributes:
+        first_s: when its first token was said. admitted_s: when it got its blocks.
+        vram, cpu, ssd: prompt tokens found in those tiers; the rest was computed.
+        preempted: how often.
+    """
+
+    request_id: str
+    first_s: float
+    admitted_s: float
+    ended_s: float
+    vram: int
+    cpu: int
+    ssd: int
+    preempted: int
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Any
+    admitted_s: float = -1.0
+    first_s: float = -1.0
+    cached: int = 0
+    ahead: int = 0  # tokens said in a leap, whose computing is paid
+
+
+class InlineUpkeep:
+    """Refits the policy at once: the same every time, so without a thread. Saves nothing."""
+
+    def __init__(self, policy: TurnPolicy) -> None:
+        self._policy = policy
+        self._tended_at = BEGIN_S
+
+    def refit_if_due(self, now: float) -> None:
+        if now - self._tended_at >= 300.0:
+            self._tended_at = now
+            self._policy.refit()
+
+    def close(self) -> None:
+        pass
+
+
+class LeapTimer(StepTimer):
+    """Takes a leap for the many steps of a real engine that it is.
+
+    Args:
+        decoded: steps so far, those of leaps counted.
+    """
+
+    def __init__(self, decoded: Callable[[], int]) -> None:
+        super().__init__()
+        self._decoded = decoded
+        self._seen = 0
+
+    def look(self, now: float, steps: int) -> None:
+        since, self._seen = self._decoded() - self._seen, self._decoded()
+        super().look(now, steps and since)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedRestore(AlwaysRestore):
+    """Restores that end where a chunk of tokens does, and have no partial tail."""
+
+    chunk: int
+
+    def usable(self, tokens: int) -> int:
+        return tokens // self.chunk * self.chunk
+
+
+class Engine:
+    """One server.
+
+    Args:
+        pool_blocks: of the pool in VRAM, the null block left out.
+        cpu_bytes, ssd_bytes: of those tiers, if the server has them.
+        policy: in place of the one that the server's name says.
+        course: in place of the forecast of how jobs go on.
+        folder: an empty one, for vLLM's model and the like.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        server: Server,
+        folder: Path,
+        *,
+        pool_blocks: int,
+        block: int,
+        max_len: int,
+        cpu_bytes: float,
+        ssd_bytes: float,
+        policy: TurnPolicy | None = None,
+        course: Course | None = None,
+    ) -> None:
+        self.machine = machine
+        self.now = BEGIN_S
+        self.block = block
+        self.steps = 0
+        self.decoded_steps = 0
+        size = EngineSize(
+            blocks=pool_blocks + 1,
+            block_size=block,
+            kv_bytes=machine.kv_bytes,
+            max_model_len=max_len,
+            max_num_seqs=machine.max_seqs,
+            max_batched_tokens=machine.batched_tokens,
+            policy="fcfs" if server.order is Order.ARRIVAL else "priority",
+        )
+        extra: dict[str, object] | None = None
+        if server.policy is not None:
+            extra = {"policy": "lru" if policy is not None else server.policy}
+            if server.eviction is not None:
+                extra["eviction"] = server.eviction
+            extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
+            if server.patient:
+                extra["admission_max_wait_s"] = LONGEST_WAIT_S
+            if server.ssd:
+                (folder / "ssd").mkdir(parents=True)
+                extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
+        config = engine_config(folder / "model", size, extra)
+        self._server, self._policy, self._course = server, policy, course
+        with given(lambda: self.now, self._change):
+            self.scheduler = make_scheduler(
+                config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
+            )
+        RememberedLookups(self.scheduler.kv_cache_manager)
+        self.worker: SimWorker | None = None
+        self._live: dict[str, _Live] = {}
+        self._free_at_start = self.pool.get_num_free_blocks()
+        if extra is not None:
+            page_bytes = block * machine.kv_bytes
+            ssd_pages = int(ssd_bytes // page_bytes) if server.ssd else 0
+            self.worker = SimWorker(machine, page_bytes, ssd_pages)
+            self._introduce()
+
+    def _change(self, found: Dependencies) -> Dependencies:
+        """What the connector is given, but for what the simulation has its own of."""
+        found.policy_state.close()
+        policy = self._policy or found.policy
+        chunk = self._server.chunk
+        return replace(
+            found,
+            policy=policy,
+            policy_state=InlineUpkeep(policy),
+            course=self._course or found.course,
+            step_timer=LeapTimer(lambda: self.decoded_steps),
+            restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
+            if chunk
+            else found.restore_policy,
+        )
+
+    def _introduce(self) -> None:
+        """Tell the connector what its workers would have measured."""
+        server, machine = self._server, self.machine
+        stored = {StoreId(SSD, CONTEXT): StoredPages((), machine.ssd_read)} if server.ssd else {}
+        speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
+        said = TieredHandshake(Handshake(speeds, stored))
+        self.scheduler.connector.set_xfer_handshake_metadata({0: said})
+        fit = self.half.gaps.prefills.fit
+        fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)
+
+    @property
+    def half(self) -> Any:
+        """The connector's scheduler half."""
+        return self.scheduler.connector.scheduler_half
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step could do something, now or after ``next_event``."""
+        scheduler = self.scheduler
+        if scheduler.has_requests():
+            return True
+        return scheduler.connector is not None and scheduler.connector.has_pending_push_work()
+
+    @property
+    def next_event(self) -> float:
+        """When the worker has something to say; infinite if it never will."""
+        return self.worker.next_event if self.worker is not None else math.inf
+
+    # -- driving --------------------------------------------------------------------
+
+    def add(self, ask: Ask) -> None:
+        """A request arrives."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        block, chain = self.block, ask.chain
+
+        def hashes(request: Any) -> list[bytes]:
+            return list(chain[len(request.block_hashes) : request.num_tokens // block])
+
+        extra = None if ask.params is None else {"kv_transfer_params": dict(ask.params)}
+        request = Request(
+            request_id=ask.request_id,
+            prompt_token_ids=ask.tokens,
+            sampling_params=SamplingParams(
+                max_tokens=ask.output, ignore_eos=True, temperature=0.0, extra_args=extra
+            ),
+            pooling_params=None,
+            arrival_time=self.now,
+            priority=ask.priority,
+            block_hasher=hashes,
+        )
+        self._live[ask.request_id] = _Live(request)
+        self.scheduler.add_request(request)
+
+    def step(self, next_arrival: float) -> list[Answer]:
+        """One step, or a leap of several that ends before ``next_arrival``."""
+        return self.execute(self.scheduler.schedule(), next_arrival)
+
+    def execute(self, output: Any, next_arrival: float) -> list[Answer]:
+        """What a step has scheduled, and the scheduler's hearing of it."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        began = self.now
+        self.steps += 1
+        counts = output.num_scheduled_tokens
+        for request_id in output.preempted_req_ids or ():
+            self._live[request_id].ahead = 0
+        admitted = bool(output.scheduled_new_reqs)
+        for fresh in output.scheduled_new_reqs:
+            live = self._live[fresh.req_id]
+            if live.admitted_s < 0:
+                live.admitted_s, live.cached = began, fresh.num_computed_tokens
+        meta = output.kv_connector_metadata
+        if self.worker is not None:
+            ready = self.worker.restore(meta.orders, began)
+            self.now = ready if output.has_sync_kv_loads else began
+        said = {}
+        if counts:
+            step_s, decoding = self._cost(counts)
+            leap = 1
+            if decoding and not admitted:
+                leap = self._leap(len(counts), step_s, next_arrival)
+            self.decoded_steps += leap
+            # Every step of a leap reads one token more of each context than the one before.
+            grows = self.machine.cost.kv * len(counts) * leap * (leap - 1) / 2
+            self.now += step_s * leap + grows
+            for request_id in counts:
+                live = self._live[request_id]
+                request = live.request
+                done = request.num_computed_tokens >= request.num_tokens
+                said[request_id] = [0] if done else []
+                if done and leap > 1:  # none of these is the last one
+                    request.append_output_token_ids([0] * (leap - 1))
+                live.ahead = leap - 1
+                if done and live.first_s < 0:
+                    live.first_s = self.now
+        connector_output = None
+        if self.worker is not None:
+            self.worker.save(meta.orders, self.now)
+            heard = self.worker.hear(self.now)
+            connector_output = KVConnectorOutput(
+                finished_recving=heard.arrived,
+                kv_connector_worker_meta=TieredWorkerMetadata(heard.reports)
+                if heard.reports is not None
+                else None,
+            )
+        ids = list(counts)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[said[request_id] for request_id in ids],
+            kv_connector_output=connector_output,
+        )
+        answers = []
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                if one.finish_reason is not None:
+                    answers.append(self._answer(one))
+        return answers
+
+    def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
+        """Seconds of one step of this batch, and whether all of it is decoding."""
+        tokens, pairs, read, decoding = 0, 0.0, 0, True
+        for request_id, count in counts.items():
+            live = self._live[request_id]
+            end = live.request.num_computed_tokens  # vLLM has counted this step already
+            new = max(1, count - live.ahead)
+            tokens += new
+            if new > 1:
+                pairs += new * (end - new / 2)
+            else:
+                read += end
+            decoding = decoding and new == 1 and live.first_s >= 0
+        return self.machine.cost.seconds(tokens, pairs, read, len(counts)), decoding
+
+    def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
+        """Decode steps until something else can happen: an arrival, an end, a transfer, or
+        blocks run short."""
+        scheduler = self.scheduler
+        if running != len(scheduler.running):
+            return 1
+        until = min(next_arrival, self.next_event)
+        if self.worker is not None and scheduler.get_request_counts()[1]:
+            until = min(until, self.now + LEAP_WAITING_S)
+        by_time = (until - self.now) / step_s
+        left = min(r.max_tokens - r.num_output_tokens for r in scheduler.running) - 1
+        free = self.pool.get_num_free_blocks() // running - 1
+        by_budget = self.machine.batched_tokens // running
+        return int(max(1, min(LONGEST_LEAP, by_time, left, free * self.block, by_budget)))
+
+    def _answer(self, one: Any) -> Answer:
+        live = self._live.pop(one.request_id)
+        cpu = ssd = 0
+        said = (one.kv_transfer_params or {}).get("tiered_kv")
+        if said is not None:
+            cpu, ssd = said["cpu_tokens"], said["ssd_tokens"]
+        cached = min(live.cached, live.request.num_prompt_tokens)
+        return Answer(
+            one.request_id,
+            live.first_s,
+            live.admitted_s,
+            self.now,
+            max(0, cached - cpu),
+            cpu - ssd,
+            ssd,
+            live.request.num_preemptions,
+        )
+
+    def check_clean(self) -> None:
+        """Everything that was taken was given back.
+
+        Raises:
+            AssertionError: blocks, orders or turns are left.
+        """
+        if self.worker is not None:
+            half = self.half
+            half.admission.pins.release_all()
+            half.pages.index.check_integrity()
+            assert half.pages.book.in_flight == 0, "orders never settled"
+            assert not len(half.turns), "turns never ended"
+            assert half.counters.totals["hook_errors"] == 0, "a hook raised"
+        lost = self._free_at_start - self.pool.get_num_free_blocks()
+        assert lost == 0, f"{lost} blocks leaked"
+
+    def close(self) -> None:
+        self.scheduler.shutdown()

@@ -1,0 +1,1 @@
+"""Servers that are compared: policies, and schedulers that others describe."""

@@ -1,0 +1,1 @@
+"""Studies: servers under loads, their cells, figures and reports."""

@@ -1,0 +1,1 @@
+"""Validation of the simulator: closed forms, and a real server."""

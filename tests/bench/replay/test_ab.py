@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.replay.__main__ import lines, main, parse_args, summary, table
+from bench.replay.ab import (
+    BEYOND_TIMES,
+    NEAR,
+    PRESETS,
+    STEEP,
+    Harness,
+    HarnessError,
+    NotStarted,
+    Preset,
+    alternate,
+    digest,
+    nearest_rate,
+    next_rate,
+    total_runs,
+    unequal,
+)
+from bench.replay.figures import Row
+from bench.replay.jobs import Job, Turn
+from bench.replay.kinds import Kind, make_kinds, size_for
+from bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
+from bench.replay.measure import Workload
+from bench.replay.play.drive import Hints
+from bench.replay.results import JobDone, Run, TurnDone
+from bench.replay.verify_pin import Gap, Verdict
+
+KINDS = make_kinds("model", size_for([3000], 6400))
+PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
+PACE = {"stock": 2.0, "tiered": 1.2, "bound": 1.0}
+
+
+def slowdown(server: str, jobs_per_s: float) -> float:
+    """Of a server that collapses."""
+    return float(1 + PACE[server] * (jobs_per_s / 0.15) ** 2.5)
+
+
+class Machine:
+    """Servers that take longer the more jobs arrive; others' offloaders do not start."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.measured: list[tuple[str, str, int]] = []
+        self._stop_after = stop_after
+
+    def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+        if len(self.measured) == self._stop_after:
+            raise KeyboardInterrupt
+        if kind.optional:
+            raise NotStarted(f"{kind.name} wants a GPU")
+        self.measured.append((load, kind.name, number))
+        crowd = 0.0 if jobs_per_s is None else jobs_per_s
+        took_s = 10.0 * slowdown(kind.name, crowd)
+        turn = TurnDone(1, 0.0, took_s / 2, took_s, 100, 50, 1, tokens=(1, 2), logprobs=(-1.0, -2))
+        jobs = tuple(JobDone(f"job-{at}", 0.0, took_s, (turn,)) for at in range(2))
+        run = Run(kind.name, load, number, 0, crowd, jobs, ("--flag",), {"vllm": "0"}, 1.0, 1)
+        return Kept(run, reserved_cpus="[]", other_cores=0.0)
+
+
+def harness(folder: Path, machine: Machine, *, resume: bool = False, seed: int = 0) -> Harness:
+    return Harness(KINDS, PRESET, machine, Ledger(folder, {"seed": seed}, resume=resume))
+
+
+def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
+    machine = Machine()
+    done = harness(tmp_path, machine)
+    done.run_all()
+    idle = [server for load, server, _ in machine.measured if load == "idle"]
+    assert idle == ["stock", "tiered", "bound", "tiered", "stock", "stock", "tiered"]
+    pressure = [server for load, server, _ in machine.measured if load == "pressure"]
+    assert pressure == ["tiered", "bound", "bound", "tiered", "stock"], "calibration was the first"
+    assert len(machine.measured) <= total_runs(KINDS, PRESET)
+    assert set(done.not_started) == {"vllm-offloading", "vllm-simple", "lmcache"}
+
+
+def test_pressure_is_where_stock_is_as_slow_as_wanted_and_beyond_is_more(
+    tmp_path: Path,
+) -> None:
+    done = harness(tmp_path, Machine())
+    done.run_all()
+    rates = {run.load: run.jobs_per_s for run in done.runs}
+    assert slowdown("stock", rates["pressure"]) == pytest.approx(3.0, rel=NEAR)
+    stock = [run for run in done.runs if (run.server, run.load) == ("stock", "pressure")]
+    assert [run.round for run in stock] == [0, 1]
+    assert stock[0].jobs == stock[1].jobs
+    assert rates["beyond"] == BEYOND_TIMES * rates["pressure"] > rates["pressure"]
+
+
+def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
+    at_once = Machine()
+    whole = harness(tmp_path / "whole", at_once)
+    whole.run_all()
+    stopped = harness(tmp_path / "parts", Machine(stop_after=9))
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run_all()
+    assert stopped.runs == whole.runs[: len(stopped.runs)]
+
+    machine = Machine()
+    resumed = harness(tmp_path / "parts", machine, resume=True)
+    resumed.run_all()
+    assert resumed.kept == whole.kept
+    assert resumed.not_started == whole.not_started
+    assert len(machine.measured) == len(at_once.measured) - 9
+    assert sorted(map(str, read_runs(tmp_path / "parts"))) == sorted(map(str, whole.kept))
+
+
+def test_runs_of_another_plan_are_not_gone_on_from(tmp_path: Path) -> None:
+    harness(tmp_path, Machine()).run_all()
+    with pytest.raises(LedgerError, match=r"another plan \(seed differ\)"):
+        harness(tmp_path, Machine(), resume=True, seed=1)
+
+
+def test_a_new_start_puts_the_runs_of_before_aside(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        harness(tmp_path, Machine(), seed=seed).run_all()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "runs-before"]
+    assert json.loads((tmp_path / "runs-before/plan.json").read_text()) == {"seed": 1}
+
+
+def test_a_half_written_file_is_named(tmp_path: Path) -> None:
+    harness(tmp_path, Machine()).run_all()
+    broken = tmp_path / "runs" / "idle-0-stock.json"
+    broken.write_text(broken.read_text()[:100])
+    with pytest.raises(LedgerError, match="idle-0-stock"):
+        harness(tmp_path, Machine(), resume=True).run_all()
+    with pytest.raises(LedgerError, match="idle-0-stock"):
+        read_runs(tmp_path)
+
+
+def test_stock_that_finishes_nothing_ends_the_measurement(tmp_path: Path) -> None:
+    class Broken(Machine):
+        def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+            kept = super().__call__(kind, load, number, jobs_per_s)
+            jobs = tuple(replace(job, error="refused") for job in kept.run.jobs)
+            return replace(kept, run=replace(kept.run, jobs=jobs))
+
+    with pytest.raises(HarnessError, match="stock finished no job"):
+        harness(tmp_path, Broken()).run_all()
+
+
+@given(st.floats(0.01, 10.0), st.floats(0.5, 3.0))
+def test_calibration_comes_near_on_any_smooth_curve(scale: float, power: float) -> None:
+    def slowdown(rate: float) -> float:
+        return float(1 + (rate / scale) ** power)
+
+    tried = [(2.0 * scale, slowdown(2.0 * scale))]
+    while len(tried) < 6 and abs(tried[-1][1] / 3 - 1) > 0.2:
+        rate = next_rate(tried, 3.0)
+        tried.append((rate, slowdown(rate)))
+    assert slowdown(nearest_rate(tried, 3.0)) == pytest.approx(3.0, rel=0.35)
+
+
+def test_a_noisy_calibration_goes_on_in_the_middle() -> None:
+    assert next_rate([(1.0, 4.0), (4.0, 2.0)], 3.0) == pytest.approx(math.sqrt(4.0))
+
+
+def test_a_calibration_that_saw_one_side_only_takes_the_curve_to_be_steep() -> None:
+    assert next_rate([(1.0, 3.0 / 2**STEEP)], 3.0) == pytest.approx(2.0)
+    assert next_rate([(1.0, 3.0 * 2**STEEP)], 3.0) == pytest.approx(0.5)
+
+
+def test_every_other_round_goes_the_other_way() -> None:
+    assert alternate(KINDS, 0) == KINDS
+    assert alternate(KINDS, 1) == KINDS[::-1]
+
+
+def test_a_workload_is_known_by_its_digest() -> None:
+    job = Job("a", "", (Turn((1, 2), (3,), 0.5),))
+    assert digest([job]) == digest([replace(job)])
+    assert digest([job]) != digest([replace(job, salt="other")])
+
+
+def test_the_warm_up_shares_nothing_with_the_jobs() -> None:
+    turns = tuple(Turn((at,), (9,), 5.0) for at in range(3))
+    workload = Workload((Job("a", "", turns), Job("b", "b", turns)), 1, 0, Hints.NONE, True)
+    assert workload.warm_up.salt not in {job.salt for job in workload.jobs}
+    assert [turn.gap_s for turn in workload.warm_up.turns] == [0.0, 0.0]
+    assert [job.name for job in workload.of("idle")] == ["a"]
+    assert [job.name for job in workload.of("beyond")] == ["a", "b"]
+
+
+def test_runs_that_were_not_alike_are_said_so(tmp_path: Path) -> None:
+    done = harness(tmp_path, Machine())
+    done.run_all()
+    assert unequal(done.kept) == []
+    uneven = [*done.kept, replace(done.kept[0], reserved_cpus="[1]", other_cores=0.9)]
+    cores, busy = unequal(uneven)
+    assert "different cores" in cores
+    assert "0.9 cores" in busy
+
+
+def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
+    done = harness(tmp_path, Machine())
+    done.run_all()
+    said = json.loads(json.dumps(summary(done.kept, done.not_started, forced=True)))
+    assert {"rows", "closed_mean", "closed_p95", "idle_ratio", "idle_interval"} <= said.keys()
+    keys = {"server", "load", "mean_s", "p95_s", "recomputed_fraction", "agrees"}
+    assert all(keys <= row.keys() for row in said["rows"])
+    assert said["closed_mean"] == pytest.approx(0.8)
+    assert said["idle_ratio"] == 1.0
+    assert [row["agrees"] for row in said["rows"]] == [True] * 9
+    assert table(said).row_count == 9
+    text = "\n".join(lines(said))
+    assert "0.80 is closed (mean)" in text
+    assert "lmcache does not serve here: lmcache wants a GPU" in text
+
+
+def test_a_summary_of_little_or_nothing_is_still_json() -> None:
+    empty = summary([], {}, forced=True)
+    assert empty["rows"] == []
+    assert empty["closed_mean"] is empty["idle_interval"] is None
+    kept = Machine()(KINDS[0], "idle", 0, None)
+    failed = replace(kept.run, jobs=(JobDone("a", 0.0, 1.0, (), "refused"),))
+    said = summary([replace(kept, run=failed)], {}, forced=True)
+    assert said["rows"][0]["mean_s"] is None
+    assert "NaN" not in json.dumps(said)
+    assert table(said).row_count == 1
+    assert any("did not finish a (round 1)" in line for line in lines(said))
+
+
+def test_answers_that_were_not_forced_are_not_compared(tmp_path: Path) -> None:
+    done = harness(tmp_path, Machine())
+    done.run_all()
+    said = summary(done.kept, {}, forced=False)
+    assert {row["agrees"] for row in said["rows"]} == {None}
+
+
+def test_the_cpu_preset_is_what_is_published() -> None:
+    preset = PRESETS["cpu"]
+    assert preset.jobs >= 30
+    assert preset.idle_rounds == 5
+    assert preset.slowdown == 3.0
+
+
+def test_the_command_line_knows_hints_and_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = "tiered_kv.testing.policies:FixedPin"
+    args = parse_args(["ab", "--hints", "session", "--policy", "lru", "--policy", ours])
+    assert args.hints is Hints.SESSION
+    assert args.policy == ["lru", ours]
+    with pytest.raises(SystemExit):
+        parse_args(["ab", "--policy", "unheard-of"])
+    assert "unheard-of" in capsys.readouterr().err
+
+
+def test_a_folder_without_runs_cannot_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", "--out", str(tmp_path)]) == 1
+    assert "holds no runs" in capsys.readouterr().err
+
+
+def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness(tmp_path, Machine()).run_all()
+    drawn: list[Row] = []
+
+    def draw(rows: list[Row], folder: Path) -> list[Path]:
+        drawn.extend(rows)
+        return [folder / "replay.png"]
+
+    monkeypatch.setattr("bench.replay.__main__.plot", draw)
+    assert main(["plot", "--json", "--out", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "replay.png")]}
+    servers = ["stock", "tiered", "bound"]
+    loads = ["idle", "pressure", "beyond"]
+    assert [(row.load, row.server) for row in drawn] == [(x, y) for x in loads for y in servers]
+
+
+def held(*blocks: int, handed_over: int = 4) -> Verdict:
+    return Verdict(tuple(Gap(count, count) for count in blocks), handed_over)
+
+
+def test_a_pin_holds_if_blocks_rise_stay_and_go() -> None:
+    assert held(10, 13, 16, 19, 0).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "fault"),
+    [
+        (held(0, 0, 0, 0, 0), "nothing is held after the first turn"),
+        (held(10, 13, 13, 19, 0), "turn 3: 13 blocks held, 13 the turn before"),
+        (held(10, 13, 16, 19, 4), "4 blocks are still held after the last turn"),
+        (held(10, 13, 16, 19, 0, handed_over=1), "1 of 4 pins were handed over"),
+        (Verdict((Gap(10, 7), Gap(0, 0)), 1), "turn 1: 10 blocks held, then 7 in the same gap"),
+        (Verdict((), 0), "nothing is held after the first turn"),
+    ],
+)
+def test_a_pin_that_does_not_hold_is_told_by_its_fault(verdict: Verdict, fault: str) -> None:
+    assert fault in verdict.faults

@@ -1,0 +1,329 @@
+"""The simulator's parts: links, workloads, recorded sessions, the gate, the order of requests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from bench.sim.engine.links import Link
+from bench.sim.engine.machines import GPUS, MODELS, machine
+from bench.sim.engine.worker import SEGMENTS, SsdStore
+from bench.sim.servers.ordering import Ordering
+from bench.sim.servers.servers import BASES, KnownCourse, Order, server
+from bench.sim.servers.thunderagent import Gate
+from bench.sim.study.cells import Bench, Cell, Place, Source
+from bench.sim.study.loads import STEP, Question, closed, highest_stable, search
+from bench.sim.study.presets import PLACES
+from bench.sim.validate.validity import equal_orders
+from bench.sim.workloads.generate import GENERATED, generate
+from bench.sim.workloads.recorded import coding_agents
+from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import Reclaim
+from tiered_kv.policies.base import JobKey
+
+
+def test_a_link_carries_one_transfer_after_the_other() -> None:
+    link = Link(100.0, latency_s=1.0)
+    assert link.send(200, now=10.0) == 13.0
+    assert link.send(100, now=10.0) == 15.0, "behind the first"
+    assert link.send(100, now=100.0) == 102.0
+    assert link.carried == 400
+
+
+def test_a_link_without_bandwidth_is_refused() -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        Link(0.0)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_jobs_are_the_same_for_a_seed_and_go_on_from_one_another(name: str) -> None:
+    made = generate(name, 30, seed=1)
+    assert made == generate(name, 30, seed=1)
+    assert made.jobs != generate(name, 30, seed=2).jobs
+    for job in made.jobs:
+        context = 0
+        for turn in job.turns:
+            assert turn.shared == context, "the whole context is kept"
+            assert turn.added > 0
+            assert turn.output > 0
+            context += turn.added + turn.output
+        assert job.longest == context
+        assert job.turns[-1].gap_s == 0.0
+
+
+def test_continuum_s_jobs_have_seven_gaps_and_grow_to_2900_tokens() -> None:
+    for job in generate("original", 20, seed=0).jobs:
+        gaps = sorted(turn.gap_s for turn in job.turns[:-1])
+        assert len(gaps) == 7
+        assert 0.05 <= gaps[0] <= gaps[5] <= 0.3
+        assert 2 <= gaps[6] <= 5
+        assert job.longest == 2_900
+
+
+def test_arrivals_of_a_seed_only_come_closer_at_a_higher_rate() -> None:
+    jobs = generate("original", 20, seed=0)
+    slow, fast = jobs.at(1.0, 7), jobs.at(4.0, 7)
+    assert [job.name for job in slow.jobs] == [job.name for job in fast.jobs]
+    for a, b in zip(slow.jobs, fast.jobs, strict=True):
+        assert a.arrives_s == pytest.approx(4 * b.arrives_s)
+    assert slow.jobs[0].arrives_s == 0.0
+    assert slow != jobs.at(1.0, 8)
+
+
+def test_a_burst_arrives_together_at_the_same_rate_over_all() -> None:
+    burst = generate("burst", 400, seed=0).at(2.0, 0)
+    times = [job.arrives_s for job in burst.jobs]
+    assert len(set(times)) == 20
+    assert 400 / times[-1] == pytest.approx(2.0, rel=0.5)
+
+
+def test_clients_that_err_name_the_other_tool() -> None:
+    right, wrong = generate("original", 5, 0), generate("wrong-hints", 5, 0)
+    assert wrong.hints is Hints.WRONG
+    for a, b in zip(right.jobs, wrong.jobs, strict=True):
+        for told, misled in zip(a.turns[:-1], b.turns[:-1], strict=True):
+            assert told.gap_s == misled.gap_s
+            assert told.tool != misled.tool
+
+
+def test_a_workload_is_kept_and_read_again_as_it_was(tmp_path: Path) -> None:
+    agent = SimJob("a/sub", 0.5, (SimTurn(0, 10, 2, 0.0),))
+    job = SimJob("a", 1.0, (SimTurn(0, 100, 5, 3.0, "ls", (agent,)), SimTurn(105, 9, 1, 0.0)))
+    workload = Workload("mine", (job,), Hints.NONE, block=64, burst=2, dropped=3)
+    path = tmp_path / "workload.json.gz"
+    workload.save(path)
+    assert Workload.load(path) == workload
+    path.write_bytes(gzip.compress(b'{"name": "other"}'))
+    with pytest.raises(ValueError, match="no saved workload"):
+        Workload.load(path)
+
+
+def test_jobs_too_long_for_half_the_pool_are_left_out_and_counted() -> None:
+    jobs = generate("mixed", 100, seed=0)
+    fit = jobs.that_fit(pool_tokens=20_000, max_len=131_072)
+    assert 0 < len(fit.jobs) < 100
+    assert fit.dropped == 100 - len(fit.jobs)
+    assert all(job.longest <= 10_000 for job in fit.jobs)
+
+
+# -- recorded sessions --------------------------------------------------------------------
+
+
+def request(t: float, tokens: int, lcp: int, gap: float | None) -> dict[str, object]:
+    return {"t": t, "in": tokens, "out": 50, "lcp": lcp, "stop": "tool_use", "api": 2.0, "gap": gap}
+
+
+def test_sessions_become_jobs_that_end_where_the_user_left(tmp_path: Path) -> None:
+    subs = [request(0, 500, 0, 0.0), request(4, 900, 448, 1.0)]
+    sub = {"k": "sub", "id": "agent_1", "t": 30.0, "dur_ms": 9_000, "reqs": subs}
+    rows = [request(0, 1_000, 0, 0.0), request(10, 1_500, 960, 8.0), sub]
+    rows += [request(40, 1_200, 1_152, 12.0)]
+    later = [request(9_000, 2_000, 1_200, 5_000.0)] + [
+        request(9_000 + n, 2_000 + n, 2_000, 1.0) for n in range(1, 4)
+    ]
+    session = {"id": "s", "dup": False, "reqs": [*rows, *later]}
+    copy = {"id": "c", "dup": True, "reqs": rows}
+    path = tmp_path / "sessions.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{json.dumps(session)}\n{json.dumps(copy)}\n".encode()))
+    first, second = coding_agents(path).jobs
+    assert [(t.shared, t.added, t.gap_s) for t in first.turns] == [
+        (0, 1_000, 8.0),
+        (960, 540, 3.0),  # twelve seconds, of which the sub-agent took nine
+        (1_152, 48, 0.0),
+    ]
+    (agent,) = first.turns[1].agents
+    assert [turn.prompt for turn in agent.turns] == [500, 900]
+    assert second.turns[0].shared == 0, "another job, which shares nothing"
+    assert len(second.turns) == 4
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    with pytest.raises(ValueError, match="no sessions"):
+        coding_agents(path)
+
+
+# -- servers -------------------------------------------------------------------------------
+
+
+def test_every_server_can_be_named_and_others_are_refused() -> None:
+    for base in BASES:
+        assert server(base).name == base
+    assert server("occupancy+cpu+ssd").ssd
+    assert server("lmcache").cpu
+    with pytest.raises(ValueError, match="write one of"):
+        server("ocupancy")
+    with pytest.raises(ValueError, match="stock vLLM"):
+        server("fcfs+cpu")
+
+
+def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> None:
+    assert server("occupancy+cpu").eviction is None
+    assert server("occupancy+cpu@lru").eviction == "lru"
+    rule = "tiered_kv.policies.cache.lru:LeastRecentlyUsed"
+    named = server(f"tiered_kv.testing.policies:FixedPin+cpu@{rule}")
+    assert (named.policy, named.cpu) == ("tiered_kv.testing.policies:FixedPin", True)
+    assert named.eviction == rule
+    assert named.outside == {"tiered_kv.testing.policies", "tiered_kv.policies.cache.lru"}
+    with pytest.raises(ValueError, match="@ and an eviction rule"):
+        server("occupancy@lru")  # there is nothing to evict from
+    with pytest.raises(ValueError, match="is no eviction rule: did you mean lru"):
+        server("occupancy+cpu@lur")
+    with pytest.raises(ValueError, match="has no class Missing"):
+        server("tiered_kv.testing.policies:Missing+cpu")
+
+
+def test_who_is_told_of_a_job_knows_how_far_it_will_grow_and_when_it_ends() -> None:
+    course = KnownCourse({"job": [160, 320, 960, 480]}, block=16)
+    job = JobKey("", "job")
+    assert course.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
+    course.asked("job", 2)
+    assert course.ahead(job, 1, 0.0) == ((960 - 320) / 16 / 2, 2.0), "its second turn waits"
+    course.asked("job", 3)
+    assert course.ahead(job, 3, 50.0) == (0.0, 1.0), "it will be cut short"
+    course.asked("job", 4)
+    assert course.ahead(job, 4, 50.0) == (0.0, 0.0)
+    course.lengths.ended(5)
+    assert course.ahead(JobKey("", "inferred"), 1, 0.0) == (0.0, 4.0), "as others do"
+
+
+def test_every_machine_of_the_list_holds_its_model() -> None:
+    for place in PLACES:
+        assert place.machine().pool_tokens > 10_000
+    with pytest.raises(ValueError, match="does not fit"):
+        machine("rtx4090-24", "llama-3.1-70b")
+    with pytest.raises(ValueError, match="write one of"):
+        machine("gtx", "llama-3.1-8b")
+    assert all(gpu.source for gpu in GPUS.values())
+    assert MODELS["llama-3.1-8b"].kv_bytes == 131_072
+
+
+def test_a_program_is_paused_when_contexts_grow_too_much_and_goes_on_before_new_ones() -> None:
+    gate, sent = Gate(pool_tokens=100), list[str]()
+    gate.ask("a", 40, lambda: sent.append("a1"))
+    gate.ask("b", 40, lambda: sent.append("b1"))
+    gate.ask("c", 40, lambda: sent.append("c1"))
+    assert sent == ["a1", "b1"], "there is no room for the third"
+    gate.grew("a", 70)
+    gate.tick()
+    gate.ask("b", 45, lambda: sent.append("b2"))
+    assert sent == ["a1", "b1"], "the last to come is paused"
+    gate.ask("a", 80, lambda: sent.append("a2"))
+    gate.over("a")
+    gate.tick()
+    assert sent == ["a1", "b1", "a2", "b2", "c1"]
+
+
+def test_a_program_alone_is_never_held() -> None:
+    gate, sent = Gate(pool_tokens=10), list[str]()
+    gate.ask("a", 1_000, lambda: sent.append("a"))
+    gate.tick()
+    assert sent == ["a"]
+
+
+def test_the_job_that_was_served_least_goes_first() -> None:
+    order = Ordering(Order.ATTAINED)
+    for job in ("long", "short"):
+        order.began(job, None)
+    assert order.asked("long", "r1", 0.0) == 0
+    order.answered("long", "r1", waited_s=0.0, served_s=9.0)
+    order.answered("short", "r2", waited_s=0.0, served_s=1.5)
+    assert order.asked("short", "r3", 0.0) < order.asked("long", "r4", 0.0)
+    order.answered("long", "r4", waited_s=100.0, served_s=0.0)
+    assert order.asked("long", "r5", 0.0) == 0, "it has starved"
+
+
+def test_jobs_are_ranked_by_their_begin_and_sub_agents_as_their_parents() -> None:
+    order = Ordering(Order.JOB)
+    order.began("a", None)
+    order.began("b", None)
+    order.began("a/sub", "a")
+    assert [order.asked(job, job, 0.0) for job in ("b", "a/sub", "a")] == [1, 0, 0]
+
+
+# -- the SSD store ---------------------------------------------------------------------------
+
+
+def page(n: int) -> PageKey:
+    return PageKey(n.to_bytes(8, "big"))
+
+
+def test_a_full_store_lets_its_oldest_segment_die_but_for_the_survivors() -> None:
+    store = SsdStore(pages=2 * SEGMENTS)
+    for n in range(2 * SEGMENTS):
+        store.put(page(n))
+    full = store.proposal
+    store.put(page(1_000))
+    dying = store.proposal
+    assert full is None, "there is room for every page that it is said to hold"
+    assert dying is not None
+    assert dying.keys == (page(0), page(1))
+    gone, again = store.reclaim(Reclaim(dying.segment, (page(1),)))
+    assert (gone, again) == ([page(0)], 1)
+    assert store.has(page(1))
+    assert not store.has(page(0))
+
+
+# -- loads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edge", [0.013, 0.9, 47.0])
+def test_the_highest_stable_rate_is_found(edge: float) -> None:
+    looking = search(1.0)
+    asked, found = [next(looking)], None
+    while found is None:
+        try:
+            asked.append(looking.send(asked[-1] <= edge))
+        except StopIteration as end:
+            found = end.value
+    assert found <= edge <= found * STEP * 1.0001
+    assert len(asked) == len(set(asked)), "no rate is asked for twice"
+
+
+def test_a_rate_is_looked_for_where_contexts_fill_the_pool() -> None:
+    def at(pool_tokens: int) -> float:
+        place = Place("h200-141", "llama-3.1-8b", pool_tokens=pool_tokens)
+        return Question(place, Source("swe-agent", 4), "fcfs", alone_s=100.0).guess
+
+    assert at(2_000_000) == pytest.approx(2 * at(1_000_000))
+    assert at(1_000_000) > 2 * at(60_000) > 2 / 100.0, "there is always room for one"
+
+
+def test_loads_of_all_servers_are_looked_for_together() -> None:
+    """So that no process waits while one of them has a single run left."""
+    place, source = Place("l40s-48", "llama-3.1-8b"), Source("swe-agent", 4)
+    near = Question(place, source, "fcfs", 1.0).guess
+    edges = {"fcfs": 0.9 * near, "occupancy": 47.0 * near}
+    asked: list[int] = []
+
+    class Runs:
+        def run(self, cells: Iterable[Cell]) -> dict[Cell, dict[str, float]]:
+            wanted = list(cells)
+            asked.append(len(wanted))
+            return {
+                cell: {"mean_s": 1.0 if cell.jobs_per_s <= edges[cell.server] else 3.1}
+                for cell in wanted
+            }
+
+    questions = [Question(place, source, server, 1.0) for server in edges]
+    found = highest_stable(cast("Bench", Runs()), questions, range(2))
+    for rate, edge in zip(found, edges.values(), strict=True):
+        assert rate <= edge <= rate * STEP * 1.0001
+    assert asked[0] == 4
+    assert asked[-1] == 2, "one was found before the other"
+
+
+def test_shares_of_the_way_and_orders() -> None:
+    assert closed(20.0, fcfs_s=100.0, infinite_s=20.0) == 1.0
+    assert closed(100.0, fcfs_s=100.0, infinite_s=20.0) == 0.0
+    assert equal_orders([(1.0, 10.0), (2.0, 20.0), (2.05, 19.0)]), "near each other is a tie"
+    assert not equal_orders([(1.0, 10.0), (2.0, 9.0)])
+    assert not math.isnan(closed(30.0, 100.0, 20.0))

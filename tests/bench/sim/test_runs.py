@@ -1,0 +1,183 @@
+"""Simulated runs: exact where there is a closed form, and the same every time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.sim.engine.driver import Tiers, simulate
+from bench.sim.engine.metrics import Outcome
+from bench.sim.servers.servers import server
+from bench.sim.study.cells import Bench, Cell, Place, Source
+from bench.sim.study.plot import plot
+from bench.sim.study.presets import TIGHT
+from bench.sim.study.report import report
+from bench.sim.study.study import Study, run_study
+from bench.sim.validate import validity
+from bench.sim.workloads.generate import generate
+from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+
+SMALL = replace(TIGHT.machine(), pool_tokens=16_000)
+RATE = 4.0
+"""Jobs a second that so small a pool does not bear."""
+
+
+def run(name: str, workload: Workload | None = None, tiers: Tiers | None = None) -> Outcome:
+    jobs = workload or generate("original", 20, 0).at(RATE, 0)
+    return simulate(SMALL, server(name), jobs, tiers or Tiers(cpu=2**33, ssd=2**34))
+
+
+def test_a_job_alone_takes_the_sum_of_its_parts() -> None:
+    assert abs(validity.job_alone_error()) < validity.EXACT
+
+
+def test_a_saturated_link_is_what_jobs_wait_for() -> None:
+    assert abs(validity.saturated_link_error()) < 0.02
+
+
+def test_nothing_is_lost_whatever_the_server() -> None:
+    assert validity.not_conserved() == []
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    for name in ("fcfs", "occupancy+cpu+ssd"):
+        assert run(name) == run(name)
+
+
+def test_another_eviction_rule_evicts_other_pages() -> None:
+    tight = Tiers(cpu=3 * 2**30)
+    by_worth = run("occupancy+cpu", tiers=tight)
+    assert run("occupancy+cpu@worth", tiers=tight).jobs == by_worth.jobs
+    assert run("occupancy+cpu@lru", tiers=tight).jobs != by_worth.jobs
+
+
+def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(name: str) -> list[float]:
+        return [turn.ended_s for job in run(name).jobs for turn in job.turns]
+
+    leapt = times("fcfs")
+    monkeypatch.setattr("bench.sim.engine.engine.LONGEST_LEAP", 1)
+    assert times("fcfs") == pytest.approx(leapt, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["fcfs", "continuum", "occupancy+cpu"])
+def test_lookups_that_are_remembered_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    remembered = run(name)
+    monkeypatch.setattr("bench.sim.engine.engine.RememberedLookups", lambda manager: None)
+    assert run(name) == remembered
+
+
+def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
+    mean = {name: run(name).summary()["mean_s"] for name in ("fcfs", "lru+cpu", "infinite")}
+    assert mean["infinite"] < mean["fcfs"]
+    assert mean["lru+cpu"] < 0.8 * mean["fcfs"]
+
+
+def test_only_clients_who_never_time_out_are_held_for_longer_than_a_minute() -> None:
+    workload = generate("original", 40, 0).at(RATE, 0)
+    longest = {
+        name: max(job.turns[0].first_s - job.began_s for job in run(name, workload).jobs)
+        for name in ("occupancy", "occupancy-patient")
+    }
+    assert 60 < longest["occupancy"] < 75, "held for a minute, then in turn"
+    assert longest["occupancy-patient"] > 75
+
+
+def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
+    """Eight jobs that begin with 1,000 tokens and end with 6,000, in a pool of 16,000: at first
+    nobody else can know that two of them are enough."""
+    turns = tuple(
+        SimTurn(shared=1000 * done, added=950, output=50, gap_s=0.05 if done < 5 else 0.0)
+        for done in range(6)
+    )
+    jobs = tuple(SimJob(f"job{number}", 0.1 * number, turns) for number in range(8))
+    workload = Workload("growing", jobs, Hints.RIGHT)
+    ours, knows = (run(name, workload).summary() for name in ("occupancy", "occupancy-knowing"))
+    news = 950 * 6 / sum(turn.prompt for turn in turns)
+    assert knows["recomputed"] - news < 0.7 * (ours["recomputed"] - news)
+    assert knows["mean_s"] < 0.95 * ours["mean_s"], "and does not do so by letting one in at a time"
+
+
+def test_where_prompts_came_from_is_told() -> None:
+    shares = run("lru+cpu").summary()
+    assert sum(shares[tier] for tier in ("vram", "cpu", "ssd", "recomputed")) == pytest.approx(1.0)
+    assert shares["cpu"] > 0.1
+    assert run("fcfs").summary()["cpu"] == 0.0
+
+
+def test_pages_come_back_from_ssd_when_cpu_memory_is_short() -> None:
+    tiers = Tiers(cpu=2**30, ssd=2**36)
+    assert run("lru+cpu+ssd", tiers=tiers).summary()["ssd"] > 0.3
+    assert run("occupancy+cpu+ssd", tiers=tiers).summary()["ssd"] > 0, "most of it stays in VRAM"
+
+
+def test_a_parent_goes_on_when_its_sub_agents_are_done() -> None:
+    agent = SimJob("parent/agent", 1.0, (SimTurn(0, 500, 400, 0.0),))
+    first = SimTurn(0, 1_000, 10, 2.0, "task", (agent,))
+    parent = SimJob("parent", 0.0, (first, SimTurn(1_010, 100, 10, 0.0)))
+    outcome = run("fcfs", Workload("nested", (parent,), Hints.RIGHT))
+    by_name = {job.name: job for job in outcome.jobs}
+    child = by_name["parent/agent"]
+    assert child.began_s == pytest.approx(by_name["parent"].turns[0].ended_s + 1.0)
+    assert by_name["parent"].turns[1].asked_s == pytest.approx(child.ended_s + 2.0)
+    assert outcome.summary()["mean_s"] == by_name["parent"].took_s, "agents are no jobs of a user"
+
+
+def test_jobs_of_one_prefix_share_it() -> None:
+    workload = generate("swe-agent", 6, 0).at(0.01, 0)
+    alone = tuple(replace(job, prefix=job.name) for job in workload.jobs)
+    place, tiers = TIGHT.machine(), Tiers()
+    shared = simulate(place, server("fcfs"), workload, tiers).summary()
+    apart = simulate(place, server("fcfs"), replace(workload, jobs=alone), tiers).summary()
+    assert shared["recomputed"] < apart["recomputed"]
+
+
+def test_a_job_that_the_pool_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="that_fit"):
+        run("fcfs", generate("swe-agent", 6, 0).at(0.01, 0))
+
+
+@pytest.mark.parametrize("name", ["wrong-hints", "no-hints", "burst", "chat"])
+def test_every_workload_ends_under_every_kind_of_hint(name: str) -> None:
+    workload = generate(name, 12, 0).at(RATE, 0)
+    for one in ("occupancy", "occupancy+cpu"):
+        outcome = run(one, workload)
+        assert validity.check(outcome, workload, SMALL) == []
+
+
+# -- studies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_study_is_measured_once_drawn_and_told(tmp_path: Path) -> None:
+    place = Place("rtx4090-24", "llama-3.1-8b", pool_tokens=20_000, cpu_gib=8.0)
+    study = Study(((place, Source("original", 16)),), (("lru+cpu",),), (0.5, 1.5), seeds=1)
+    seen: list[Cell] = []
+    with Bench(1, tmp_path / "cells", seen.append) as bench:
+        result = run_study(study, bench, lambda _: None)
+    rows = {(row["policy"], row["load"]): row for row in result["rows"]}
+    assert {policy for policy, _ in rows} == {"fcfs", "lru+cpu", "infinite"}
+    assert rows["fcfs", 0.5]["closed"] is None
+    assert rows["lru+cpu", 1.5]["over_fcfs"] < 0.9
+    with Bench(1, tmp_path / "cells") as again:
+        again._pool.shutdown()  # nothing needs to be run
+        assert run_study(study, again, lambda _: None) == result
+    assert len(plot(result["rows"], tmp_path)) == 2
+    said = report(json.loads(json.dumps(result)))
+    assert "| lru+cpu |" in said
+    assert len(seen) > 6
+
+
+def test_a_run_that_was_kept_is_not_used_once_the_code_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = Cell.of(TIGHT, Source("original", 2), "fcfs", 1.0, 0)
+    kept = cell.key
+    assert cell.key == kept
+    monkeypatch.setattr("bench.sim.study.cells.code_digest", lambda outside: "other code")
+    assert cell.key != kept
