@@ -16,7 +16,8 @@ from bench.sim.servers.thunderagent import EVERY_S, Gate
 from bench.sim.workloads.workload import Hints, SimJob, Workload
 from tiered_kv.policies.base import TurnPolicy
 
-from .engine import BEGIN_S, Answer, Ask, Engine
+from .engine import Answer, Ask, Engine
+from .substitutes import BEGIN_S
 from .machines import Machine
 from .metrics import JobRecord, Outcome, TurnRecord
 

@@ -30,14 +30,13 @@ from tiered_kv.tiers import SSD, StoreId
 
 from .lookups import RememberedLookups
 from .machines import Machine
+from .substitutes import BEGIN_S, ChunkedRestore, InlineUpkeep, LeapTimer
 from .worker import SimWorker
 
 LONGEST_LEAP = 64
 """Decode steps taken at once."""
 LEAP_WAITING_S = 0.25
 """The longest leap while requests wait: the connector lets them in by the clock, so much later."""
-BEGIN_S = 1000.0
-"""The clock's begin: connectors may take 0 for never."""
 LONGEST_WAIT_S = 86_400.0
 """The most that may be set. No run lasts as long."""
 
@@ -89,49 +88,6 @@ class _Live:
     first_s: float = -1.0
     cached: int = 0
     ahead: int = 0  # tokens said in a leap, whose computing is paid
-
-
-class InlineUpkeep:
-    """Refits the policy at once: the same every time, so without a thread. Saves nothing."""
-
-    def __init__(self, policy: TurnPolicy) -> None:
-        self._policy = policy
-        self._tended_at = BEGIN_S
-
-    def refit_if_due(self, now: float) -> None:
-        if now - self._tended_at >= 300.0:
-            self._tended_at = now
-            self._policy.refit()
-
-    def close(self) -> None:
-        pass
-
-
-class LeapTimer(StepTimer):
-    """Takes a leap for the many steps of a real engine that it is.
-
-    Args:
-        decoded: steps so far, those of leaps counted.
-    """
-
-    def __init__(self, decoded: Callable[[], int]) -> None:
-        super().__init__()
-        self._decoded = decoded
-        self._seen = 0
-
-    def look(self, now: float, steps: int) -> None:
-        since, self._seen = self._decoded() - self._seen, self._decoded()
-        super().look(now, steps and since)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedRestore(AlwaysRestore):
-    """Restores that end where a chunk of tokens does, and have no partial tail."""
-
-    chunk: int
-
-    def usable(self, tokens: int) -> int:
-        return tokens // self.chunk * self.chunk
 
 
 class Engine:
