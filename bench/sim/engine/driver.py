@@ -17,9 +17,9 @@ from bench.sim.workloads.workload import Hints, SimJob, Workload
 from tiered_kv.policies.base import TurnPolicy
 
 from .engine import Answer, Ask, Engine
-from .substitutes import BEGIN_S
 from .machines import Machine
 from .metrics import JobRecord, Outcome, TurnRecord
+from .substitutes import BEGIN_S
 
 POLL_S = 0.01
 """How far time goes on when the engine waits for nothing that has a time."""

@@ -9,21 +9,19 @@ between, so that only the simulator's own time is saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.sim.servers.servers import Order, Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
-from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import TurnPolicy
-from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
 from tiered_kv.tiers import SSD, StoreId
