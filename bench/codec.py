@@ -17,7 +17,6 @@ text can exceed. ``zipnn_ratio`` is null where zipnn is not installed or has no 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 import time
@@ -31,7 +30,14 @@ from numpy.typing import NDArray
 
 from bench.common.engines import Engine, engine, real_texts
 from bench.common.model import small_model
-from bench.common.output import only_result_on_stdout, parser, progress, show
+from bench.common.output import (
+    AsJson,
+    ModelFolder,
+    only_result_on_stdout,
+    progress,
+    run_benchmark,
+    show,
+)
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.codecs.zstd import ZstdCodec
@@ -203,16 +209,18 @@ def measure(model: Path, tick: Tick) -> dict[str, Result]:
     return results
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--model", type=Path, help="a model folder; default: the small model")
-    args: argparse.Namespace = command.parse_args()
-    model = args.model or small_model()
+def main(
+    model: ModelFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the codecs on real pages."""
     with only_result_on_stdout(), progress() as bar:
-        bar.disable = args.json or not sys.stderr.isatty()
+        bar.disable = as_json or not sys.stderr.isatty()
         task = bar.add_task("starting the engines", total=4)
-        result = measure(model, lambda what: bar.update(task, advance=1, description=what))
-    if args.json:
+        result = measure(
+            model or small_model(), lambda what: bar.update(task, advance=1, description=what)
+        )
+    if as_json:
         show("Codecs", result, as_json=True)
         return
     for dtype, figures in result.items():
@@ -220,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

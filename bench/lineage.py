@@ -39,11 +39,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from bench.common.model import ModelError, small_model
-from bench.common.output import parser, show
+from bench.common.output import AsJson, run_benchmark, show
 from bench.common.paths import TRACES
 from bench.common.sessions import Recorded, RecordingError, read_sessions, recording
 from tiered_kv.policies.base import JobKey
@@ -231,14 +233,17 @@ def measure(
     }
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--traces", type=Path, default=TRACES, help="folder of recordings")
-    command.add_argument("--source", default="miniswe", help="a name without .jsonl or .jsonl.gz")
-    command.add_argument("--block-size", type=int, default=16, help="tokens; default: vLLM's")
-    args = command.parse_args()
+def main(
+    traces: Annotated[Path, typer.Option(help="Folder of recordings.")] = TRACES,
+    source: Annotated[
+        str, typer.Option(help="Name of a recording, without .jsonl or .jsonl.gz.")
+    ] = "miniswe",
+    block_size: Annotated[int, typer.Option(help="Size of a block, tokens.")] = 16,
+    as_json: AsJson = False,
+) -> None:
+    """Infer the jobs of recorded turns."""
     try:
-        sessions, model = read_sessions(recording(args.traces, args.source)), small_model()
+        sessions, model = read_sessions(recording(traces, source)), small_model()
     except (RecordingError, ModelError) as error:
         sys.exit(str(error))
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -254,9 +259,9 @@ def main() -> None:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return text
 
-    result = measure(sessions, tokenise, render, args.block_size)
-    show(f"Jobs inferred in {args.source}", result, args.json)
+    result = measure(sessions, tokenise, render, block_size)
+    show(f"Jobs inferred in {source}", result, as_json)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

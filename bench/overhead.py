@@ -13,7 +13,6 @@ The contestants take turns within fractions of a second, so that a noisy neighbo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -22,11 +21,20 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from bench.common.engines import engine
 from bench.common.model import small_model
-from bench.common.output import only_result_on_stdout, parser, progress, show
+from bench.common.output import (
+    AsJson,
+    ModelFolder,
+    only_result_on_stdout,
+    progress,
+    run_benchmark,
+    show,
+)
 from bench.common.server import machine_dtype
 
 RUNNING = 64
@@ -161,24 +169,25 @@ def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, flo
     }
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--engines", type=int, default=9, help="built of each kind, for the steps")
-    command.add_argument("--rounds", type=int, default=15, help="decode rounds each")
-    command.add_argument("--model", type=Path, help="a model folder; default: the small model")
-    args: argparse.Namespace = command.parse_args()
+def main(
+    engines: Annotated[int, typer.Option(help="Engines of each kind, for the steps.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Decode rounds of each kind.")] = 15,
+    model: ModelFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure steps with and without the connector."""
     with only_result_on_stdout(), progress() as bar:
-        bar.disable = args.json or not sys.stderr.isatty()
-        task = bar.add_task("", total=args.engines + args.rounds + 1)
+        bar.disable = as_json or not sys.stderr.isatty()
+        task = bar.add_task("", total=engines + rounds + 1)
         found = measure(
-            args.model or small_model(),
-            args.engines,
-            args.rounds,
+            model or small_model(),
+            engines,
+            rounds,
             lambda what: bar.update(task, advance=1, description=what),
         )
     result = {**found, "dtype": str(machine_dtype())}
-    show("Time per step with the connector over stock", result, args.json)
+    show("Time per step with the connector over stock", result, as_json)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

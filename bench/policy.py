@@ -27,14 +27,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.output import parser, progress, show
+from bench.common.output import AsJson, progress, run_benchmark, show
 from bench.forecast.clairvoyant import Clairvoyant
 from bench.forecast.gaps import Session, read_sources
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnPolicy
@@ -216,26 +218,27 @@ def _difference(row: Row) -> str:
     return _number(row["difference"]) + ("*" if low > 0 or high < 0 else " ")
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--traces", type=Path, required=True, help="a folder of recordings")
-    args = command.parse_args()
+def main(
+    traces: Annotated[Path, typer.Option(help="Folder of recordings.")],
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded gaps."""
     try:
-        sources = read_sources(args.traces)
+        sources = read_sources(traces)
     except OSError as error:
-        command.error(f"cannot read {args.traces}: {error.strerror}")
+        raise typer.BadParameter(f"cannot read {traces}: {error.strerror}") from error
     testable = {
         name: sessions
         for name, sessions in sources.items()
         if any(not session.is_learned_from for session in sessions)
     }
     if not testable:
-        command.error(f"{args.traces} holds no session to test on")
+        raise typer.BadParameter(f"{traces} holds no session to test on")
     with progress() as bar:
-        bar.disable = args.json or not sys.stderr.isatty()
+        bar.disable = as_json or not sys.stderr.isatty()
         task = bar.add_task("policies", total=len(testable) * (len(POLICIES) + 1))
         result = measure(testable, lambda done: bar.update(task, advance=1, description=done))
-    if args.json:
+    if as_json:
         show("Policies", result, as_json=True)
         return
     for table in _tables(result):
@@ -243,4 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

@@ -12,7 +12,6 @@ else is an error, not a number.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,11 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import httpx
+import typer
 
 from bench.common.model import small_model
-from bench.common.output import parser, progress, show
+from bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
 from bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
 
 CONTEXTS = 8
@@ -169,16 +170,18 @@ def _check_sources(kinds: Sequence[str], events: Sequence[dict[str, int]]) -> No
             raise RuntimeError(f"a {kind} request was served from elsewhere: {event}")
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--tokens", type=int, default=3000, help="length of the contexts")
-    command.add_argument("--model", type=Path, help="a model folder; default: the small model")
-    args: argparse.Namespace = command.parse_args()
-    model = args.model or small_model()
-    measured = measure(model, args.tokens, show_progress=not args.json and sys.stderr.isatty())
+def main(
+    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    model: ModelFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the first token by where the context is."""
+    measured = measure(
+        model or small_model(), tokens, show_progress=not as_json and sys.stderr.isatty()
+    )
     result = {**measured, "dtype": str(machine_dtype())}
-    show(f"Time to first token of {args.tokens:,} tokens, medians", result, args.json)
+    show(f"Time to first token of {tokens:,} tokens, medians", result, as_json)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

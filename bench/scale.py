@@ -18,17 +18,17 @@ anew. ``decode_ratio``: see ``bench.overhead``, with ``decode_control`` beside i
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from bench.common.output import only_result_on_stdout, parser, progress, show
+from bench.common.output import AsJson, only_result_on_stdout, progress, run_benchmark, show
 from bench.micro.timed_engine import BLOCK, REFERENCE_S, Speed, Watched, engine
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PageIndex
@@ -256,16 +256,17 @@ def measure(engines: int, tick: Tick) -> dict[str, float | int]:
     }
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--engines", type=int, default=3, help="built of each kind, for decoding")
-    args: argparse.Namespace = command.parse_args()
+def main(
+    engines: Annotated[int, typer.Option(help="Engines of each kind, for decoding.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the scheduler's thread."""
     with only_result_on_stdout(), progress() as bar:
-        bar.disable = args.json or not sys.stderr.isatty()
+        bar.disable = as_json or not sys.stderr.isatty()
         task = bar.add_task("", total=11)
-        result = measure(args.engines, lambda what: bar.update(task, advance=1, description=what))
-    show("The scheduler's thread", result, args.json)
+        result = measure(engines, lambda what: bar.update(task, advance=1, description=what))
+    show("The scheduler's thread", result, as_json)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

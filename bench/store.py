@@ -25,7 +25,6 @@ which opening reads nothing.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -35,10 +34,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
-from bench.common.output import parser, progress, show
+from bench.common.output import AsJson, progress, run_benchmark, show
 from bench.micro.device import (
     DEVICE_BLOCKS,
     ROUNDS,
@@ -271,33 +272,31 @@ def measure(
     }
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
-    command.add_argument("--mib", type=int, default=2560, help="pages that are put")
-    command.add_argument("--page-kib", type=int, default=512, help="of a page")
-    command.add_argument(
-        "--threads",
-        type=int,
-        default=io_threads(len(os.sched_getaffinity(0))),
-        help="of the store; default: as the connector would take",
-    )
-    args: argparse.Namespace = command.parse_args()
+def main(
+    folder: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path(),
+    mib: Annotated[int, typer.Option(help="Size of the pages that are put, MiB.")] = 2560,
+    page_kib: Annotated[int, typer.Option(help="Size of a page, KiB.")] = 512,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of the store; as many as the connector's if none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the store beside its disk."""
     with (
-        tempfile.TemporaryDirectory(dir=args.folder, prefix=".bench-store-") as name,
+        tempfile.TemporaryDirectory(dir=folder.resolve(), prefix=".bench-store-") as name,
         progress() as bar,
     ):
         bar.disable = not sys.stderr.isatty()
         task = bar.add_task("writing the device's file", total=2 * (SWEEPS + ROUNDS) + OPENINGS)
         result = measure(
             Path(name),
-            args.mib,
-            args.page_kib,
-            args.threads,
+            mib,
+            page_kib,
+            threads or io_threads(len(os.sched_getaffinity(0))),
             lambda what: bar.update(task, advance=1, description=what),
         )
-    show("The SSD store beside its device", result, args.json)
+    show("The SSD store beside its device", result, as_json)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

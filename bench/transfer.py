@@ -19,18 +19,18 @@ of the three fractions.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.output import parser, progress, show
+from bench.common.output import AsJson, progress, run_benchmark, show
 from bench.micro.copies import CpuSide, CudaSide, Side, Way
 from tiered_kv.layout import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob
@@ -207,22 +207,21 @@ def show_rows(title: str, rows: Sequence[Row] | Sequence[Beside]) -> None:
     Console(width=TABLE_WIDTH).print(table)
 
 
-def main() -> None:
-    command = parser(__doc__.splitlines()[0])
-    command.add_argument("--cpu", action="store_true", help="the CPU backend, also beside a GPU")
-    command.add_argument(
-        "--by", choices=["faster", "kernel", "engines"], default="faster", help="on a GPU"
-    )
-    command.add_argument("--blocks", type=int, help="thread blocks of the kernel")
-    args: argparse.Namespace = command.parse_args()
-    on_gpu = not args.cpu and _has_cuda()
+def main(
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Take the CPU backend, also beside a GPU.")
+    ] = False,
+    by: Annotated[
+        Literal["faster", "kernel", "engines"], typer.Option(help="Copies on a GPU.")
+    ] = "faster",
+    blocks: Annotated[int | None, typer.Option(help="Thread blocks of the kernel.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure copies of pages."""
+    on_gpu = not cpu and _has_cuda()
     scale = GPU if on_gpu else CPU
     side: Side
-    side = (
-        CudaSide(scale.memory_bytes, args.by, args.blocks)
-        if on_gpu
-        else CpuSide(scale.memory_bytes)
-    )
+    side = CudaSide(scale.memory_bytes, by, blocks) if on_gpu else CpuSide(scale.memory_bytes)
     with progress() as bar:
         bar.disable = not sys.stderr.isatty()
         task = bar.add_task("copying", total=len(SHAPES) * len(ORDERS) * len(scale.batches))
@@ -236,14 +235,14 @@ def main() -> None:
         "on": side.name,
         "rounds": scale.rounds,
     }
-    if args.json:
+    if as_json:
         result["rows"] = [asdict(row) for row in rows]
         result["slowdowns"] = [asdict(one) for one in beside]
     else:
         show_rows("Batches of pages", rows)
         if beside:
             show_rows("Matrix products beside copies", beside)
-    show("Pages between VRAM and CPU memory, over one large copy", result, args.json)
+    show("Pages between VRAM and CPU memory, over one large copy", result, as_json)
 
 
 def _has_cuda() -> bool:
@@ -255,4 +254,4 @@ def _has_cuda() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main, __doc__)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ModelFolder = Annotated[
+    Path | None, typer.Option("--model", help="A model's folder; the small model if none is given.")
+]
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A command line with ``--json``."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return made
+
+def run_benchmark(command: Callable[..., None], text: str | None) -> None:
+    """Run a benchmark as its command line says. Exits on errors and ``--help``.
+
+    Args:
+        text: the module's docstring, whose first line is the help.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(help=(text or "").partition("\n")[0])(command)
+    app()
 
 
 def progress() -> Progress:

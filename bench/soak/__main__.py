@@ -37,14 +37,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
 import numpy as np
+import typer
 
 from bench.common.load import group_members
 from bench.common.model import small_model
-from bench.common.output import parser, progress, show
+from bench.common.output import AsJson, progress, run_benchmark, show
 from bench.common.paths import ROOT
 from bench.common.server import (
     CONNECTOR,
@@ -259,20 +260,19 @@ def ratio(of: float | None, over: float | None) -> float | None:
     return of / over if of is not None and over else None
 
 
-def main() -> int:
-    """Run it; 1 if a request failed or something was left behind."""
-    command = parser(
-        "A real server under random agents, stock vLLM beside it; what is left behind."
-    )
-    command.add_argument("--minutes", type=float, default=30.0, help="(%(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    args = command.parse_args()
+def main(
+    minutes: Annotated[float, typer.Option(help="Length of the soak, minutes.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Seed of the agents.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run it. Exit with 1 if a request failed or something was left behind."""
     logs = ROOT / ".replay"
     logs.mkdir(exist_ok=True)
-    result = measure(args.minutes, args.seed, logs)
-    show("A real server under random agents", result, args.json)
-    return 1 if result["errors"] or result["stock"]["errors"] or result["leaked"] else 0
+    result = measure(minutes, seed, logs)
+    show("A real server under random agents", result, as_json)
+    if result["errors"] or result["stock"]["errors"] or result["leaked"]:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main, __doc__)
