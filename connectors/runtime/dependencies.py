@@ -10,7 +10,7 @@ from tiered_kv.connectors.runtime.gaps.policy_state import PolicyUpkeep
 from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
 from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.pages.base import EvictionRule
-from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
 
@@ -49,7 +49,7 @@ class Dependencies:
     policy_state: PolicyUpkeep
     eviction: EvictionRule
     restore_policy: RestorePolicy
-    course: Course
+    course: JobForecast
     tools: ToolCalls
     step_timer: StepTimer
     clock: Clock

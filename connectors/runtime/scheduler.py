@@ -122,7 +122,7 @@ class SchedulerHalf:
             gap=found.gap,
         )
         self.turns.add(turn)
-        if self.admission.gate.arrived(turn) and turn.job is not None:
+        if self.admission.gate.on_arrived(turn) and turn.job is not None:
             self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
         if turn.may_restore:
             self.pages.tiers.promote(turn, self.gaps.prefills.fit)
@@ -197,11 +197,11 @@ class SchedulerHalf:
         turn.source.ssd_tokens = min(num_external, came_up * self.facts.block_size)
         self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
-        self.admission.gate.began(turn)
+        self.admission.gate.on_began(turn)
         for request_id in turn.job.running if first and turn.job is not None else ():
             beside = self.turns.by_id.get(request_id)
             if beside is not None and beside.hold.new:
-                self.admission.gate.joined(beside)
+                self.admission.gate.on_joined(beside)
                 self.admission.queue.ranks_changed = True
 
     def tokens_from_ssd(self, request_id: str) -> int:
@@ -310,7 +310,7 @@ class SchedulerHalf:
         except Exception:
             if turn.job is not None:
                 self.gaps.manager.jobs.turn_lost(turn.job, turn.request_id)
-                self.admission.gate.over(turn.job.key)
+                self.admission.gate.on_over(turn.job.key)
             raise
 
     def _end_turn(self, turn: Turn, block_ids: Sequence[int]) -> dict[str, Any] | None:
@@ -325,7 +325,7 @@ class SchedulerHalf:
             save = last.order_id if last else None
         if turn.hints.is_last_step:
             self._release_first(turn)
-        self.admission.gate.ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
+        self.admission.gate.on_ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
         gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
             own = self._pool.tables.get(turn.request_id, ())

@@ -38,7 +38,7 @@ from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
-from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
 from .beside import refuse_company
@@ -141,7 +141,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             policy_state=saved,
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
-            course=Course(),
+            course=JobForecast(),
             tools=_tool_reader(vllm_config) if policy.reads_tools else NoTools(),
             step_timer=StepTimer(),
             clock=cls.clock(),

@@ -1,4 +1,4 @@
-"""Which new jobs may begin: those whose working set fits beside that of the jobs already begun.
+"""The working set of jobs: a new one may begin if its own fits beside those already begun.
 
 vLLM admits whatever finds free blocks. With more jobs than fit, each job's KV is evicted before
 its next turn, all of them compute their contexts again, and none ends. So a new job waits until
@@ -31,8 +31,8 @@ CHUNK = 64
 """Jobs that are added up together."""
 JOBS = 256
 """Ended jobs whose numbers of turns are remembered."""
-FORGETTING = 0.98
-"""What a turn's growth still counts after the next one."""
+GROWTH_DECAY = 0.98
+"""Weight of a turn's growth after the next one."""
 MOST, LEAST = 1.25, 0.5
 """Bounds of the share of the pool that may be given out. More than all of it where the forecast
 has been seen to ask for more than jobs then take."""
@@ -40,17 +40,17 @@ UP = 1.001
 """Factor of that share for a second in which a job is held beside free blocks."""
 
 
-class Share(NamedTuple):
-    """What a job is expected to take.
+class JobDemand(NamedTuple):
+    """Expected demand of a job.
 
     Attributes:
-        blocks: at the end of its present turn, or of its next if none runs; those that it
-            shares with other jobs left out.
-        grows: blocks more with every turn after that.
-        left: turns after that.
-        weight: how much of the time it needs them in VRAM, 0 to 1: a job that waits in CPU memory
-            needs them only while a turn of it runs.
-        chance: that it needs them at all.
+        blocks: unshared blocks of its context at the end of its present turn, or of its next if
+            none runs.
+        grows: growth with every turn after that, blocks.
+        left: number of turns after that.
+        weight: share of the time that it needs them in VRAM, 0 to 1: a job that waits in CPU
+            memory needs them only while a turn of it runs.
+        chance: probability that it needs them at all.
         shared: blocks that it shares with others, counted with one of these.
         now: blocks that it does not leave to younger jobs at present.
     """
@@ -65,16 +65,16 @@ class Share(NamedTuple):
 
 
 class Demand:
-    """What jobs are heading for together, the oldest first.
+    """Projected demand of all jobs together, the oldest first.
 
     A question costs the same however many there are; so does a job that changes, comes or goes.
 
     Args:
-        shares: of the jobs.
+        shares: demand of each job.
         spread: standard deviation of the time that a turn with its gap takes, over its mean.
     """
 
-    def __init__(self, shares: Sequence[Share] = (), spread: float = 0.0) -> None:
+    def __init__(self, shares: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
         self._len = len(shares)
         self._spread = spread
         given = np.array(shares, dtype=np.float64).reshape(-1, 7)
@@ -90,7 +90,7 @@ class Demand:
     def __len__(self) -> int:
         return self._len
 
-    def put(self, place: int, share: Share) -> None:
+    def put(self, place: int, share: JobDemand) -> None:
         """The job at that place, or a new one behind the last, is expected to take this."""
         if place == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
@@ -101,7 +101,7 @@ class Demand:
         self._len = max(self._len, place + 1)
 
     def peak(
-        self, more: Share | None = None, *, first: int | None = None, anywhere: bool = False
+        self, more: JobDemand | None = None, *, first: int | None = None, anywhere: bool = False
     ) -> float:
         """The most blocks that the jobs take at any time on their way, those that they share
         counted once.
@@ -147,7 +147,7 @@ class Demand:
 
 
 class JobLengths:
-    """How many turns a job still has, after those that ended lately."""
+    """Number of turns that a job still has, by the jobs that ended lately."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -188,8 +188,8 @@ class Growth:
         self._sum = self._weight = 0.0
 
     def observe(self, blocks: float) -> None:
-        self._sum = FORGETTING * self._sum + max(0.0, blocks)
-        self._weight = FORGETTING * self._weight + 1.0
+        self._sum = GROWTH_DECAY * self._sum + max(0.0, blocks)
+        self._weight = GROWTH_DECAY * self._weight + 1.0
 
     @property
     def mean(self) -> float:
@@ -197,12 +197,13 @@ class Growth:
         return self._sum / self._weight if self._weight else 0.0
 
 
-class Course:
-    """How a job goes on: for as many turns as those of its age had left, each of which adds the
-    mean of what its own have added, the mean of all jobs' counted as one of them.
+class JobForecast:
+    """Forecast of a job: it goes on for as many turns as jobs of its age had left. Each adds the
+    mean of the turns it had, with the mean of all jobs counted as one of them.
 
     Attributes:
-        lengths: of jobs that ended. growth: of all contexts, in blocks a turn.
+        lengths: lengths of jobs that ended, turns.
+        growth: growth of all contexts, blocks a turn.
     """
 
     def __init__(self) -> None:
@@ -210,22 +211,26 @@ class Course:
         self.growth = Growth()
 
     def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
-        """Of a job that has begun so many turns, and has grown by so many blocks since the first.
+        """Forecast of one job.
+
+        Args:
+            turns: turns that it has begun.
+            grown: growth since the first, blocks.
 
         Returns:
-            Blocks that it grows with a turn, and turns after those that have begun.
+            Growth with a turn in blocks, and number of turns after those that have begun.
         """
         return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
 
 
-class Pace:
-    """How evenly turns follow one another: times from one turn's arrival to the job's next."""
+class TurnCadence:
+    """Regularity of turns: times from one turn's arrival to the job's next."""
 
     def __init__(self) -> None:
         self._mean = self._square = 0.0
 
     def observe(self, seconds: float) -> None:
-        keeps = FORGETTING if self._mean else 0.0
+        keeps = GROWTH_DECAY if self._mean else 0.0
         self._mean += (1 - keeps) * (seconds - self._mean)
         self._square += (1 - keeps) * (seconds * seconds - self._square)
 
@@ -237,7 +242,7 @@ class Pace:
         return math.sqrt(max(0.0, self._square - self._mean**2)) / self._mean
 
 
-class Allowance:
+class Overcommit:
     """The share of the pool that jobs may be let in for.
 
     It begins at all of it and falls by what was evicted before its job returned. Contexts that are

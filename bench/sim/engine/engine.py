@@ -20,7 +20,7 @@ from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMet
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
-from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
@@ -111,7 +111,7 @@ class Engine:
         cpu_bytes: float,
         ssd_bytes: float,
         policy: TurnPolicy | None = None,
-        course: Course | None = None,
+        course: JobForecast | None = None,
     ) -> None:
         self.machine = machine
         self.now = BEGIN_S

@@ -29,7 +29,6 @@ from enum import Enum
 
 from bench.forecast.clairvoyant import Clairvoyant
 from tiered_kv.policies import registry
-from tiered_kv.policies.admission.working_set import Course
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.registry import POLICIES
 
@@ -149,7 +148,7 @@ class KnownGaps(Clairvoyant):
         return super().decide(turn, costs)
 
 
-class KnownCourse(Course):
+class KnownCourse(JobForecast):
     """Knows how many turns every job of a workload takes, and what its longest context will be, to
     which it is taken to grow evenly.
 

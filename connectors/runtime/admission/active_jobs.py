@@ -1,9 +1,8 @@
-"""The jobs that have begun, and what they are heading for together (``policies.admission``).
+"""The jobs that have begun, and their projected peak demand (``policies.admission``).
 
 A job has *begun* once a turn of it had blocks; then each of its turns *runs* from its arrival to
 its end. Who began first is *older*. A job that may have ended (its client hung up, or has been
-silent for long) is *passed over*: it takes no room. If it returns it has begun, and is the
-youngest.
+silent for long) is *dormant*: it takes no room. If it returns it has begun, and is the youngest.
 """
 
 from __future__ import annotations
@@ -14,12 +13,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.policies.admission.working_set import Course, Demand, Growth, Pace, Share
+from tiered_kv.policies.admission.working_set import (
+    Demand,
+    Growth,
+    JobDemand,
+    JobForecast,
+    TurnCadence,
+)
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
 from .families import Families
-from .members import MOST_SILENT, Member, Scopes
+from .members import MOST_SILENT, ActiveJob, Scopes
 
 SOON_S = 60.0
 """A job takes room while it is away by its chance to return in this time: for one that comes later
@@ -31,27 +36,27 @@ SILENT_TIMES = 8.0
 """Without a forecast: so is one that is away for so many times the mean gap, of which none counts
 for more than ``SOON_S``: what one client does must not hold others up."""
 COUNTED_S = 2e-4
-"""What all jobs take is not counted again for so long, times the jobs: to count one takes some
-microseconds. Those of which something happened are counted anew whenever somebody asks."""
+"""Seconds per job before all jobs are counted again: to count one takes some microseconds. Jobs
+that changed are counted anew whenever somebody asks."""
 AWAY_S = 10.0
 """A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
 tool is one of the slow ones."""
-NOTHING = Share(0.0, 0.0, 0.0)
-PACE = 0.9
-"""What the mean of times keeps of itself with each new one."""
+NOTHING = JobDemand(0.0, 0.0, 0.0)
+MEAN_DECAY = 0.9
+"""Weight of the old mean when a new time is averaged in."""
 
 
-class BegunJobs:
-    """What every job takes, from its first blocks to its end, and what all of them will. One
-    thread.
+class ActiveJobs:
+    """Demand of every job, from its first blocks to its end, and of all together. One thread.
 
     Args:
         slots: pages that CPU memory holds.
-        forecast: of the gap of a job that is away; None if there is none.
+        forecast: gives the forecast of the gap of a job that is away; None if there is none.
         clock: monotonic seconds.
 
     Attributes:
-        course: how jobs go on. pace: how evenly their turns follow one another.
+        course: forecast of how jobs go on.
+        cadence: regularity of their turns.
     """
 
     def __init__(
@@ -60,11 +65,11 @@ class BegunJobs:
         pins: PinTable,
         slots: int,
         forecast: Callable[[JobKey], Forecast | None],
-        course: Course,
+        course: JobForecast,
         clock: Callable[[], float],
     ) -> None:
         self.course = course
-        self.pace = Pace()
+        self.cadence = TurnCadence()
         self._facts = facts
         self._pins = pins
         self._forecast = forecast
@@ -73,12 +78,12 @@ class BegunJobs:
         self._over_share: dict[str, tuple[float, float]] = {}  # of these, by salt
         self._over_all = 0.0, 0.0
         self._clock = clock
-        self._members: dict[JobKey, Member] = {}
+        self._members: dict[JobKey, ActiveJob] = {}
         self._scopes = Scopes()
         self._output = Growth()
         self._shared = Growth()
         self._turn_s = self._gap_s = 0.0
-        self._entering: dict[str, Share] = {}  # let in, without blocks yet; by request
+        self._entering: dict[str, JobDemand] = {}  # let in, without blocks yet; by request
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # in that
         self._families = Families()
@@ -91,13 +96,13 @@ class BegunJobs:
     def __contains__(self, job: JobKey) -> bool:
         return job in self._members
 
-    def items(self) -> Iterator[tuple[JobKey, Member]]:
+    def items(self) -> Iterator[tuple[JobKey, ActiveJob]]:
         """The oldest first; read only."""
         return iter(self._members.items())
 
     # -- what happens to jobs -----------------------------------------------------------
 
-    def welcome_back(self, job: JobKey) -> bool:
+    def reactivate(self, job: JobKey) -> bool:
         """A turn of the job arrives: whether that was taken to have ended. It comes after those
         that are there, now."""
         back = self._scopes.of(job).silent.pop(job, None)
@@ -107,43 +112,43 @@ class BegunJobs:
         self._changed[job] = None
         return True
 
-    def arrived(self, job: JobKey, turn: Turn) -> None:
+    def on_arrived(self, job: JobKey, turn: Turn) -> None:
         """Another turn of a job that has begun."""
         member, now = self._members[job], self._clock()
         if not member.running:
             self._gap_s = _mean(self._gap_s, min(now - member.since, SOON_S))
             self._scopes.of(job).record(returned=True)
-        self.pace.observe(now - member.asked)
+        self.cadence.observe(now - member.asked)
         member.asked = now
         self._changed[job] = None
         self._runs(member, turn)
 
-    def began(self, job: JobKey, turn: Turn) -> None:
+    def on_began(self, job: JobKey, turn: Turn) -> None:
         """The first turn of a job has its first blocks."""
         shared = turn.source.vram_tokens // self._facts.block_size
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared
         now = self._clock()
-        self._members[job] = Member(1, 1, blocks, shared, family, now, now)
+        self._members[job] = ActiveJob(1, 1, blocks, shared, family, now, now)
         self._changed[job] = None
         self._shared.observe(shared)
 
-    def went_on(self, job: JobKey) -> None:
+    def on_went_on(self, job: JobKey) -> None:
         """A further turn has its first blocks."""
         self._members[job].turns += 1
         self._changed[job] = None
 
-    def joined(self, job: JobKey, turn: Turn) -> None:
+    def on_joined(self, job: JobKey, turn: Turn) -> None:
         """A turn arrived before the job had begun, and now it has."""
         self._changed[job] = None
         self._runs(self._members[job], turn)
 
-    def _runs(self, member: Member, turn: Turn) -> None:
+    def _runs(self, member: ActiveJob, turn: Turn) -> None:
         member.running += 1
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
-    def ended(self, job: JobKey, turn: Turn, *, over: bool, gone: bool) -> None:
+    def on_ended(self, job: JobKey, turn: Turn, *, over: bool, gone: bool) -> None:
         """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
         for good."""
         member = self._members.get(job)
@@ -164,11 +169,11 @@ class BegunJobs:
         self._output.observe(turn.request.num_output_tokens / self._facts.block_size)
         self._turn_s = _mean(self._turn_s, now - turn.arrived_at)
         if turn.job is None or (over and not member.running):
-            self.over(job)
+            self.on_over(job)
         elif gone and not member.running:
-            self._pass_over(job)
+            self._set_dormant(job)
 
-    def over(self, job: JobKey) -> bool:
+    def on_over(self, job: JobKey) -> bool:
         """The job has no further turn, or is not waited for any longer; whether it took room."""
         self._scopes.of(job).silent.pop(job, None)
         member = self._members.pop(job, None)
@@ -186,11 +191,11 @@ class BegunJobs:
             self._pins.devalue(key)
             if now - self._members[key].since >= LEAST_SILENCE_S:
                 self._scopes.of(key).record(returned=False)
-                self._pass_over(key)
+                self._set_dormant(key)
                 del chances[key]
         return chances
 
-    def _pass_over(self, key: JobKey) -> None:
+    def _set_dormant(self, key: JobKey) -> None:
         """The job may have ended: it takes no room until it returns, as one that has begun."""
         silent = self._scopes.of(key).silent
         member = silent[key] = self._members.pop(key)
@@ -199,7 +204,7 @@ class BegunJobs:
         if len(silent) > MOST_SILENT:
             del silent[next(iter(silent))]
 
-    def _chance(self, key: JobKey, member: Member, now: float) -> float:
+    def _chance(self, key: JobKey, member: ActiveJob, now: float) -> float:
         """Chance that the job needs its blocks soon: 1 if it does now, else that it returns in
         ``SOON_S``, given for how long it has been silent, and how often its client's jobs return
         at all."""
@@ -222,19 +227,20 @@ class BegunJobs:
         tokens: int = turn.request.num_prompt_tokens
         return tokens / self._facts.block_size + self._output.mean
 
-    def share(self, turn: Turn) -> Share:
-        """What a new job takes with its first turn, those shared with nobody, and then."""
+    def share(self, turn: Turn) -> JobDemand:
+        """Demand of a new job: its unshared blocks in the first turn, and later."""
         job = turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
         need = max(1.0, self._blocks_of(turn) - self._shared.mean)
-        return Share(need, *self.course.ahead(job, 1, 0.0))
+        return JobDemand(need, *self.course.ahead(job, 1, 0.0))
 
-    def enters(self, request_id: str, share: Share) -> None:
+    def enters(self, request_id: str, share: JobDemand) -> None:
         """A new job was let in, and takes that from now on."""
         self._entering[request_id] = share
         self._changed[request_id] = None
 
-    def entered(self, request_id: str) -> None:
-        """It has begun, or never will; ignored if it was not let in."""
+    def on_entered(self, request_id: str) -> None:
+        """Forget a request that was let in: its job has begun, or never will. Unknown ones are
+        ignored."""
         if self._entering.pop(request_id, None) is not None:
             self._changed[request_id] = None
 
@@ -244,7 +250,7 @@ class BegunJobs:
         return self._entering.keys()
 
     def peak(
-        self, more: Share | None = None, *, anywhere: bool = False, salt: str | None = None
+        self, more: JobDemand | None = None, *, anywhere: bool = False, salt: str | None = None
     ) -> float:
         """The most blocks of VRAM that they are heading for, with those that enter, and ``more``;
         ``anywhere``: of VRAM and CPU memory, also while they are away.
@@ -272,8 +278,11 @@ class BegunJobs:
         return self._demand.peak(first=first) + away * blocks
 
     def leave_room(self, job: JobKey, room: float) -> bool:
-        """Whether those that began before a job, and are not away with a slow tool, leave its
-        context room in so many blocks."""
+        """True if the older jobs, but for those away with a slow tool, leave the job's context room.
+
+        Args:
+            room: blocks for all contexts.
+        """
         self._count()
         taken = self._demand.now(self._places[job])
         return not taken or self._families.blocks + taken + self._members[job].blocks <= room
@@ -304,13 +313,13 @@ class BegunJobs:
         shares = [
             self._share(key, member, chances[key], now) for key, member in self._members.items()
         ]
-        self._demand = Demand([*shares, *self._entering.values()], self.pace.spread)
+        self._demand = Demand([*shares, *self._entering.values()], self.cadence.spread)
         keys: list[JobKey | str] = [*self._members, *self._entering]
         self._places = {key: place for place, key in enumerate(keys)}
         self._counted_until = now + COUNTED_S * len(keys)
         self._share_room(shares)
 
-    def _share_room(self, shares: Sequence[Share]) -> None:
+    def _share_room(self, shares: Sequence[JobDemand]) -> None:
         """See which clients leave more waiting than an equal share of the room."""
         left: dict[str, tuple[float, float]] = {}
         for (key, member), share in zip(self._members.items(), shares, strict=True):
@@ -334,7 +343,7 @@ class BegunJobs:
             share = self._entering.get(key, NOTHING)
         elif (member := self._members.get(key)) is None:
             left = self._families.leave(key)
-            share = Share(0.0, 0.0, 0.0, shared=left) if left else NOTHING
+            share = JobDemand(0.0, 0.0, 0.0, shared=left) if left else NOTHING
         else:
             share = self._share(key, member, self._chance(key, member, now), now)
         if place is None and share is not NOTHING:
@@ -342,7 +351,7 @@ class BegunJobs:
         if place is not None:
             self._demand.put(place, share)
 
-    def _share(self, key: JobKey, member: Member, chance: float, now: float) -> Share:
+    def _share(self, key: JobKey, member: ActiveJob, chance: float, now: float) -> JobDemand:
         grows, left = self.course.ahead(key, member.turns, member.grown)
         blocks, present = member.blocks, member.blocks
         if not member.running:
@@ -351,9 +360,9 @@ class BegunJobs:
                 present = 0.0
         shared = self._families.counted_with(key, member)
         weight = chance * self._weight(key, member, now)
-        return Share(blocks, grows, left, weight, chance, shared, present)
+        return JobDemand(blocks, grows, left, weight, chance, shared, present)
 
-    def _weight(self, key: JobKey, member: Member, now: float) -> float:
+    def _weight(self, key: JobKey, member: ActiveJob, now: float) -> float:
         """Of the time until its next turn has ended, the share in which the job needs VRAM."""
         if member.running or key in self._pins:
             return 1.0
@@ -362,4 +371,4 @@ class BegunJobs:
 
 
 def _mean(old: float, new: float) -> float:
-    return PACE * old + (1 - PACE) * new if old else new
+    return MEAN_DECAY * old + (1 - MEAN_DECAY) * new if old else new

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tiered_kv.policies.base import JobKey
 
-from .members import Member
+from .members import ActiveJob
 
 
 class Families:
@@ -21,7 +21,9 @@ class Families:
         self._sizes: dict[bytes, int] = {}
         self._counts: dict[JobKey, tuple[bytes, float]] = {}
 
-    def count_all(self, members: Mapping[JobKey, Member], chances: Mapping[JobKey, float]) -> None:
+    def count_all(
+        self, members: Mapping[JobKey, ActiveJob], chances: Mapping[JobKey, float]
+    ) -> None:
         """Count all jobs anew: what a family shares, by the chance of the one that needs it
         most."""
         self.blocks, self._sizes, self._counts = 0.0, {}, {}
@@ -36,7 +38,7 @@ class Families:
                 self._enter(key, member.family, more * needed[member.family])
                 largest[member.family] = more + largest.get(member.family, 0)
 
-    def counted_with(self, key: JobKey, member: Member) -> float:
+    def counted_with(self, key: JobKey, member: ActiveJob) -> float:
         """Blocks that a job counts for its family; it enters it if it is new there."""
         if not member.shared:
             return 0.0

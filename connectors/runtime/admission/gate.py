@@ -19,11 +19,11 @@ from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.job_order import Room, fits
-from tiered_kv.policies.admission.working_set import Allowance, Course, Share
+from tiered_kv.policies.admission.working_set import JobDemand, JobForecast, Overcommit
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
-from .active_jobs import BegunJobs
+from .active_jobs import ActiveJobs
 
 LOOK_EVERY_S = 0.1
 """A job that was held is looked at again when something changed, or after so long."""
@@ -32,21 +32,22 @@ LEARN_EVERY_S = 1.0
 
 
 class Admission:
-    """Whether another job may begin. One thread.
+    """Admission of new jobs. One thread.
 
     Args:
-        max_wait_s: after that long a job is let in, whatever it needs.
+        max_wait_s: time after which a job is let in, whatever it needs, seconds.
         pool: the engine's block pool.
         slots: pages that CPU memory holds, those of running jobs too.
         turns: the live requests.
-        forecast: of the gap of a job that is away; None if there is none.
-        course: forecasts how jobs go on.
+        forecast: gives the forecast of the gap of a job that is away; None if there is none.
+        course: forecast of how jobs go on.
         clock: monotonic seconds.
 
     Attributes:
-        jobs: those that have begun.
-        allowance: the share of the pool that is given out.
-        refused: new jobs that had to wait so far. delayed: turns of others that had to.
+        jobs: jobs that have begun.
+        overcommit: share of the pool that is given out.
+        refused: number of new jobs that had to wait.
+        delayed: number of turns of other jobs that had to.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Admission:
         slots: int,
         turns: LiveTurns,
         forecast: Callable[[JobKey], Forecast | None],
-        course: Course,
+        course: JobForecast,
         clock: Callable[[], float],
     ) -> None:
-        self.jobs = BegunJobs(facts, pins, slots, forecast, course, clock)
-        self.allowance = Allowance()
+        self.jobs = ActiveJobs(facts, pins, slots, forecast, course, clock)
+        self.overcommit = Overcommit()
         self.refused = self.delayed = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
@@ -81,68 +82,72 @@ class Admission:
 
     @property
     def share(self) -> float:
-        """Share of the pool that is given out."""
-        return self.allowance.share
+        """JobDemand of the pool that is given out."""
+        return self.overcommit.share
 
     # -- what happens to jobs -----------------------------------------------------------
 
-    def arrived(self, turn: Turn) -> bool:
-        """A turn arrives: of a job that has begun, or of one that may be held.
+    def on_arrived(self, turn: Turn) -> bool:
+        """Take in a turn: of a job that has begun, or of one that may be held.
 
         Returns:
-            Whether it was taken to have ended. It comes after those that are there, now.
+            True if its job was dormant. It is the youngest now.
         """
         self._changed = True
         job = _job_of(turn)
-        back = self.jobs.welcome_back(job)
+        back = self.jobs.reactivate(job)
         turn.hold.was_dormant = back
         if job in self.jobs:
-            self.jobs.arrived(job, turn)
+            self.jobs.on_arrived(job, turn)
         else:
             turn.hold.new = True
         return back
 
-    def began(self, turn: Turn) -> None:
-        """A turn has its first blocks."""
+    def on_began(self, turn: Turn) -> None:
+        """Take in that a turn has its first blocks."""
         self._settled(turn)
         job, size = _job_of(turn), self._facts.block_size
         if job not in self.jobs:
-            self.jobs.began(job, turn)
+            self.jobs.on_began(job, turn)
             return
-        self.jobs.went_on(job)
+        self.jobs.on_went_on(job)
         if turn.gap.kept and not turn.hold.was_dormant:  # then no room was kept for it
             source = turn.source
             found, whole = source.vram_tokens + source.cpu_tokens, turn.pages.shared_tokens
             lost = whole - found if found + size < whole else 0  # its last block may lack
             pool = size * self._facts.usable_blocks
-            self.allowance.returned((whole - lost) / pool, lost / pool)
+            self.overcommit.returned((whole - lost) / pool, lost / pool)
 
-    def joined(self, turn: Turn) -> None:
-        """Another turn of a new one's job has begun, and so has the job."""
+    def on_joined(self, turn: Turn) -> None:
+        """Take in that another turn of the job has begun, and with it the job."""
         self._changed = True
         turn.hold.new = False
-        self.jobs.joined(_job_of(turn), turn)
+        self.jobs.on_joined(_job_of(turn), turn)
 
-    def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
-        """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
-        for good."""
+    def on_ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
+        """Take in the end of a turn.
+
+        Args:
+            over: True if its job ended as well.
+            gone: True if the client went away, perhaps for good.
+        """
         self._settled(turn)
-        self.jobs.ended(_job_of(turn), turn, over=over, gone=gone)
+        self.jobs.on_ended(_job_of(turn), turn, over=over, gone=gone)
 
-    def over(self, job: JobKey) -> None:
-        """The job has no further turn, or is not waited for any longer."""
-        if self.jobs.over(job):
+    def on_over(self, job: JobKey) -> None:
+        """Take in that the job has no further turn, or is not waited for any longer."""
+        if self.jobs.on_over(job):
             self._changed = True
 
     def _settled(self, turn: Turn) -> None:
         self._changed = True
         turn.hold.new = False
-        self.jobs.entered(turn.request_id)
+        self.jobs.on_entered(turn.request_id)
 
     # -- whether a new one may begin ------------------------------------------------------
 
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:
-        """Whether a turn must wait for room; one of a new job also ``behind`` others that came
+        """True if a turn must wait for room; one of a new job also ``behind`` others that came
         before. Always False once let in."""
         if behind and turn.hold.new:
             self.refuse(turn)
@@ -186,13 +191,13 @@ class Admission:
         """A new job may begin: what its first turn needs is taken from now on."""
         self._enters(turn, self.jobs.share(turn))
 
-    def _enters(self, turn: Turn, need: Share) -> None:
+    def _enters(self, turn: Turn, need: JobDemand) -> None:
         self.jobs.enters(turn.request_id, need)
         self._changed = True
 
-    def _fits(self, need: Share, salt: str) -> bool:
+    def _fits(self, need: JobDemand, salt: str) -> bool:
         """True if a new job has room."""
-        room = Room(self._facts.usable_blocks, self._slots, self.allowance.share)
+        room = Room(self._facts.usable_blocks, self._slots, self.overcommit.share)
         peak = self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
         return fits(room, peak, whole)
@@ -214,7 +219,7 @@ class Admission:
     def _spare(self) -> None:
         if self._clock() - self._spared_at >= LEARN_EVERY_S:
             self._spared_at = self._clock()
-            self.allowance.spare()
+            self.overcommit.spare()
 
     def demand(self) -> float:
         """The most blocks that the jobs that have begun, and those let in, are heading for."""

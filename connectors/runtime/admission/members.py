@@ -10,12 +10,12 @@ from tiered_kv.policies.base import JobKey
 MOST_SILENT = 1024
 """Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
 of, is forgotten first."""
-KEEPS = 0.98
-"""Share of a client's record that is kept with the next job that returned, or did not."""
+RETURN_DECAY = 0.98
+"""JobDemand of a client's record that is kept with the next job that returned, or did not."""
 
 
 @dataclass(slots=True)
-class Member:
+class ActiveJob:
     """A job that has begun.
 
     Attributes:
@@ -48,14 +48,14 @@ class Scope:
         silent: those that may have ended.
     """
 
-    silent: dict[JobKey, Member] = field(default_factory=dict)
+    silent: dict[JobKey, ActiveJob] = field(default_factory=dict)
     _returned: float = 19.0
     _gone: float = 1.0
 
     def record(self, *, returned: bool) -> None:
         """A job that was away has returned, or is taken to have ended without a word."""
-        self._returned = KEEPS * self._returned + returned
-        self._gone = KEEPS * self._gone + (not returned)
+        self._returned = RETURN_DECAY * self._returned + returned
+        self._gone = RETURN_DECAY * self._gone + (not returned)
 
     @property
     def goes_on(self) -> float:

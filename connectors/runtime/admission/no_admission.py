@@ -14,19 +14,19 @@ class NoAdmission:
     begun = 0
     share = 1.0
 
-    def arrived(self, turn: Turn) -> bool:
+    def on_arrived(self, turn: Turn) -> bool:
         return False
 
-    def began(self, turn: Turn) -> None:
+    def on_began(self, turn: Turn) -> None:
         pass
 
-    def joined(self, turn: Turn) -> None:
+    def on_joined(self, turn: Turn) -> None:
         pass
 
-    def ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
+    def on_ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
         pass
 
-    def over(self, job: JobKey) -> None:
+    def on_over(self, job: JobKey) -> None:
         pass
 
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:

@@ -238,7 +238,7 @@ class GapManager:
             own: pages of its last turn that no other job begins with.
         """
         self._release(job)
-        self._gate.over(job)
+        self._gate.on_over(job)
         self.prefetch.forget(job)
         if (found := self._placement.on_over(job, own)) is not None:
             gap, gap_s = found

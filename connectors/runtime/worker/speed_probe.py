@@ -1,4 +1,4 @@
-"""What this machine can do, measured in less than a second when the engine starts.
+"""Speed of this machine, measured in less than a second when the engine starts.
 
 Copies between VRAM and CPU memory are timed as they will be made. A prefill cannot be run from
 here: its time is estimated from the model's arithmetic and the speed of a matrix product, until
@@ -95,7 +95,7 @@ class PrefillWork:
 
 
 def prefill_work(model_config: Any) -> PrefillWork | None:
-    """From the model's shape; None if it has not the usual names."""
+    """Work of prefills, from the model's shape; None if that has not the usual names."""
     shape = model_config.hf_text_config
     try:
         layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)

@@ -200,7 +200,7 @@ class WorkerHalf:
         return bad
 
     def take_reports(self) -> Reports | None:
-        """What became of orders since the last call; None if nothing."""
+        """Results of orders since the last call; None if there are none."""
         news: dict[StoreId, dict[int, TierReport]] = {}
         for name, tier in self.stores.items():
             settled, report = tier.take_reports()

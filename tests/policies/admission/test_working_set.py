@@ -13,35 +13,35 @@ from tiered_kv.policies.admission.working_set import (
     LEAST,
     MOMENTS,
     MOST,
-    Allowance,
     Demand,
     Growth,
+    JobDemand,
     JobLengths,
-    Pace,
-    Share,
+    Overcommit,
+    TurnCadence,
 )
 
 amounts = st.floats(0, 1000)
-shares = st.tuples(amounts, amounts, st.integers(0, 50).map(float)).map(lambda one: Share(*one))
+shares = st.tuples(amounts, amounts, st.integers(0, 50).map(float)).map(lambda one: JobDemand(*one))
 
 
 def test_jobs_of_one_age_peak_together_and_others_in_turn() -> None:
-    grown = Share(blocks=10, grows=5, left=4)
+    grown = JobDemand(blocks=10, grows=5, left=4)
     assert Demand([grown]).peak() == 30
     assert Demand([grown, grown]).peak() == 60
-    ends_soon = Share(blocks=30, grows=5, left=0)
+    ends_soon = JobDemand(blocks=30, grows=5, left=0)
     assert Demand([grown, ends_soon]).peak() == 40, "when the one is at its end the other is gone"
 
 
 @given(st.lists(shares, max_size=12))
-def test_the_peak_is_that_of_all_moments(found: list[Share]) -> None:
+def test_the_peak_is_that_of_all_moments(found: list[JobDemand]) -> None:
     moments = [0.0, *(share.left for share in found)]
     wanted = max(sum(one.blocks + one.grows * t for one in found if one.left >= t) for t in moments)
     assert Demand(found).peak() == pytest.approx(wanted)
 
 
 def test_jobs_that_differ_in_pace_meet_at_their_largest() -> None:
-    ahead, behind = Share(10, 10, 4), Share(10, 10, 5)
+    ahead, behind = JobDemand(10, 10, 4), JobDemand(10, 10, 5)
     assert Demand([ahead, behind]).peak() == 100
     assert Demand([ahead, behind], spread=0.5).peak() == 110, (
         "the one may stay until the other ends"
@@ -49,14 +49,14 @@ def test_jobs_that_differ_in_pace_meet_at_their_largest() -> None:
 
 
 def test_of_many_moments_some_are_looked_at() -> None:
-    jobs = [Share(10, 1, left) for left in range(1, 500)]
+    jobs = [JobDemand(10, 1, left) for left in range(1, 500)]
     assert Demand(jobs).peak() == pytest.approx(
         max(sum(10 + t for one in jobs if one.left >= t) for t in range(500)), rel=0.02
     )
 
 
 def test_pace_is_told_by_how_turns_differ() -> None:
-    pace = Pace()
+    pace = TurnCadence()
     assert pace.spread == 0
     for _ in range(200):
         pace.observe(2.0)
@@ -67,7 +67,7 @@ def test_pace_is_told_by_how_turns_differ() -> None:
 
 
 @given(st.lists(shares, max_size=8), shares)
-def test_another_job_never_lowers_the_peak(found: list[Share], more: Share) -> None:
+def test_another_job_never_lowers_the_peak(found: list[JobDemand], more: JobDemand) -> None:
     both = Demand([*found, more])
     assert both.peak() >= Demand(found).peak() * (1 - 1e-9)
     again = Demand([*found, more._replace(blocks=0.0, grows=0.0)])
@@ -75,14 +75,14 @@ def test_another_job_never_lowers_the_peak(found: list[Share], more: Share) -> N
 
 
 def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
-    demand = Demand([Share(100, 0, 3, weight=0.25, chance=0.5, shared=2)])
+    demand = Demand([JobDemand(100, 0, 3, weight=0.25, chance=0.5, shared=2)])
     assert (demand.peak(), demand.peak(anywhere=True)) == (27, 52)
 
 
 @given(st.lists(shares, min_size=1, max_size=150), st.data())
 @settings(max_examples=30, deadline=None)
 def test_jobs_that_change_count_as_if_all_were_counted_anew(
-    found: list[Share], data: st.DataObject
+    found: list[JobDemand], data: st.DataObject
 ) -> None:
     """Also those before any of them, as far as what they are heading for is looked at."""
     had = data.draw(st.integers(1, len(found)))
@@ -146,34 +146,34 @@ def test_growth_is_that_of_late() -> None:
 
 
 def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() -> None:
-    allowance = Allowance()
-    assert allowance.share == 1
-    allowance.returned(found=0.1, lost=0.02)
-    fallen = allowance.share
+    overcommit = Overcommit()
+    assert overcommit.share == 1
+    overcommit.returned(found=0.1, lost=0.02)
+    fallen = overcommit.share
     assert fallen == pytest.approx(0.98), "by what was lost of the pool"
-    allowance.spare()
-    assert fallen < allowance.share < 1
+    overcommit.spare()
+    assert fallen < overcommit.share < 1
     for _ in range(100):
-        allowance.returned(found=0.1, lost=0.02)
-    assert allowance.share == LEAST
+        overcommit.returned(found=0.1, lost=0.02)
+    assert overcommit.share == LEAST
     for _ in range(1000):
-        allowance.spare()
-    assert allowance.share == MOST > 1
+        overcommit.spare()
+    assert overcommit.share == MOST > 1
 
 
 @pytest.mark.parametrize("context", [0.01, 0.1, 1.0, 3.0])
 def test_the_share_recovers_as_contexts_are_found_whole(context: float) -> None:
     """By the share of the pool that was found, not by how many they were; and never beyond 1."""
-    allowance = Allowance()
-    allowance.returned(found=0.0, lost=0.3)
+    overcommit = Overcommit()
+    overcommit.returned(found=0.0, lost=0.3)
     for _ in range(round(3 / context)):
-        allowance.returned(found=context, lost=0.0)
-    assert 0.97 < allowance.share <= 1
+        overcommit.returned(found=context, lost=0.0)
+    assert 0.97 < overcommit.share <= 1
 
 
 def test_the_share_settles_where_as_much_recovers_as_is_lost() -> None:
     """One context of ten is gone: a tenth less is given out."""
-    allowance = Allowance()
+    overcommit = Overcommit()
     for turn in range(2_000):
-        allowance.returned(*((0.0, 0.01) if turn % 10 == 0 else (0.01, 0.0)))
-    assert allowance.share == pytest.approx(1 - 1 / 9, abs=0.01)
+        overcommit.returned(*((0.0, 0.01) if turn % 10 == 0 else (0.01, 0.0)))
+    assert overcommit.share == pytest.approx(1 - 1 / 9, abs=0.01)

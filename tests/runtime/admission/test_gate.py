@@ -195,7 +195,7 @@ def test_more_than_all_is_given_out_of_vram_but_not_of_cpu_memory(make_rig: Make
     """Four jobs of 19 blocks are more than 62 slots, though not more than five quarters of them."""
     for slots, waiting in ((62, ["d"]), (80, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
-        rig.gate.allowance.share = MOST
+        rig.gate.overcommit.share = MOST
         for name in "abcd":
             begin(rig, name)
             rig.step()

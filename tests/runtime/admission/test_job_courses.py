@@ -6,7 +6,7 @@ import pytest
 
 from tests.runtime.admission.admitting import BLOCKS, begin
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.admission.active_jobs import BegunJobs
+from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJobs
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 
@@ -17,8 +17,8 @@ def rig(make_rig: MakeRig) -> Rig:
     return make_rig(blocks=BLOCKS, max_model_len=1024, extra=extra, in_job_order=True)
 
 
-def jobs(rig: Rig) -> BegunJobs:
-    found: BegunJobs = rig.gate.jobs
+def jobs(rig: Rig) -> ActiveJobs:
+    found: ActiveJobs = rig.gate.jobs
     return found
 
 

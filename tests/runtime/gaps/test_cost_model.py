@@ -158,19 +158,19 @@ def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) ->
 def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
     """Although less is found than the job waited with: all that the prompt shares with it is."""
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
-    allowance = rig.gate.allowance
+    overcommit = rig.gate.overcommit
     head = text(256, seed=1)
     for turn in range(8):
         prompt = head + text(150, seed=100 + turn)
         rig.ask(f"t{turn}", prompt, max_tokens=4, params=JOB)
         rig.now += 5.0
-    assert (rig.gaps.costs.survival.share, allowance.share) == (1.0, 1.0)
+    assert (rig.gaps.costs.survival.share, overcommit.share) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("how", ["reset", "aborted"])
 def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str) -> None:
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
-    allowance = rig.gate.allowance
+    overcommit = rig.gate.overcommit
     prompt = text(400, seed=1)
     rig.add("t1", prompt, max_tokens=20, params=JOB)
     rig.step()
@@ -182,7 +182,7 @@ def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str
         assert rig.scheduler.reset_prefix_cache()
     rig.fill()
     rig.ask("t2", prompt, max_tokens=4, params=JOB)
-    assert (rig.gaps.costs.survival.share, allowance.share) == (1.0, 1.0)
+    assert (rig.gaps.costs.survival.share, overcommit.share) == (1.0, 1.0)
 
 
 def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig) -> None:
@@ -193,7 +193,7 @@ def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig)
     rig.now += 1.0
     rig.fill()
     rig.ask("t2", text(320, seed=1), max_tokens=4, params=JOB)
-    assert rig.gate.allowance.share < 1.0
+    assert rig.gate.overcommit.share < 1.0
     assert rig.gaps.costs.survival.share < 1.0
 
 

@@ -53,7 +53,7 @@ def test_a_pin_that_gave_way_was_a_loss_until_its_time_was_up(
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     comes_back(rig, gap_s)
-    assert (rig.gate.allowance.share < 1.0) is lost
+    assert (rig.gate.overcommit.share < 1.0) is lost
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_was_saved_and_is_gone_was_a_loss(
     rig = make(make_rig, cpu_gib=slots * 16 * 8 / 2**30)
     rig.policy = Goes(tier)
     comes_back(rig, 1.0)
-    assert (rig.gate.allowance.share < 1.0) is lost
+    assert (rig.gate.overcommit.share < 1.0) is lost
 
 
 @pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
@@ -87,19 +87,19 @@ def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: boo
     rig.pool.evict_blocks(set(blocks[16 - gone :]))
     rig.ask("t2", prompt + text(40, seed=2), params=JOB)
     assert rig.count("prompt_tokens_vram") == (16 - gone) * 16
-    assert (rig.gate.allowance.share < 1.0) is lost
+    assert (rig.gate.overcommit.share < 1.0) is lost
 
 
 def test_a_context_that_is_found_whole_brings_some_of_the_room_back(make_rig: MakeRig) -> None:
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     comes_back(rig, 1.0)
-    allowance = rig.gate.allowance
-    fallen = allowance.share
+    overcommit = rig.gate.overcommit
+    fallen = overcommit.share
     rig.ask("t3", CONTEXT, params=JOB)
-    assert allowance.share == pytest.approx(fallen + (1 - fallen) * 16 / 127), "known to agree"
+    assert overcommit.share == pytest.approx(fallen + (1 - fallen) * 16 / 127), "known to agree"
     rig.half.counters.add("turns")
-    assert rig.half.take_stats()["room_percent"] == round(100 * allowance.share) < 100
+    assert rig.half.take_stats()["room_percent"] == round(100 * overcommit.share) < 100
 
 
 def test_a_pin_over_budget_is_counted(make_rig: MakeRig) -> None:

@@ -14,7 +14,7 @@ from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
 from tiered_kv.policies import registry
-from tiered_kv.policies.admission.working_set import Course
+from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.policies.jobs.hints import read_hints
 
@@ -57,7 +57,7 @@ class Halves(Offload):
             policy_state=state,
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
-            course=Course(),
+            course=JobForecast(),
             tools=NoTools(),
             step_timer=StepTimer(),
             clock=clock,
