@@ -29,6 +29,7 @@ from enum import Enum
 
 from bench.forecast.clairvoyant import Clairvoyant
 from tiered_kv.policies import registry
+from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.registry import POLICIES
 

@@ -278,7 +278,7 @@ class ActiveJobs:
         return self._demand.peak(first=first) + away * blocks
 
     def leave_room(self, job: JobKey, room: float) -> bool:
-        """True if the older jobs, but for those away with a slow tool, leave the job's context room.
+        """True if the older jobs, but for those away with a slow tool, leave the context room.
 
         Args:
             room: blocks for all contexts.

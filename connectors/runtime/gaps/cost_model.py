@@ -89,7 +89,7 @@ class CostModel:
         facts, planner = self._facts, self._planner
         blocks = -(-context_tokens // facts.block_size)
         offloaded = planner.index.num_slots > 0
-        copy_s = planner.copy_seconds(blocks)
+        copy_s = planner.copy_seconds(blocks) if offloaded else 0.0
         # Unknown, it is no reason to do without a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
         held_up = self.held_up(copy_s, recompute_s)
