@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.sim.__main__ import parse_args
 from bench.sim.engine.driver import Tiers, simulate
 from bench.sim.servers.servers import server
 from bench.sim.study.presets import TIGHT
@@ -110,7 +109,8 @@ def test_a_server_runs_on_all_of_them(
 def test_the_simulator_runs_them(package: Path) -> None:
     command = re.search(r"^python -m bench\.sim (.*)$", PAGE, re.MULTILINE)
     assert command is not None
-    named = server(parse_args(shlex.split(command.group(1))).policy)
+    words = shlex.split(command.group(1))
+    named = server(words[words.index("--policy") + 1])
     assert named.outside == {"acme_kv.policy", "acme_kv.eviction"}
     jobs = generate("original", 6, 0).at(4.0, 0)
     outcome = simulate(TIGHT.machine(), named, jobs, Tiers(cpu=2**30, ssd=2**34))

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -22,15 +22,41 @@ ModelFolder = Annotated[
 ]
 
 
-def run_benchmark(command: Callable[..., None], text: str | None) -> None:
+def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
+    """Make a check of an option, which refuses any word but ``names``."""
+    known = tuple(names)
+
+    def check(said: str | None) -> str | None:
+        if said is not None and said not in known:
+            raise typer.BadParameter(f"{said} is none of {', '.join(known)}")
+        return said
+
+    return check
+
+
+def command_line(text: str) -> typer.Typer:
+    """Make a command line, to which commands are added."""
+    return typer.Typer(
+        help=text,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+
+def run_benchmark(
+    command: Callable[..., None], text: str | None, arguments: Sequence[str] | None = None
+) -> None:
     """Run a benchmark as its command line says. Exits on errors and ``--help``.
 
     Args:
         text: the module's docstring, whose first line is the help.
+        arguments: words of the command line; the process's own if None.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(help=(text or "").partition("\n")[0])(command)
-    app()
+    app(arguments)
 
 
 def progress() -> Progress:

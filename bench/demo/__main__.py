@@ -7,22 +7,22 @@ small for the jobs: while an agent waits for its tool, others push its KV out.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from bench.common.dtypes import FLOAT32, DtypeError
 from bench.common.model import NAME, ModelError, prepared_path, small_model
-from bench.common.output import run_command
+from bench.common.output import AsJson, run_benchmark, run_command
 from bench.common.paths import ROOT
 from bench.common.server import (
     CONNECTOR,
@@ -42,6 +42,27 @@ SECONDS = 210.0
 
 PATIENCE = 4.0
 """A client waits for so many times what both runs were to take: the machine may be busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A demo, as the command line asks for it. None where the machine decides.
+
+    Attributes:
+        model: folder or name.
+        seconds: of both runs together.
+        cpu_gib: size of the CPU tier.
+    """
+
+    model: str | None
+    dtype: str | None
+    seconds: float
+    jobs: int | None
+    turns: int | None
+    seed: int
+    cpu_gib: float | None
+    out: Path
+    as_json: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +141,7 @@ def compare(setting: Setting, out: Path, console: Console, place: Place) -> Comp
     )
 
 
-def prepare(args: argparse.Namespace, console: Console) -> Setting:
+def prepare(asked: Asked, console: Console) -> Setting:
     """Measure the machine, choose the jobs, and say both.
 
     Raises:
@@ -128,12 +149,12 @@ def prepare(args: argparse.Namespace, console: Console) -> Setting:
         SpeedError: vLLM does not run the model.
     """
     on_cpu = runs_on_cpu()
-    model, name = prepare_model(args.model, console)
+    model, name = prepare_model(asked.model, console)
     # On a CPU float32 is exact enough that batches of another shape seldom change an answer.
-    dtype = args.dtype or (FLOAT32 if on_cpu else "auto")
+    dtype = asked.dtype or (FLOAT32 if on_cpu else "auto")
     with console.status("Measuring this machine (about half a minute)"):
         speed = measure_speed(model, dtype)
-    plan = choose_plan(args, speed, stock_runs=1 if dtype == FLOAT32 else 2)
+    plan = choose_plan(asked, speed, stock_runs=1 if dtype == FLOAT32 else 2)
     jobs = make_jobs(plan, source_files())
     sizing = size_for(jobs, plan.max_tokens, 32 if on_cpu else 16)
     in_memory = sizing.contexts_tokens * speed.kv_token_bytes / 2**30
@@ -153,18 +174,18 @@ def prepare(args: argparse.Namespace, console: Console) -> Setting:
         plan=plan,
         jobs=jobs,
         sizing=sizing,
-        cpu_gib=args.cpu_gib or max(0.5, math.ceil(12.5 * in_memory) / 10),
+        cpu_gib=asked.cpu_gib or max(0.5, math.ceil(12.5 * in_memory) / 10),
         patience_s=max(300.0, PATIENCE * predict_s(plan, speed)),
     )
 
 
-def choose_plan(args: argparse.Namespace, speed: Speed, stock_runs: int) -> JobPlan:
+def choose_plan(asked: Asked, speed: Speed, stock_runs: int) -> JobPlan:
     """The plan that fits the time, with as many jobs and turns as were asked for."""
-    base = replace(JobPlan(), seed=args.seed)
-    if args.turns:
-        base = replace(base, turns=args.turns)
-    plan = plan_for(speed, args.seconds, free_memory(), base, stock_runs)
-    return replace(plan, jobs=args.jobs or plan.jobs)
+    base = replace(JobPlan(), seed=asked.seed)
+    if asked.turns:
+        base = replace(base, turns=asked.turns)
+    plan = plan_for(speed, asked.seconds, free_memory(), base, stock_runs)
+    return replace(plan, jobs=asked.jobs or plan.jobs)
 
 
 def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]:
@@ -182,34 +203,14 @@ def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]
         return small_model(), NAME
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits on errors and --help."""
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--model", help=f"folder or name of another model than {NAME}")
-    parser.add_argument("--dtype", help="of the model and its KV (float32 on a CPU)")
-    parser.add_argument(
-        "--seconds",
-        type=_positive,
-        default=SECONDS,
-        help="what both runs should take together (%(default)g)",
-    )
-    parser.add_argument("--jobs", type=_positive, help="(as many as fit that time)")
-    parser.add_argument("--turns", type=_positive, help=f"({JobPlan().turns})")
-    parser.add_argument("--seed", type=int, default=0, help="of the jobs (%(default)s)")
-    parser.add_argument("--cpu-gib", type=float, help="CPU tier, GiB (room for all jobs)")
-    parser.add_argument("--out", type=Path, default=ROOT / ".demo", help="logs and trace go here")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    return parser.parse_args(argv)
-
-
-def demo(args: argparse.Namespace, place: Place) -> int:
+def demo(asked: Asked, place: Place) -> int:
     """Both runs, compared on standard output; 0."""
     console = Console(stderr=True, highlight=False)
     began = time.perf_counter()
-    out = args.out.resolve()
+    out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    comparison = compare(prepare(args, console), out, console, place)
-    if args.json:
+    comparison = compare(prepare(asked, console), out, console, place)
+    if asked.as_json:
         print(json.dumps(comparison.as_json()))
         return 0
     print(comparison.table(), "", sep="\n")
@@ -220,12 +221,45 @@ def demo(args: argparse.Namespace, place: Place) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 when it came to its end, 1 on a failure that the message explains."""
-    args = parse_args(argv)
+def main(
+    model: Annotated[
+        str | None, typer.Option(help=f"Folder or name of another model than {NAME}.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the model and its KV; float32 on a CPU.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Time that both runs take together.")
+    ] = SECONDS,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Agents; as many as fit that time if not given.")
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option(min=1, help=f"Turns of an agent; {JobPlan().turns} if not given.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the jobs.")] = 0,
+    cpu_gib: Annotated[
+        float | None,
+        typer.Option(help="Size of the CPU tier, GiB; room for all jobs if not given."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of logs and trace.")] = ROOT / ".demo",
+    as_json: AsJson = False,
+) -> None:
+    """Run the demo. Exit with 1 on a failure that the message explains."""
+    asked = Asked(
+        model=model,
+        dtype=dtype,
+        seconds=seconds,
+        jobs=jobs,
+        turns=turns,
+        seed=seed,
+        cpu_gib=cpu_gib,
+        out=out,
+        as_json=as_json,
+    )
     place = Place()
     failures = (DemoError, DtypeError, ModelError, SpeedError, TraceError)
-    return run_command(lambda: demo(args, place), failures, place.stopped)
+    raise typer.Exit(run_command(lambda: demo(asked, place), failures, place.stopped))
 
 
 def free_memory() -> int:
@@ -238,12 +272,5 @@ def free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main, __doc__)

@@ -5,21 +5,21 @@ python -m bench.replay ab --preset cpu
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from bench.common.model import small_model
-from bench.common.output import progress, run_command
+from bench.common.output import AsJson, command_line, one_of, progress, run_command
 from bench.common.paths import ROOT
 from bench.common.server import machine_dtype
 from bench.replay.play.drive import Hints
@@ -43,6 +43,230 @@ LOADS = (IDLE, PRESSURE, BEYOND)
 SERVERS = (STOCK, TIERED, BOUND)
 SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
+
+
+KNOWN = f"{', '.join(registry.POLICIES)} or module:Class"
+
+app = command_line("Agent jobs replayed on real servers.")
+
+Model = Annotated[
+    str | None, typer.Option(help="Folder or name of another model than the small one.")
+]
+Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A comparison, as the command line asks for it.
+
+    Attributes:
+        preset: name of one of ``PRESETS``.
+        policies: further policies of ours, by name.
+        free: True if the model speaks for itself.
+    """
+
+    preset: str
+    traces: Path
+    synthetic: bool
+    model: str | None
+    policies: Sequence[str]
+    ssd: bool
+    alone: bool
+    hints: Hints
+    free: bool
+    seed: int
+    resume: bool
+    out: Path
+    as_json: bool
+
+
+def check_policy(said: str | None) -> str | None:
+    """Refuse a policy that is not there."""
+    if said is not None:
+        try:
+            registry.policy(said)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+    return said
+
+
+def check_policies(said: list[str]) -> list[str]:
+    """Refuse policies that are not there."""
+    for name in said:
+        check_policy(name)
+    return said
+
+
+def finish(command: Callable[[], int]) -> None:
+    """Carry a command out.
+
+    Raises:
+        typer.Exit: always, with 1 on a failure that the message on standard error explains.
+    """
+    raise typer.Exit(run_command(command, FAILURES, "stopped; no server is left running"))
+
+
+@app.command()
+def ab(
+    preset: Annotated[
+        str, typer.Option(callback=one_of(PRESETS), help=f"One of {', '.join(PRESETS)}.")
+    ] = "cpu",
+    traces: Annotated[Path, typer.Option(help="File of sessions.")] = TRACES,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Play Continuum's jobs instead.")
+    ] = False,
+    model: Model = None,
+    policy: Annotated[
+        list[str], typer.Option(callback=check_policies, help=f"A further policy: {KNOWN}.")
+    ] = [],  # noqa: B006 - typer reads it, nobody writes it
+    ssd: Annotated[bool, typer.Option("--ssd", help="Give ours an SSD tier as well.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Run ours under vLLM's own scheduler.")
+    ] = False,
+    hints: Annotated[
+        Hints, typer.Option(help="How a job is named to the server.")
+    ] = Hints.KV_PARAMS,
+    free: Annotated[bool, typer.Option("--free", help="Let the model speak for itself.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the runs in --out.")] = False,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the same jobs on every kind of server."""
+    asked = Asked(
+        preset=preset,
+        traces=traces,
+        synthetic=synthetic,
+        model=model,
+        policies=policy,
+        ssd=ssd,
+        alone=alone,
+        hints=hints,
+        free=free,
+        seed=seed,
+        resume=resume,
+        out=out,
+        as_json=as_json,
+    )
+    finish(lambda: compare(asked))
+
+
+@app.command("plot")
+def draw(
+    to: Annotated[
+        Path | None, typer.Option(help="Folder of the drawings; that of the runs if none.")
+    ] = None,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the runs of a folder as PNG and SVG."""
+
+    def drawn() -> int:
+        runs = [kept.run for kept in read_runs(out)]
+        runs.sort(key=lambda run: (_place(run.load, LOADS), _place(run.server, SERVERS)))
+        paths = [str(path) for path in plot(figures.rows(runs, forced=False), to or out)]
+        print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
+        return 0
+
+    finish(drawn)
+
+
+@app.command("verify-pin")
+def check_pin(
+    model: Model = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(callback=check_policy, help=f"Another policy than the default: {KNOWN}."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Exit with 1 unless a job's blocks stay in its gaps."""
+
+    def checked() -> int:
+        verdict = verify(model or small_model(), policy)
+        held = [gap.first for gap in verdict.gaps]
+        if as_json:
+            said = {"holds": not verdict.faults, "held_blocks": held, "faults": verdict.faults}
+            print(json.dumps({**said, "handed_over": verdict.handed_over}))
+        else:
+            for turn, blocks in enumerate(held, start=1):
+                print(f"turn {turn}: {blocks} blocks held through the gap")
+            print(f"the server computed in {machine_dtype()}")
+            print("the pin holds" if not verdict.faults else "\n".join(verdict.faults))
+        return 1 if verdict.faults else 0
+
+    finish(checked)
+
+
+def make_jobs(asked: Asked, preset: Preset, model: str | Path) -> list[Job]:
+    """Make the jobs that the command line asks for."""
+    if asked.synthetic:
+        return synthetic_jobs(count=preset.jobs, seed=asked.seed, vocabulary=SYNTHETIC_VOCABULARY)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    return mini_swe_jobs(
+        asked.traces, tokenizer, count=preset.jobs, turns=preset.turns, seed=asked.seed
+    )
+
+
+def compare(asked: Asked) -> int:
+    """Measure. Returns 0 at its end, and 130 when stopped, with the results until then shown."""
+    preset = PRESETS[asked.preset]
+    model = asked.model or small_model()
+    jobs = make_jobs(asked, preset, model)
+    contexts = [sum(len(turn.added) + len(turn.answer) for turn in job.turns) for job in jobs]
+    forced = not asked.free
+    kinds = make_kinds(
+        model,
+        size_for(contexts, preset.pool_tokens),
+        policies=asked.policies,
+        ssd=asked.ssd,
+        forced=forced,
+        alone=asked.alone,
+    )
+    workload = Workload(tuple(jobs), preset.idle_jobs, asked.seed, asked.hints, forced)
+    plan = {
+        "jobs": digest(jobs),
+        "preset": asdict(preset),
+        "seed": asked.seed,
+        "hints": asked.hints.value,
+        "forced": forced,
+        "alone": asked.alone,
+        "model": str(model),
+        "versions": versions(),
+    }
+    ledger = Ledger(asked.out, plan, resume=asked.resume)
+    stopped = False
+    with progress() as bar:
+        bar.disable = asked.as_json or not sys.stderr.isatty()
+        runs = bar.add_task("runs", total=total_runs(kinds, preset))
+        turns = bar.add_task("turns of this run", total=sum(len(job.turns) for job in jobs))
+
+        def tell(what: str) -> None:
+            bar.update(runs, completed=len(harness.kept), description=what)
+            bar.reset(turns)
+            if bar.disable:
+                print(what, file=sys.stderr, flush=True)
+
+        replay = Replay(workload, asked.out, on_turn=lambda: bar.advance(turns))
+        harness = Harness(kinds, preset, replay, ledger, tell)
+        try:
+            harness.run_all()
+        except KeyboardInterrupt:
+            stopped = True
+    result = summary(harness.kept, harness.not_started, forced=forced)
+    if asked.as_json:
+        print(json.dumps(result))
+    else:
+        Console().print(table(result))
+        for line in lines(result):
+            print(f"- {line}")
+        print(f"- every server computed in {machine_dtype()}")
+        print(f"- runs and logs in {asked.out}")
+    if stopped:
+        print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
+    return 130 if stopped else 0
 
 
 def summary(
@@ -124,164 +348,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
 
 
-def make_jobs(args: argparse.Namespace, preset: Preset, model: str | Path) -> list[Job]:
-    """The jobs that the command line asks for."""
-    if args.synthetic:
-        return synthetic_jobs(count=preset.jobs, seed=args.seed, vocabulary=SYNTHETIC_VOCABULARY)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    return mini_swe_jobs(
-        args.traces, tokenizer, count=preset.jobs, turns=preset.turns, seed=args.seed
-    )
-
-
-def ab(args: argparse.Namespace) -> int:
-    """Measure; 0 at its end, 130 when stopped, with what was measured until then."""
-    preset = PRESETS[args.preset]
-    model = args.model or small_model()
-    jobs = make_jobs(args, preset, model)
-    contexts = [sum(len(turn.added) + len(turn.answer) for turn in job.turns) for job in jobs]
-    forced = not args.free
-    kinds = make_kinds(
-        model,
-        size_for(contexts, preset.pool_tokens),
-        policies=args.policy,
-        ssd=args.ssd,
-        forced=forced,
-        alone=args.alone,
-    )
-    workload = Workload(tuple(jobs), preset.idle_jobs, args.seed, args.hints, forced)
-    plan = {
-        "jobs": digest(jobs),
-        "preset": asdict(preset),
-        "seed": args.seed,
-        "hints": args.hints.value,
-        "forced": forced,
-        "alone": args.alone,
-        "model": str(model),
-        "versions": versions(),
-    }
-    ledger = Ledger(args.out, plan, resume=args.resume)
-    stopped = False
-    with progress() as bar:
-        bar.disable = args.json or not sys.stderr.isatty()
-        runs = bar.add_task("runs", total=total_runs(kinds, preset))
-        turns = bar.add_task("turns of this run", total=sum(len(job.turns) for job in jobs))
-
-        def tell(what: str) -> None:
-            bar.update(runs, completed=len(harness.kept), description=what)
-            bar.reset(turns)
-            if bar.disable:
-                print(what, file=sys.stderr, flush=True)
-
-        replay = Replay(workload, args.out, on_turn=lambda: bar.advance(turns))
-        harness = Harness(kinds, preset, replay, ledger, tell)
-        try:
-            harness.run_all()
-        except KeyboardInterrupt:
-            stopped = True
-    result = summary(harness.kept, harness.not_started, forced=forced)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        Console().print(table(result))
-        for line in lines(result):
-            print(f"- {line}")
-        print(f"- every server computed in {machine_dtype()}")
-        print(f"- runs and logs in {args.out}")
-    if stopped:
-        print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
-    return 130 if stopped else 0
-
-
-def draw(args: argparse.Namespace) -> int:
-    """Draw the runs of a folder."""
-    runs = [kept.run for kept in read_runs(args.out)]
-    runs.sort(key=lambda run: (_place(run.load, LOADS), _place(run.server, SERVERS)))
-    paths = plot(figures.rows(runs, forced=False), args.to or args.out)
-    if args.json:
-        print(json.dumps({"files": [str(path) for path in paths]}))
-    else:
-        print(*paths, sep="\n")
-    return 0
-
-
-def check_pin(args: argparse.Namespace) -> int:
-    """0 if the pin holds, 1 if not."""
-    verdict = verify(args.model or small_model(), args.policy)
-    held = [gap.first for gap in verdict.gaps]
-    if args.json:
-        said = {"holds": not verdict.faults, "held_blocks": held, "faults": verdict.faults}
-        print(json.dumps({**said, "handed_over": verdict.handed_over}))
-    else:
-        for turn, blocks in enumerate(held, start=1):
-            print(f"turn {turn}: {blocks} blocks held through the gap")
-        print(f"the server computed in {machine_dtype()}")
-        print("the pin holds" if not verdict.faults else "\n".join(verdict.faults))
-    return 1 if verdict.faults else 0
-
-
-def policy(name: str) -> str:
-    """Check a policy's name; a word of the command line."""
-    try:
-        registry.policy(name)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return name
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits on errors and --help."""
-    top = argparse.ArgumentParser(prog="python -m bench.replay", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    known = f"{', '.join(registry.POLICIES)} or module:Class"
-
-    measure = commands.add_parser("ab", help="the same jobs on every kind of server")
-    measure.set_defaults(run=ab)
-    measure.add_argument("--preset", choices=PRESETS, default="cpu", help="(%(default)s)")
-    measure.add_argument("--traces", type=Path, default=TRACES, help="sessions (%(default)s)")
-    measure.add_argument("--synthetic", action="store_true", help="Continuum's jobs instead")
-    measure.add_argument("--model", help="folder or name of another model than the small one")
-    measure.add_argument(
-        "--policy", action="append", default=[], type=policy, help=f"a further one: {known}"
-    )
-    measure.add_argument("--ssd", action="store_true", help="ours with an SSD tier as well")
-    measure.add_argument("--alone", action="store_true", help="ours under vLLM's own scheduler")
-    measure.add_argument(
-        "--hints",
-        type=Hints,
-        choices=list(Hints),
-        default=Hints.KV_PARAMS,
-        metavar="{" + ",".join(hint.value for hint in Hints) + "}",
-        help="how a job is named to the server (kv-params)",
-    )
-    measure.add_argument("--free", action="store_true", help="the model speaks for itself")
-    measure.add_argument("--seed", type=int, default=0, help="of jobs, arrivals (%(default)s)")
-    measure.add_argument("--resume", action="store_true", help="go on from the runs in --out")
-
-    drawn = commands.add_parser("plot", help="draw the runs of a folder as PNG and SVG")
-    drawn.set_defaults(run=draw)
-    drawn.add_argument("--to", type=Path, help="folder of the drawings (that of the runs)")
-    for command in (measure, drawn):
-        command.add_argument("--out", type=Path, default=OUT, help="folder of the runs")
-
-    pin = commands.add_parser("verify-pin", help="exit 1 unless a job's blocks stay in its gaps")
-    pin.set_defaults(run=check_pin)
-    pin.add_argument("--model", help="folder or name of another model than the small one")
-    pin.add_argument("--policy", type=policy, help=f"another than the default: {known}")
-
-    for command in (measure, drawn, pin):
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-    return top.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 1 on a failure that the message on standard error explains."""
-    args = parse_args(argv)
-    return run_command(lambda: args.run(args), FAILURES, "stopped; no server is left running")
-
-
 def _place(name: str, order: Sequence[str]) -> int:
     return order.index(name) if name in order else len(order)
 
@@ -291,4 +357,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

@@ -5,20 +5,27 @@ python -m bench.sim table scheduling
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
-from rich.progress import Progress
 
-from bench.common.output import only_result_on_stdout, progress, run_command, show
+from bench.common.output import (
+    AsJson,
+    command_line,
+    one_of,
+    only_result_on_stdout,
+    progress,
+    run_command,
+    show,
+)
 from bench.common.paths import ROOT
 from bench.common.sessions import recording
 from bench.replay.failures import FAILURES
@@ -37,77 +44,214 @@ SESSIONS = "claude_code_sessions.jsonl.gz"
 RESULT = "result.json"
 
 
-def carry_out(args: argparse.Namespace, study: Study) -> int:
-    """Run a study, keep and print its result."""
+app = command_line("Agent jobs on simulated GPUs, under vLLM's own scheduler.")
+
+POLICY_NAMES = f"{', '.join(BASES)} or module:Class; then +cpu or +cpu+ssd, then @RULE"
+WORKLOAD_NAMES = f"{', '.join(GENERATED)} and {CODING_AGENTS}"
+
+Gpu = Annotated[str, typer.Option(callback=one_of(GPUS), help=f"One of {', '.join(GPUS)}.")]
+Model = Annotated[str, typer.Option(callback=one_of(MODELS), help=f"One of {', '.join(MODELS)}.")]
+Ranks = Annotated[int, typer.Option(help="GPUs.")]
+CpuGib = Annotated[float, typer.Option(help="Size of the CPU tier, GiB.")]
+SsdGib = Annotated[float, typer.Option(help="Size of the SSD tier, GiB.")]
+Jobs = Annotated[int, typer.Option(help="Jobs of a run.")]
+Traces = Annotated[Path, typer.Option(help="Folder of recordings.")]
+Processes = Annotated[int, typer.Option(help="Runs at the same time.")]
+Out = Annotated[
+    Path, typer.Option(help="Folder of the runs. Those that are there are not made again.")
+]
+CORES = os.cpu_count() or 1
+
+
+def finish(command: Callable[[], int]) -> None:
+    """Carry a command out.
+
+    Raises:
+        typer.Exit: always, with 1 on a failure that the message on standard error explains.
+    """
+    # A study in the background outlives a Ctrl-C.
+    stopped = "stopped; the runs that ended are kept"
+    raise typer.Exit(run_command(command, FAILURES, stopped, signals=(signal.SIGTERM,)))
+
+
+@app.command()
+def sweep(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            callback=one_of(PRESETS),
+            help=f"Every machine and model instead: {', '.join(PRESETS)}.",
+        ),
+    ] = None,
+    workloads: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
+    policies: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = ",".join(
+        WITHOUT_OFFLOAD + WITH_OFFLOAD
+    ),
+    loads: Annotated[
+        str, typer.Option(help="Shares of the load at which FCFS collapses.")
+    ] = ",".join(map(str, LOADS)),
+    seeds: Annotated[int, typer.Option(help="Runs of a cell, each with a seed.")] = 5,
+    pool_tokens: Annotated[
+        int | None, typer.Option(help="Size of the KV pool; what the weights leave if none.")
+    ] = None,
+    jobs: Jobs = 150,
+    gpu: Gpu = "rtx4090-24",
+    model: Model = "llama-3.1-8b",
+    ranks: Ranks = 1,
+    cpu_gib: CpuGib = 64.0,
+    ssd_gib: SsdGib = 512.0,
+    traces: Traces = TRACES,
+    processes: Processes = CORES,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Run policies under loads on a machine."""
+
+    def study() -> Study:
+        if preset is not None:
+            return PRESETS[preset](str(traces / SESSIONS))
+        place = _checked(Place(gpu, model, ranks, pool_tokens, cpu_gib, ssd_gib))
+        servers = tuple(server(name).name for name in policies.split(","))
+        scenes = tuple((place, _source(name, jobs, traces)) for name in workloads.split(","))
+        shares = tuple(float(load) for load in loads.split(","))
+        return Study(scenes, (servers,) * len(scenes), shares, seeds)
+
+    finish(lambda: carry_out(study(), processes, out, as_json=as_json))
+
+
+@app.command()
+def table(
+    name: Annotated[
+        str, typer.Argument(callback=one_of(TABLES), help=f"One of {', '.join(TABLES)}.")
+    ],
+    processes: Processes = CORES,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Run one of the published tables."""
+    finish(lambda: carry_out(TABLES[name](), processes, out, as_json=as_json))
+
+
+@app.command()
+def run(
+    workload: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
+    policy: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = "occupancy",
+    jobs_per_s: Annotated[float, typer.Option(help="Rate of arrivals.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
+    jobs: Jobs = 50,
+    gpu: Gpu = "rtx4090-24",
+    model: Model = "llama-3.1-8b",
+    ranks: Ranks = 1,
+    cpu_gib: CpuGib = 64.0,
+    ssd_gib: SsdGib = 512.0,
+    traces: Traces = TRACES,
+    as_json: AsJson = False,
+) -> None:
+    """Run a single cell, in this process."""
+
+    def simulate() -> int:
+        with only_result_on_stdout():
+            os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+            source = _source(workload, jobs, traces)
+            place = _checked(Place(gpu, model, ranks, None, cpu_gib, ssd_gib))
+            summary = Cell.of(place, source, policy, jobs_per_s, seed).run()
+        _say(summary, as_json=as_json)
+        return 0
+
+    finish(simulate)
+
+
+@app.command()
+def validate(
+    traces: Traces = TRACES,
+    out: Out = OUT,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the real runs in --out.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare with closed forms and a real server. Exit with 1 if they disagree."""
+
+    def judge() -> int:
+        with only_result_on_stdout():
+            result = compared(traces, out, resume=resume)
+        _say(result, as_json=as_json)
+        good = result["mean_error"] <= 0.15 and result["order_equal"] and result["conserved"]
+        return 0 if good else 1
+
+    finish(judge)
+
+
+@app.command()
+def held(as_json: AsJson = False) -> None:
+    """Time a scheduler step with 400 held jobs."""
+
+    def measured() -> int:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        from bench.sim.validate.held_cost import Crowd, measure
+
+        with only_result_on_stdout():
+            result = measure(Crowd())
+        show("Time of a scheduler step with held jobs over none", result, as_json)
+        return 0
+
+    finish(measured)
+
+
+@app.command("plot")
+def draw(
+    to: Annotated[
+        Path | None, typer.Option(help="Folder of the drawings; that of the result if none.")
+    ] = None,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a result as PNG and SVG."""
+
+    def drawn() -> int:
+        paths = [str(path) for path in plot(_result(out)["rows"], to or out)]
+        print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
+        return 0
+
+    finish(drawn)
+
+
+@app.command("report")
+def write_report(out: Out = OUT, as_json: AsJson = False) -> None:
+    """Print a result as Markdown."""
+
+    def written() -> int:
+        said = report(_result(out))
+        print(json.dumps({"markdown": said}) if as_json else said, end="")
+        return 0
+
+    finish(written)
+
+
+def carry_out(study: Study, processes: int, out: Path, *, as_json: bool) -> int:
+    """Run a study, keep and print its result. Each run counts on a bar. Returns 0."""
     with progress() as bar:
-        bar.disable = args.json or not sys.stderr.isatty()
-        result = run_all(study, args, bar)
-    (args.out / RESULT).write_text(json.dumps(result))
-    if args.json:
+        bar.disable = as_json or not sys.stderr.isatty()
+        task = bar.add_task("runs", total=total_cells(study))
+
+        def tell(what: str) -> None:
+            bar.update(task, description=what)
+            if bar.disable:
+                print(what, file=sys.stderr, flush=True)
+
+        with Bench(processes, out / "cells", lambda _: bar.advance(task)) as bench:
+            result = run_study(study, bench, tell)
+    (out / RESULT).write_text(json.dumps(result))
+    if as_json:
         print(json.dumps(result))
     else:
         print(report(result), end="")
-        print(f"\nruns in {args.out}; draw them with: python -m bench.sim plot --out {args.out}")
+        print(f"\nruns in {out}; draw them with: python -m bench.sim plot --out {out}")
     return 0
 
 
-def run_all(study: Study, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
-    """Run a study; each run counts on the bar."""
-    task = bar.add_task("runs", total=total_cells(study))
-
-    def tell(what: str) -> None:
-        bar.update(task, description=what)
-        if bar.disable:
-            print(what, file=sys.stderr, flush=True)
-
-    with Bench(args.processes, args.out / "cells", lambda _: bar.advance(task)) as bench:
-        return run_study(study, bench, tell)
-
-
-def sweep(args: argparse.Namespace) -> int:
-    """A study as the command line asks for it, or the preset."""
-    if args.preset is not None:
-        return carry_out(args, PRESETS[args.preset](str(_sessions(args))))
-    servers = tuple(server(name).name for name in args.policies.split(","))
-    scenes = tuple((_place(args), _source(name, args)) for name in args.workloads.split(","))
-    loads = tuple(float(load) for load in args.loads.split(","))
-    return carry_out(args, Study(scenes, (servers,) * len(scenes), loads, args.seeds))
-
-
-def _place(args: argparse.Namespace) -> Place:
-    tiers = {"cpu_gib": args.cpu_gib, "ssd_gib": args.ssd_gib}
-    made = Place(args.gpu, args.model, args.ranks, args.pool_tokens, **tiers)
-    made.machine()  # says what is wrong with it before anything runs
-    return made
-
-
-def _source(name: str, args: argparse.Namespace) -> Source:
-    return Source(name, args.jobs, str(_sessions(args)) if name == CODING_AGENTS else "")
-
-
-def _sessions(args: argparse.Namespace) -> Path:
-    folder: Path = args.traces
-    return folder / SESSIONS
-
-
-def table(args: argparse.Namespace) -> int:
-    """One of the published tables."""
-    return carry_out(args, TABLES[args.name]())
-
-
-def validate(args: argparse.Namespace) -> int:
-    """0 if the simulator can be believed."""
-    with only_result_on_stdout():
-        result = _validate(args)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        Console().print_json(data=result)
-    good = result["mean_error"] <= 0.15 and result["order_equal"] and result["conserved"]
-    return 0 if good else 1
-
-
-def _validate(args: argparse.Namespace) -> dict[str, Any]:
+def compared(traces: Path, out: Path, *, resume: bool) -> dict[str, Any]:
+    """Compare the simulator with closed forms and a real server."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     import bench.sim.validate.validity as validity
     from bench.sim.validate.real import compare
@@ -121,61 +265,34 @@ def _validate(args: argparse.Namespace) -> dict[str, Any]:
         "job_alone_error": validity.job_alone_error(),
         "saturated_link_error": validity.saturated_link_error(),
     }
-    fitted, compared = compare(
-        recording(args.traces, "miniswe"), args.out, tell, resume=args.resume
-    )
-    pairs = [(one.real_s, one.simulated_s) for one in compared]
+    fitted, servers = compare(recording(traces, "miniswe"), out, tell, resume=resume)
+    pairs = [(one.real_s, one.simulated_s) for one in servers]
     return {
-        "mean_error": max(abs(one.error) for one in compared),  # of means, the worst
+        "mean_error": max(abs(one.error) for one in servers),  # of means, the worst
         "order_equal": validity.equal_orders(pairs),
         "conserved": not lost,
         **forms,
         "lost": lost,
-        "servers": [{**asdict(one), "error": one.error} for one in compared],
+        "servers": [{**asdict(one), "error": one.error} for one in servers],
         "cost": asdict(fitted.cost),
         "overhead_s": fitted.overhead_s,
     }
 
 
-def draw(args: argparse.Namespace) -> int:
-    """Draw the result of a study."""
-    paths = plot(_result(args.out)["rows"], args.to or args.out)
-    print(
-        json.dumps({"files": [str(p) for p in paths]}) if args.json else "\n".join(map(str, paths))
-    )
-    return 0
+def _checked(place: Place) -> Place:
+    place.machine()  # says what is wrong with it before anything runs
+    return place
 
 
-def write_report(args: argparse.Namespace) -> int:
-    """Print the result of a study as Markdown."""
-    said = report(_result(args.out))
-    print(json.dumps({"markdown": said}) if args.json else said, end="")
-    return 0
+def _source(name: str, jobs: int, traces: Path) -> Source:
+    return Source(name, jobs, str(traces / SESSIONS) if name == CODING_AGENTS else "")
 
 
-def time_held(args: argparse.Namespace) -> int:
-    """What a scheduler step costs while many jobs are held."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from bench.sim.validate.held_cost import Crowd, measure
-
-    with only_result_on_stdout():
-        result = measure(Crowd())
-    show("Time of a scheduler step with held jobs over none", result, args.json)
-    return 0
-
-
-def run_one(args: argparse.Namespace) -> int:
-    """A single run, in this process."""
-    with only_result_on_stdout():
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        source = _source(args.workload, args)
-        cell = Cell.of(_place(args), source, args.policy, args.jobs_per_s, args.seed)
-        summary = cell.run()
-    if args.json:
-        print(json.dumps(summary))
+def _say(result: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
     else:
-        Console().print_json(data=summary)
-    return 0
+        Console().print_json(data=result)
 
 
 def _result(folder: Path) -> dict[str, Any]:
@@ -187,80 +304,5 @@ def _result(folder: Path) -> dict[str, Any]:
     return found
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits on errors and --help."""
-    top = argparse.ArgumentParser(prog="python -m bench.sim", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    default = "(%(default)s)"
-    policies = f"of {', '.join(BASES)} or module:Class; then +cpu or +cpu+ssd, then @RULE {default}"
-    workloads = f"of {', '.join(GENERATED)} and {CODING_AGENTS} {default}"
-    compared = ",".join(WITHOUT_OFFLOAD + WITH_OFFLOAD)
-    loads = f"shares of the load at which FCFS collapses {default}"
-
-    swept = commands.add_parser("sweep", help="policies under loads on a machine")
-    swept.set_defaults(run=sweep)
-    swept.add_argument("--preset", choices=PRESETS, help="every machine and model instead")
-    swept.add_argument("--workloads", default="original", help=workloads)
-    swept.add_argument("--policies", default=compared, help=policies)
-    swept.add_argument("--loads", default=",".join(map(str, LOADS)), help=loads)
-    swept.add_argument("--seeds", type=int, default=5, help=default)
-    swept.add_argument("--pool-tokens", type=int, help="of the KV pool (what the weights leave)")
-    swept.add_argument("--jobs", type=int, default=150, help=f"of a run {default}")
-
-    told = commands.add_parser("table", help="a published table")
-    told.set_defaults(run=table, traces=TRACES)
-    told.add_argument("name", choices=TABLES)
-
-    single = commands.add_parser("run", help="a single run")
-    single.set_defaults(run=run_one, pool_tokens=None)
-    single.add_argument("--workload", default="original", help=workloads)
-    single.add_argument("--policy", default="occupancy", help=policies)
-    single.add_argument("--jobs-per-s", type=float, default=1.0, help=default)
-    single.add_argument("--seed", type=int, default=0, help=default)
-    single.add_argument("--jobs", type=int, default=50, help=default)
-
-    for command in (swept, single):
-        command.add_argument("--gpu", default="rtx4090-24", choices=GPUS, help=default)
-        command.add_argument("--model", default="llama-3.1-8b", choices=MODELS, help=default)
-        command.add_argument("--ranks", type=int, default=1, help=f"GPUs {default}")
-        command.add_argument("--cpu-gib", type=float, default=64.0, help=f"of the tier {default}")
-        command.add_argument("--ssd-gib", type=float, default=512.0, help=f"of the tier {default}")
-
-    believed = commands.add_parser("validate", help="against closed forms and a real server")
-    believed.set_defaults(run=validate)
-    believed.add_argument("--resume", action="store_true", help="go on from the real runs in --out")
-
-    timed = commands.add_parser("held", help="the time of a scheduler step with 400 held jobs")
-    timed.set_defaults(run=time_held)
-
-    drawn = commands.add_parser("plot", help="draw a result as PNG and SVG")
-    drawn.set_defaults(run=draw)
-    drawn.add_argument("--to", type=Path, help="folder of the drawings (that of the result)")
-    written = commands.add_parser("report", help="a result as Markdown")
-    written.set_defaults(run=write_report)
-
-    for command in (swept, single, believed):
-        command.add_argument("--traces", type=Path, default=TRACES, help=f"folder {default}")
-    for command in (swept, told):
-        command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help=default)
-    for command in (swept, told, believed, drawn, written):
-        what = f"folder of the runs; those that are there are not made again {default}"
-        command.add_argument("--out", type=Path, default=OUT, help=what)
-    for command in (swept, told, single, believed, timed, drawn, written):
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-    return top.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 1 on a failure that the message on standard error explains."""
-    args = parse_args(argv)
-    return run_command(
-        lambda: args.run(args),
-        FAILURES,
-        "stopped; the runs that ended are kept",
-        signals=(signal.SIGTERM,),  # a study in the background outlives a Ctrl-C
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

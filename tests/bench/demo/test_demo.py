@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.demo.__main__ import parse_args, prepare_model
+from bench.common.output import run_benchmark
+from bench.demo.__main__ import main, prepare_model
 from bench.demo.agents import JobPlan, make_jobs
 from bench.demo.report import Comparison, Run
 from bench.demo.stage import DemoError, Place, Stage
@@ -107,11 +108,10 @@ def test_a_model_given_as_a_folder_becomes_absolute(
 
 
 def test_impossible_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_args(["--jobs", "6"]).jobs == 6
-    assert parse_args([]).jobs is None, "as many as fit"
-    with pytest.raises(SystemExit):
-        parse_args(["--jobs", "0"])
-    assert "0 is not positive" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        run_benchmark(main, None, ["--jobs", "0"])
+    assert ended.value.code == 2
+    assert "--jobs" in capsys.readouterr().err
 
 
 REFUSES = """

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay.__main__ import lines, main, parse_args, summary, table
+from bench.replay.__main__ import Asked, app, lines, summary, table
 from bench.replay.ab import (
     BEYOND_TIMES,
     NEAR,
@@ -241,20 +241,35 @@ def test_the_cpu_preset_is_what_is_published() -> None:
     assert preset.slowdown == 3.0
 
 
-def test_the_command_line_knows_hints_and_policies(capsys: pytest.CaptureFixture[str]) -> None:
+def run(*arguments: str) -> int:
+    """Exit code of the command."""
+    with pytest.raises(SystemExit) as ended:
+        app(list(arguments))
+    return int(str(ended.value.code))
+
+
+def test_the_command_line_knows_hints_and_policies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[Asked] = []
+
+    def compare(asked: Asked) -> int:
+        found.append(asked)
+        return 0
+
+    monkeypatch.setattr("bench.replay.__main__.compare", compare)
     ours = "tiered_kv.testing.policies:FixedPin"
-    args = parse_args(["ab", "--hints", "session", "--policy", "lru", "--policy", ours])
-    assert args.hints is Hints.SESSION
-    assert args.policy == ["lru", ours]
-    with pytest.raises(SystemExit):
-        parse_args(["ab", "--policy", "unheard-of"])
+    assert run("ab", "--hints", "session", "--policy", "lru", "--policy", ours) == 0
+    assert found[0].hints is Hints.SESSION
+    assert found[0].policies == ["lru", ours]
+    assert run("ab", "--policy", "unheard-of") == 2
     assert "unheard-of" in capsys.readouterr().err
 
 
 def test_a_folder_without_runs_cannot_be_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plot", "--out", str(tmp_path)]) == 1
+    assert run("plot", "--out", str(tmp_path)) == 1
     assert "holds no runs" in capsys.readouterr().err
 
 
@@ -269,7 +284,7 @@ def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
         return [folder / "replay.png"]
 
     monkeypatch.setattr("bench.replay.__main__.plot", draw)
-    assert main(["plot", "--json", "--out", str(tmp_path)]) == 0
+    assert run("plot", "--json", "--out", str(tmp_path)) == 0
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "replay.png")]}
     servers = ["stock", "tiered", "bound"]
     loads = ["idle", "pressure", "beyond"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from bench.common.server import ServerError
 from bench.common.sessions import RecordingError
 from bench.replay.ledger import LedgerError
 from bench.replay.measure import MeasureError
-from bench.sim.__main__ import main
+from bench.sim.__main__ import app
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,13 @@ from bench.sim.__main__ import main
 def test_what_ends_a_replay_with_a_message_ends_validate_so(
     failure: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_args: argparse.Namespace) -> dict[str, Any]:
+    def fail(*_: Path, resume: bool) -> dict[str, Any]:
         raise failure("it cannot be had")
 
-    monkeypatch.setattr("bench.sim.__main__._validate", fail)
-    assert main(["validate"]) == 1
+    monkeypatch.setattr("bench.sim.__main__.compared", fail)
+    with pytest.raises(SystemExit) as ended:
+        app(["validate"])
+    assert ended.value.code == 1
     assert capsys.readouterr().err == "error: it cannot be had\n"
 
 
@@ -38,6 +40,17 @@ def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = {"mean_error": worst, "order_equal": True, "conserved": True}
-    monkeypatch.setattr("bench.sim.__main__._validate", lambda _args: found)
-    assert main(["validate", "--json"]) == code
+    monkeypatch.setattr("bench.sim.__main__.compared", lambda *_, resume: found)
+    with pytest.raises(SystemExit) as ended:
+        app(["validate", "--json"])
+    assert ended.value.code == code
     assert json.loads(capsys.readouterr().out) == found
+
+
+def test_an_unknown_machine_is_refused_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["run", "--gpu", "abacus"])
+    assert ended.value.code == 2
+    assert "abacus is none of rtx4090-24" in " ".join(capsys.readouterr().err.split())
