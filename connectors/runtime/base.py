@@ -6,15 +6,12 @@ configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tiered_kv.keys import Fingerprint
 from tiered_kv.page_group import PageGroup, slot_bytes
-
-ParseToolCalls = Callable[[str], Sequence[tuple[str, str]]]
-"""Tool calls in an answer: names, and arguments as JSON."""
 
 
 class Request(Protocol):

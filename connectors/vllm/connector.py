@@ -50,7 +50,6 @@ from .plugin import share_logging
 from .requests import VllmRequest, hints_of
 from .resets import Resets
 from .stats import TieredPromMetrics, TieredStats
-from .tool_parsers import make_parser
 
 logger = logging.getLogger(__name__)
 
@@ -356,4 +355,4 @@ def _tool_reader(vllm_config: Any) -> ToolCalls:
 
         return cached_tokenizer_from_config(model_config)
 
-    return ToolReader(load, make_parser)
+    return ToolReader(load)

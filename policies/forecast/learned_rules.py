@@ -3,6 +3,9 @@
 A prediction is a rule: a median and a spread of ln X. It replaces the prior of a command that the
 hierarchy has not seen. The trees are used only while they help: for each gap of such a command, the
 regret of decisions with and without them is compared.
+
+The gain is measured on few gaps only, and with fewer commands than ``trees.ENOUGH``: see
+docs/benchmarks.md.
 """
 
 from __future__ import annotations

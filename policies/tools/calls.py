@@ -38,17 +38,16 @@ def read_tool_calls(text: str) -> tuple[ToolCall, ...]:
 
     Takes time linear in the text. Never raises.
     """
-    _, calls = find_calls(after_thinking(text))
-    return calls
+    return find_calls(after_thinking(text))
 
 
-def find_calls(text: str) -> tuple[Format | None, tuple[ToolCall, ...]]:
-    """Find the calls in a text without thinking blocks, and their format."""
+def find_calls(text: str) -> tuple[ToolCall, ...]:
+    """Find the calls in a text without thinking blocks, in whichever format has any."""
     for style in _candidates(text):
         calls = tuple(tool_call(*call) for call in style.read(text))
         if calls:
-            return style, calls
-    return None, ()
+            return calls
+    return ()
 
 
 def _candidates(text: str) -> Iterator[Format]:

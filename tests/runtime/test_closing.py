@@ -11,7 +11,6 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, tiers
 from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
-from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
@@ -68,7 +67,7 @@ def test_the_slab_is_given_back(rig: Rig) -> None:
 
 
 def test_the_thread_that_reads_tool_calls_ends(make_rig: MakeRig) -> None:
-    rig = make_rig(tools=ToolReader(lambda: None, make_parser))
+    rig = make_rig(tools=ToolReader(lambda: None))
     threads = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     assert threads
     rig.close()

@@ -12,7 +12,6 @@ import pytest
 
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
-from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.checked_kv import CELL
 from tiered_kv.testing.vllm.changes import given
@@ -22,7 +21,7 @@ SIZE = EngineSize(64, 16, CELL, 512, 64, 256, "fcfs")
 
 
 def reader() -> ToolReader:
-    return ToolReader(lambda: None, make_parser)
+    return ToolReader(lambda: None)
 
 
 def reading() -> Sequence[threading.Thread]:

@@ -1,27 +1,20 @@
-"""Reads the tool calls of finished turns on a thread of its own.
-
-The project's own reader goes first and finds the format. The engine's parser for it, if there is
-one, then has the word on what is called if it finds the same tools; else what the project's own
-reader found counts.
-"""
+"""Reads the tool calls of finished turns on a thread of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.affinity import CORES
-from tiered_kv.connectors.runtime.base import ParseToolCalls
 from tiered_kv.policies.base import ToolUse
-from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls, tool_call
+from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls
 from tiered_kv.policies.tools.tool_use import tool_use
 
 logger = logging.getLogger(__name__)
@@ -36,8 +29,6 @@ MAX_TOKENS_AGAIN = 8_000
 UNREAD = ToolUse(path=("(unread)",))
 """Tool use of a turn whose answer could not be read: nothing is known of it."""
 
-_DEEPSEEK = {"deepseek_v3": ("deepseek_v3", "deepseek_v31")}
-_NO_PARSER = frozenset({"openai", "mini-swe-agent"})
 _END_OF_TURN = re.compile(
     r"(?:<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|user|observation)\|>"
     r"|</s>|<\uff5cend\u2581of\u2581sentence\uff5c>)\s*\Z"
@@ -52,26 +43,18 @@ class ToolReader:
 
     Args:
         load_tokenizer: called once, on the reader's thread, at its start.
-        make_parser: the engine's parser of a format's name, for that tokenizer; raises if there
-            is none.
 
     Attributes:
         answers: what ``take`` will give, to be looked at in every step.
         dropped: answers not taken since ``MAX_QUEUED`` were waiting.
-        errors: what went wrong while reading: no tokenizer, a parser that raised.
+        errors: what went wrong while reading: no tokenizer, or one that raised.
     """
 
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], Any],
-        make_parser: Callable[[str, Any], ParseToolCalls],
-    ) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
         self.dropped = 0
         self.errors = 0
         self._load_tokenizer = load_tokenizer
-        self._make_parser = make_parser
         self._tokenizer: Any = None
-        self._parsers: dict[str, ParseToolCalls | None] = {}
         self._failed = False
         self._queue: queue.Queue[tuple[str, Sequence[int]] | None] = queue.Queue(MAX_QUEUED)
         self.answers: deque[tuple[str, ToolUse]] = deque()
@@ -143,39 +126,4 @@ class ToolReader:
 
     def _calls(self, token_ids: Sequence[int]) -> Sequence[ToolCall]:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        text = _END_OF_TURN.sub("", after_thinking(text))
-        style, ours = find_calls(text)
-        if style is not None and style.name not in _NO_PARSER:
-            for name in _DEEPSEEK.get(style.name, [style.name]):
-                theirs = self._parse(name, text)
-                same = [call.name for call in theirs] == [call.name for call in ours]
-                if same and _says_as_much(theirs, ours):
-                    return theirs
-        return ours
-
-    def _parse(self, name: str, text: str) -> list[ToolCall]:
-        """Tool calls that the engine's parser of that name finds; none if it fails."""
-        try:
-            if name not in self._parsers:
-                self._parsers[name] = None  # one that cannot be made is not tried again
-                self._parsers[name] = self._make_parser(name, self._tokenizer)
-            parser = self._parsers[name]
-            if parser is None:
-                return []
-            return [tool_call(called, _as_arguments(said)) for called, said in parser(text)]
-        except Exception:
-            self.errors += 1
-            logger.debug("the engine's parser %r does not read an answer", name, exc_info=True)
-            return []
-
-
-def _as_arguments(text: str) -> Mapping[str, object]:
-    value = json.loads(text)
-    return value if isinstance(value, dict) else {}
-
-
-def _says_as_much(theirs: Sequence[ToolCall], ours: Sequence[ToolCall]) -> bool:
-    """Calls without their arguments are worth less: the command is among those."""
-    if not theirs:
-        return False
-    return any(call.arguments for call in theirs) or not any(call.arguments for call in ours)
+        return find_calls(_END_OF_TURN.sub("", after_thinking(text)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,27 +20,14 @@ from tiered_kv.connectors.runtime.gaps.tool_reader import (
     UNREAD,
     ToolReader,
 )
-from tiered_kv.connectors.vllm.tool_parsers import make_parser
 from tiered_kv.policies.base import NO_TOOL, ToolUse
 
 Result = tuple[str, ToolUse]
 MakeReader = Callable[..., ToolReader]
 
-SPECIAL = [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]",
-    "[ARGS]", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-    "<|tool_call_end|>", "<|tool_call_argument_begin|>", "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "<\uff5ctool\u2581calls\u2581end\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>",
-    "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581sep\uff5c>",
-]  # fmt: skip
-
 
 class CharacterTokenizer:
     """A token is a character. Remembers what it was asked for."""
-
-    eos_token_id = 0
-    chat_template = ""
-    all_special_tokens = SPECIAL
 
     def __init__(self) -> None:
         self.decoded: list[int] = []
@@ -53,24 +39,9 @@ class CharacterTokenizer:
         self.threads.add(threading.current_thread().name)
         return "".join(map(chr, token_ids))
 
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return tokens(text)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {token: 0x20000 + n for n, token in enumerate(SPECIAL)}
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self.get_vocab().get(token)
-
 
 def tokens(text: str) -> list[int]:
     return [ord(character) for character in text]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_is_imported() -> None:
-    """As in an engine. It takes seconds, which no test here waits for."""
-    import vllm.tool_parsers  # noqa: F401
 
 
 @pytest.fixture
@@ -83,7 +54,7 @@ def make_reader(tokenizer: CharacterTokenizer) -> Iterator[MakeReader]:
     readers: list[ToolReader] = []
 
     def make(load: Callable[[], Any] = lambda: tokenizer) -> ToolReader:
-        readers.append(ToolReader(load, make_parser))
+        readers.append(ToolReader(load))
         return readers[-1]
 
     yield make
@@ -134,106 +105,16 @@ def test_tools_come_with_their_tickets_in_order(
 
 @pytest.mark.parametrize("text", FORMATS.values(), ids=FORMATS.keys())
 def test_every_format_is_read(make_reader: MakeReader, text: str) -> None:
-    """Whether vLLM's parser reads it, or fails and ours does."""
     assert read_one(make_reader(), text).command == "ls -l"
 
 
-class Counting:
-    """A parser of vLLM's that finds what it is told to."""
-
-    found: tuple[tuple[str, str], ...] = ()
-    asked: list[str]
-
-    def __init__(self, tokenizer: Any) -> None:
-        del tokenizer
-
-    def extract_tool_calls(self, text: str, request: Any) -> Any:
-        assert request is not None
-        type(self).asked.append(text)
-        return Found([Call(Function(*pair)) for pair in self.found])
+def test_the_token_that_ends_the_turn_is_no_part_of_a_call(make_reader: MakeReader) -> None:
+    text = f"<think>Well.</think>{FORMATS['Hermes']}<|im_end|>"
+    assert read_one(make_reader(), text).command == "ls -l"
 
 
-class Found:
-    def __init__(self, tool_calls: list[Any]) -> None:
-        self.tool_calls = tool_calls
-
-
-class Call:
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-
-class Function:
-    def __init__(self, name: str, arguments: str) -> None:
-        self.name, self.arguments = name, arguments
-
-
-@pytest.fixture
-def parser(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
-    """In place of vLLM's parser for the format of Hermes."""
-    from vllm.tool_parsers import ToolParserManager
-
-    class Registered(Counting):
-        asked: list[str] = []  # noqa: RUF012
-
-    monkeypatch.setitem(ToolParserManager.tool_parsers, "hermes", Registered)
-    return Registered
-
-
-def test_a_parser_chosen_by_the_format_must_find_the_same_tools(
-    make_reader: MakeReader, parser: type[Counting]
-) -> None:
-    parser.found = (("bash", '{"command": "make"}'),)
-    assert read_one(make_reader(), FORMATS["Hermes"]).command == "make"
-    parser.found = (("[", '{"command": "make"}'),)
-    assert read_one(make_reader(), FORMATS["Hermes"]).command == "ls -l"
-    assert len(parser.asked) == 2
-
-
-def test_a_parser_is_given_no_thinking_and_no_token_that_ends_the_turn(
-    make_reader: MakeReader, parser: type[Counting]
-) -> None:
-    read_one(make_reader(), f"<think>Well.</think>{FORMATS['Hermes']}<|im_end|>")
-    assert parser.asked == [FORMATS["Hermes"]]
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        (),
-        (("bash", "{not json"),),
-        (("bash", "{}"),),
-        (("bash", "[1]"),),
-    ],
-)
-def test_ours_follows_where_theirs_says_less(
-    make_reader: MakeReader, parser: type[Counting], found: tuple[tuple[str, str], ...]
-) -> None:
-    parser.found = found
-    assert read_one(make_reader(), FORMATS["Hermes"]).command == "ls -l"
-    assert parser.asked
-
-
-def test_a_parser_that_cannot_be_had_is_counted_once(
-    make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.tool_parsers import ToolParserManager
-
-    monkeypatch.setitem(ToolParserManager.tool_parsers, "hermes", None)
-    reader = make_reader()
-    for _ in range(3):
-        assert read_one(reader, FORMATS["Hermes"]).command == "ls -l"
-    assert reader.errors == 1
-
-
-def test_a_parser_s_complaints_are_not_logged(
-    make_reader: MakeReader, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = FORMATS["Hermes"].replace("}", "")
-    reader = make_reader()
-    with caplog.at_level(logging.INFO):
-        assert read_one(reader, broken).command == "ls -l"
-    assert "Error in extracting" not in caplog.text
+def test_a_broken_call_is_read(make_reader: MakeReader) -> None:
+    assert read_one(make_reader(), FORMATS["Hermes"].replace("}", "")).command == "ls -l"
 
 
 def test_only_the_end_of_an_answer_is_decoded(
@@ -314,7 +195,7 @@ def test_closing_stops_the_thread_whatever_is_queued(
         loading.wait(300)
         return tokenizer
 
-    reader = ToolReader(load, make_parser)
+    reader = ToolReader(load)
     for n in range(9):
         reader.read(str(n), [65])
     threading.Timer(0.05, loading.set).start()
@@ -323,8 +204,7 @@ def test_closing_stops_the_thread_whatever_is_queued(
     assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
 
 
-def test_importing_the_reader_imports_no_parsers() -> None:
-    """They take seconds, and come on the reader's thread."""
+def test_importing_the_reader_imports_no_engine() -> None:
     code = (
         "import sys, tiered_kv.connectors.runtime.gaps.tool_reader\n"
         "assert not any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules)"
@@ -337,7 +217,7 @@ def test_importing_the_reader_imports_no_parsers() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(text=soups(MARKERS))
 def test_no_answer_stops_the_reader(text: str, tokenizer: CharacterTokenizer) -> None:
-    reader = ToolReader(lambda: tokenizer, make_parser)
+    reader = ToolReader(lambda: tokenizer)
     try:
         assert read_one(reader, text).path
     finally:
