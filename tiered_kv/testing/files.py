@@ -62,7 +62,7 @@ class FaultyFiles:
             self._faults[operation] = _Fault(error, after, times)
 
     def fail_writing(self, error: int) -> None:
-        """From now on nothing can be changed: a read-only mount, or a used-up quota."""
+        """Fail every change from now on: a read-only mount, or a used-up quota."""
         for operation in WRITING:
             self.fail(operation, error, times=float("inf"))
 
@@ -71,7 +71,7 @@ class FaultyFiles:
         self._direct = False
 
     def heal(self) -> None:
-        """No more faults."""
+        """End all faults."""
         with self._mutex:
             self._faults.clear()
             self._flips.clear()
@@ -213,7 +213,7 @@ class SmallDisk(FaultyFiles):
 
 
 class UnsafeFiles(RealFiles):
-    """Nothing is made durable: for tests that open many stores and cut no power."""
+    """Files that make nothing durable: for tests that open many stores and cut no power."""
 
     def fdatasync(self, fd: int) -> None:
         pass
@@ -223,7 +223,7 @@ class UnsafeFiles(RealFiles):
 
 
 class Crash(Enum):
-    """What becomes of changes that were not made durable."""
+    """Fates of changes that were not made durable."""
 
     KILLED = "the process was killed: all were made, the last one in part"
     POWER_CUT = "the power was cut: none were made"

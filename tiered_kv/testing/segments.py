@@ -14,11 +14,12 @@ from tiered_kv.storage.segment.record import decode_record, read_blocks
 
 
 class SegmentFile:
-    """What a segment holds now.
+    """Content of a segment at this moment.
 
     Attributes:
-        sealed: whether it has a footer.
-        entries: where its records lie, in the order they were written.
+        header: its header.
+        sealed: True if it has a footer.
+        entries: places of its records, in the order they were written.
 
     Raises:
         FormatError: it is no segment.

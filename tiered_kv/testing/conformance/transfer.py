@@ -70,7 +70,7 @@ class TransferBench:
 
 
 def addresses(layout: PageLayout, block: int) -> NDArray[np.int64]:
-    """Where in the storage the bytes of a block lie, in the order of its slot."""
+    """Addresses of a block's bytes in the storage, in the order of its slot."""
     runs = [
         np.arange(region.nbytes) + region.offset + run * region.run_stride
         for region in layout.regions
