@@ -1,4 +1,4 @@
-"""How small KV pages get on the SSD and what that costs: the centred codec beside zstd.
+"""Size of KV pages on the SSD and its cost: the centred codec beside zstd.
 
     python -m bench.codec --json
 

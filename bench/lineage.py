@@ -1,4 +1,4 @@
-"""How well jobs are inferred of clients that name none: recorded agent sessions, replayed.
+"""Quality of inferred jobs, for clients that name none: recorded agent sessions, replayed.
 
     python -m bench.lineage --json
 
@@ -78,7 +78,7 @@ class Score:
     seconds: list[float] = field(default_factory=list)
 
     def share(self, outcome: str) -> float:
-        """Of all turns."""
+        """Share of all turns."""
         return self.turns[outcome] / len(self.seconds)
 
     def __add__(self, other: Score) -> Score:

@@ -1,4 +1,4 @@
-"""What the connector costs when it saves nothing anybody will use: time per step.
+"""Cost of the connector when it saves nothing anybody will use: time per step.
 
     python -m bench.overhead --json
 

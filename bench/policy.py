@@ -1,4 +1,4 @@
-"""How good policies are at pricing a wait: recorded gaps of agents, replayed without a server.
+"""Quality of the prices that policies put on a wait: recorded gaps, replayed without a server.
 
     python -m bench.policy --traces ../shared/traces --json
 
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
-    """What a decision was worth once the gap is known, seconds."""
+    """Value of a decision once the gap is known, seconds."""
     if decision.tier is not Tier.PIN:
         return 0.0
     saved_s = benefit_s if gap_s <= decision.ttl_s else 0.0
@@ -72,7 +72,7 @@ def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
 
 
 def returns_within(decision: Decision, benefit_s: float) -> bool:
-    """Whether the decision says that X <= B."""
+    """True if the decision says that X <= B."""
     if decision.forecast is not None:
         return decision.forecast.within(benefit_s) >= 0.5
     return decision.tier is Tier.PIN

@@ -59,7 +59,7 @@ def fill(watched: Watched, pages: int) -> None:
 
 
 def running(jobs: int, context: int) -> tuple[float, float]:
-    """So many jobs decode, new ones come one by one, then all end.
+    """Time steps while jobs decode, new ones come one by one, and then all end.
 
     Returns:
         Seconds of a new job's match, the median; and the largest excess of a step.
@@ -84,7 +84,7 @@ def running(jobs: int, context: int) -> tuple[float, float]:
 
 
 def queued(jobs: int) -> float:
-    """So many new jobs arrive at once beside 64 that run; the largest excess."""
+    """Largest excess when new jobs arrive at once beside 64 that run."""
     both = []
     for is_ours in (False, True):
         blocks = (jobs + FEW) * 80
@@ -100,7 +100,7 @@ def queued(jobs: int) -> float:
 
 
 def returning(jobs: int, context: int) -> float:
-    """So many jobs return at once to contexts in CPU memory, and all their restores end in one
+    """Time the return of jobs, all at once, to contexts in CPU memory: their restores end in one
     step; the largest excess."""
     both = []
     blocks = jobs * (context // BLOCK + 12) + 600

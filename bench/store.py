@@ -1,4 +1,4 @@
-"""How much of the device the SSD store gets, and how long it takes to open.
+"""Share of the device's speed that the SSD store gets, and the time that it takes to open.
 
     python -m bench.store --json
 
@@ -66,7 +66,7 @@ from tiered_kv.storage.store.store import SegmentStore
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48
 CAPACITY_BYTES = 64 << 30
-"""Nothing is evicted, and segments have their full size."""
+"""Capacity at which nothing is evicted, and segments have their full size."""
 
 
 class Contestant:

@@ -1,4 +1,4 @@
-"""How fast pages move between VRAM and CPU memory, over one large copy of as many bytes.
+"""Speed of pages between VRAM and CPU memory, over one large copy of as many bytes.
 
     python -m bench.transfer --json
 
@@ -47,7 +47,7 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one rank keeps of a token.
+    """KV of a token that one rank keeps.
 
     Attributes:
         layer_bytes: of one token in one layer.
@@ -73,12 +73,12 @@ SHAPES = [
     Shape("DeepSeek-V3 MLA", 61, 576 * 2),
 ]
 ORDERS = ["layers", "blocks"]
-"""What lies outermost in the engine's allocation."""
+"""Orders of the engine's allocation: what lies outermost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is copied.
+    """Amount that is copied.
 
     Attributes:
         batches: pages of a job.
@@ -112,7 +112,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What copies make of matrix products; median of the rounds."""
+    """Slowdown of matrix products by copies; median of the rounds."""
 
     shape: str
     outermost: str

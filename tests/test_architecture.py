@@ -278,7 +278,6 @@ WHOLE_RULES: dict[WholeRule, list[Module]] = {
 """Each rule about all modules together, with modules that break it."""
 
 TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
-    docstring_without_subject: ("bench.", "tiered_kv.testing."),
 }
 """Prefixes of findings that are still to do, by rule."""
 

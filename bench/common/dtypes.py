@@ -71,7 +71,7 @@ def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
 
 @functools.cache
 def cpu_dtype() -> Dtype:
-    """This machine's dtype, found once a process.
+    """Dtype of this machine, found once a process.
 
     Raises:
         DtypeError: PyTorch is missing or broken.

@@ -33,7 +33,7 @@ CONNECTOR: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a prompt was answered: token ids, their logprobs, and by how much the best
+    """Answer to a prompt: token ids, their logprobs, and by how much the best
     token beat the second best at the position where it was closest (nats)."""
 
     tokens: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How busy other programs kept the machine while something was measured.
+"""Load by other programs while something was measured.
 
 vLLM's CPU worker runs one thread a core, and every step waits for the slowest: one neighbour on
 one core can triple a step. So who measures on a CPU should know, and say, whether there was one.

@@ -32,13 +32,13 @@ class ModelError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Where prepared models are kept; not created."""
+    """Folder of prepared models; not created."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tiered-kv" / "models"
 
 
 def prepared_path() -> Path:
-    """Where ``small_model`` puts the model. The folder exists once it is whole.
+    """Folder into which ``small_model`` puts the model. It exists once it is whole.
 
     Raises:
         ModelError: the package that ships the model is not installed.

@@ -1,4 +1,4 @@
-"""How every benchmark shows its result: a readable table, or one JSON object with ``--json``."""
+"""Output of every benchmark: a readable table, or one JSON object with ``--json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plots share: colours that everybody tells apart, and matplotlib, if it is there."""
+"""Style of all plots: colours that everybody tells apart, and matplotlib, if it is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#5
 """Told apart with any colour vision: Okabe and Ito, "Color Universal Design", 2008; the last is
 darker than their yellow, which a white page swallows."""
 MARKERS = "osD^vPX*<>hp"
-"""And in grey: whatever is compared has a marker of its own."""
+"""Markers, for print in grey: each compared thing has its own."""
 
 
 class PlotError(RuntimeError):

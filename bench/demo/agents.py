@@ -31,7 +31,7 @@ CHARS_PER_TOKEN = 3.4
 """Code, in SmolLM2's tokenizer: 3.3 to 4.0, by file. Larger vocabularies need fewer tokens."""
 
 TEMPLATE_TOKENS = 16
-"""What a chat template puts around a message and its answer, about."""
+"""Tokens that a chat template puts around a message and its answer, about."""
 
 STANDARD_LIBRARY = (
     "argparse.py",
@@ -71,7 +71,7 @@ SYSTEM = "You are a coding agent. You read source files and answer in one short 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """How many jobs and how large.
+    """Number and size of the jobs.
 
     Attributes:
         jobs: jobs that run at the same time.
@@ -115,7 +115,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What the client saw of one turn.
+    """One turn, as the client saw it.
 
     Attributes:
         job: the job's id.
@@ -232,7 +232,7 @@ def in_other_order(jobs: Sequence[Job]) -> list[Job]:
 
 
 def differing_answers(first: Iterable[TurnResult], second: Iterable[TurnResult]) -> tuple[int, int]:
-    """How many turns got another text in ``second``, and how many jobs have such a turn.
+    """Number of turns that got another text in ``second``, and of jobs with such a turn.
 
     After a job's first such turn its chats differ too, and with them what follows.
     """

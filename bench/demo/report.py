@@ -10,7 +10,7 @@ from .agents import TurnResult, differing_answers
 from .turns import Sources, TurnRow, rows_by_turn
 
 BUSY_CORES = 0.15
-"""From here on the demo says that other programs were running."""
+"""Cores from which on the demo notes that other programs were running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Comparison:
         )
 
     def notes(self) -> list[str]:
-        """What a reader needs to trust the numbers, a line each."""
+        """Facts that a reader needs to trust the numbers, a line each."""
         lines = [
             "tokens are sums over the jobs; VRAM: found in the KV pool; TTFT: mean and 95th "
             "percentile, seconds",

@@ -1,4 +1,4 @@
-"""Where each turn's prompt tokens came from: read from the connector's trace, summed by turn."""
+"""Sources of each turn's prompt tokens: read from the connector's trace, summed by turn."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Session:
 
     @property
     def is_learned_from(self) -> bool:
-        """By the second byte of the SHA-256 of its id: even ones are."""
+        """True for half of the sessions: those whose id has an even second byte in its SHA-256."""
         return hashlib.sha256(self.split_by.encode()).digest()[1] % 2 == 0
 
 

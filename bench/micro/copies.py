@@ -1,4 +1,4 @@
-"""What ``bench.transfer`` compares: a backend, and one large copy between the same memories.
+"""The two sides of ``bench.transfer``: a backend, and one large copy between the same memories.
 
 Two sides of one shape, so that the benchmark need not know which it has: on a GPU, VRAM and
 pinned memory; without one, two pieces of CPU memory.
@@ -25,7 +25,7 @@ MATMULS = 100
 
 
 class Way(Enum):
-    """Which way bytes go."""
+    """Direction of a copy."""
 
     D2H = "d2h"
     H2D = "h2d"
@@ -67,7 +67,7 @@ class Side(ABC):
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend: ...
 
     def seconds(self, jobs: Sequence[CopyJob]) -> float:
-        """From the first call until the last byte is there.
+        """Time from the first call until the last byte is there.
 
         Raises:
             RuntimeError: a page was not copied.

@@ -49,7 +49,7 @@ def loop_s() -> float:
 
 
 class Speed:
-    """This machine's speed at present: looked at beside every scenario, so that what a
+    """Speed of this machine at present: looked at beside every scenario, so that what a
     neighbour does to its caches and clock counts for both."""
 
     def __init__(self) -> None:

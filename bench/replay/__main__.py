@@ -272,7 +272,7 @@ def compare(asked: Asked) -> int:
 def summary(
     kept: Sequence[Kept], not_started: Mapping[str, str], *, forced: bool
 ) -> dict[str, Any]:
-    """What ``ab --json`` prints. Times in seconds; None stands for what was not measured."""
+    """Result as ``ab --json`` prints it. Times in seconds; None if not measured."""
     runs = [one.run for one in kept]
     idle = figures.idle_ratio(runs)
     said = {
@@ -328,7 +328,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """What stands below the table."""
+    """Lines below the table."""
     found = ["again: share of the prompt tokens computed once more; agrees: outputs with stock's"]
     for key, name in (("closed_mean", "mean"), ("closed_p95", "P95")):
         if result[key] is not None:

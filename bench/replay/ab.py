@@ -18,7 +18,7 @@ from .results import Run
 BEYOND_TIMES = 1.5
 """The highest load's arrival rate over that of pressure."""
 NEAR = 0.25
-"""How far from the wanted slowdown a calibration may end, as a share of it."""
+"""Distance from the wanted slowdown at which a calibration may end, as a share of it."""
 TRIES = 2
 """Calibration runs at most; the nearest is taken."""
 FIRST_RATE = 1.9
@@ -27,12 +27,12 @@ FIRST_RATE = 1.9
 STEEP = 2.5
 """Behind that, slowdown rises about with this power of the rate."""
 BUSY_CORES = 0.15
-"""From here on it is said that other programs were running."""
+"""Cores from which on a note says that other programs were running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What is measured.
+    """Subject of the measurement.
 
     Attributes:
         jobs: of every load but idle. turns: of each.
@@ -201,13 +201,13 @@ def digest(jobs: Sequence[Job]) -> str:
 
 
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
-    """How many runs there are at most, for a progress bar."""
+    """Largest number of runs, for a progress bar."""
     idle = len(kinds) + 2 * (preset.idle_rounds - 1)
     return idle + TRIES - 1 + 2 * preset.rounds * len(kinds)
 
 
 def unequal(kept: Sequence[Kept]) -> list[str]:
-    """What keeps runs from being compared, a sentence each."""
+    """Reasons why runs cannot be compared, a sentence each."""
     found = []
     cores = {one.reserved_cpus for one in kept}
     if len(cores) > 1:

@@ -1,4 +1,4 @@
-"""Whether outputs agree: raw logprobs of the same tokens, compared with stock's.
+"""Agreement of outputs: raw logprobs of the same tokens, compared with stock's.
 
 What one wrong page of 32 tokens does was measured on SmolLM2-135M, an answer of 151 tokens behind
 1,790: with the first page replaced by a later one, a page in the middle by zeros or the last page
@@ -29,7 +29,7 @@ LONG_TURN = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """By how much raw logprobs of the same tokens differ between two runs, in nats.
+    """Difference of raw logprobs of the same tokens between two runs, in nats.
 
     Attributes:
         tokens: how many were compared.
@@ -75,7 +75,7 @@ def difference(one: Run, other: Run) -> Difference | None:
 
 
 def within(found: Difference, yardstick: Difference) -> bool:
-    """Whether ``found`` is no more than what two stock runs differ by, with the tolerance of
+    """True if ``found`` is no more than two stock runs differ by, with the tolerance of
     ``WIDER`` and the constants below it."""
     return (
         found.other_answers <= yardstick.other_answers
@@ -86,7 +86,7 @@ def within(found: Difference, yardstick: Difference) -> bool:
 
 
 def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
-    """Whether a run's outputs agree with stock's as closely as stock's runs with each other.
+    """True if a run's outputs agree with stock's as closely as stock's runs with each other.
 
     Compared with a stock run of the same load. The yardstick is what the other stock runs differ
     by from that one, at most: runs of other loads too, since what moves a logprob is how a prompt

@@ -1,4 +1,4 @@
-"""What ends a replay with a message instead of a traceback."""
+"""Failures that end a replay with a message instead of a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From runs to figures: completion times, what was recomputed, how far the gap is closed."""
+"""Figures of runs: completion times, tokens recomputed, how far the gap is closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOOTSTRAPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ByTurn:
-    """What turns of one number had, over jobs and rounds.
+    """Turns of one number, over jobs and rounds.
 
     Attributes:
         ttft_s, latency_s: means, seconds.

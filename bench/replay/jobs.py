@@ -17,7 +17,7 @@ import numpy as np
 from bench.common.sessions import Recorded, read_sessions
 
 DECODE_TOKENS_PER_S = 60.0
-"""What a recorded answer is taken to have run at, where only requests have times."""
+"""Assumed speed of a recorded answer, where only requests have times."""
 LEAST_GAP_S = 0.05
 
 # The synthetic workload of Continuum (arXiv 2511.02230): seven gaps, one of them long, contexts of
@@ -62,7 +62,7 @@ class Job:
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """The used part of a tokenizer of transformers."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -126,7 +126,7 @@ def synthetic_jobs(*, count: int, seed: int, vocabulary: int) -> list[Job]:
 
 
 def arrivals(count: int, jobs_per_s: float, seed: int) -> list[float]:
-    """When each job begins, seconds since the run began: a Poisson process from 0 on."""
+    """Start of each job, seconds since the run began: a Poisson process from 0 on."""
     between = np.random.default_rng(seed).exponential(1 / jobs_per_s, size=count)
     times: list[float] = (np.cumsum(between) - between[:1]).tolist()
     return times

@@ -20,7 +20,7 @@ OTHERS: Mapping[str, Mapping[str, object]] = {
     "vllm-simple": {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"},
     "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
 }
-"""What others offer for the same purpose, with the CPU memory that ours gets (see ``others``)."""
+"""Offers of others for the same purpose, with the CPU memory that ours gets (see ``others``)."""
 
 CPU_GIB = 4.0
 SSD_CPU_GIB = 0.5
@@ -71,7 +71,7 @@ class Sizing:
 
 
 def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
-    """For jobs whose contexts end at ``contexts`` tokens.
+    """Size of a server for jobs whose contexts end at ``contexts`` tokens.
 
     Raises:
         ValueError: the pool is too small for the longest job alone, or there is no job.

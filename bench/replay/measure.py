@@ -34,7 +34,7 @@ from .results import JobDone, Run
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0
-"""How long a server that may not work on this machine is given to start …"""
+"""Seconds that a server which may not work on this machine is given to start …"""
 OPTIONAL_WARM_UP_S = 60.0
 """… and to answer the warm-up."""
 
@@ -47,7 +47,7 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every server is given alike.
+    """Workload that every server is given alike.
 
     Attributes:
         jobs: of all loads but idle, which takes the first ``idle_jobs``.
@@ -209,7 +209,7 @@ def resident_bytes(group: int) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part in a run, and of the machine."""
+    """Versions of what takes part in a run, and of the machine."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     found["dtype"] = str(machine_dtype())
     found["cores"] = str(len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""What servers and loads are called."""
+"""Names of servers and loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay measures: turns, jobs and runs, as they are kept in JSON."""
+"""Results of a replay: turns, jobs and runs, as they are kept in JSON."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .kinds import BLOCK
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
 BLOCKS = 160
 TOOL = {"tool_name": "bash", "tool_command": "ls"}
-"""What runs in the gaps, as a client says it: Continuum pins nothing for a turn that calls none."""
+"""Tool that runs in the gaps, as a client names it: Continuum pins no turn without one."""
 READINGS = 3
 USAGE = "vllm:kv_cache_usage_perc"
 HANDED_OVER = "vllm:tiered_kv_pins_handed_over_total"
@@ -40,7 +40,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a server did with a job's blocks.
+    """A server's handling of a job's blocks.
 
     Attributes:
         gaps: one a turn.
@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Why the pin does not hold, a sentence each; none if it does."""
+        """Reasons why the pin does not hold, a sentence each; none if it does."""
         return tuple(_faults(self.gaps, self.handed_over))
 
 

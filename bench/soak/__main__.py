@@ -68,9 +68,9 @@ SAMPLE_EVERY_S = 2.0
 SETTLE_S = 120.0
 GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 SLACK = {"threads": 4, "descriptors": 8}
-"""What a server may have more of at the end: connections and pools that are kept for a while."""
+"""Surplus that a server may have at the end: connections and pools that are kept for a while."""
 FEW_SHAPES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-"""For PyTorch and oneDNN: see the module."""
+"""Settings of PyTorch and oneDNN: see the module."""
 
 
 async def soak(
@@ -107,7 +107,7 @@ def reported(text: str, name: str) -> int:
 
 
 def holdings(server: VllmServer) -> dict[str, int]:
-    """What the server has now, by name."""
+    """Holdings of the server now, by name."""
     text = server.metrics_text()
     found = {}
     for name in GAUGES:
@@ -121,7 +121,7 @@ def holdings(server: VllmServer) -> dict[str, int]:
 
 
 async def settle(server: VllmServer) -> None:
-    """Nothing runs any more: drop the cache, and let the server say what it then holds."""
+    """Drop the cache once nothing runs, and return what the server then holds."""
     async with httpx2.AsyncClient(base_url=server.url, timeout=900.0, trust_env=False) as client:
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
@@ -135,7 +135,7 @@ async def settle(server: VllmServer) -> None:
 
 
 def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What there is more of than before, beyond what may be."""
+    """Find what there is more of than before, beyond what may be."""
     found = {name: after[name] - before[name] - SLACK.get(name, 0) for name in before}
     return {name: amount for name, amount in found.items() if amount > 0}
 

@@ -76,7 +76,7 @@ class Client:
         return time.monotonic() < self.until
 
     def tokens(self, count: int) -> list[int]:
-        """So many random token ids."""
+        """Random token ids."""
         return [self.rng.randrange(40_000) for _ in range(count)]
 
     async def pause(self, seconds: float) -> None:

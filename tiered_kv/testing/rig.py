@@ -211,7 +211,7 @@ class EngineRig(ABC):
 
     @property
     def gate(self) -> Admission:
-        """Who is held back; with ``admission`` on."""
+        """Gate that holds jobs back; with ``admission`` on."""
         gate = self.admission.gate
         assert isinstance(gate, Admission)
         return gate

@@ -40,16 +40,16 @@ request sent just then would be lost."""
 
 
 class Hints(Enum):
-    """How a job is named to the server, in a form that ``policies.jobs.hints`` reads."""
+    """Form in which a job is named to the server, of those that ``policies.jobs.hints`` reads."""
 
     KV_PARAMS = "kv-params"
-    """In ``kv_transfer_params``."""
+    """Hints in ``kv_transfer_params``."""
     XARGS = "xargs"
-    """In ``vllm_xargs``."""
+    """Hints in ``vllm_xargs``."""
     SESSION = "session"
-    """As ``session_id``, which cannot say that a turn is the last."""
+    """Hints as ``session_id``, which cannot say that a turn is the last."""
     TOP_LEVEL = "top-level"
-    """As Continuum's clients do: only ``JobMiddleware`` reads these."""
+    """Hints as Continuum's clients send them: only ``JobMiddleware`` reads these."""
     NONE = "none"
 
     def body(self, job_id: str, is_last_step: bool) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Hints(Enum):
 
 
 def request_id(job: str, turn: int) -> str:
-    """What a turn's request is called at the server; ``turn`` is 1 for the job's first."""
+    """Name of a turn's request at the server; ``turn`` is 1 for the job's first."""
     return f"{job}.{turn}"
 
 

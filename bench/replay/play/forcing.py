@@ -13,11 +13,11 @@ XARG = "forced_tokens"
 """The name in ``vllm_xargs`` under which the ids travel, a JSON list of integers."""
 
 SERVER_ARGS = ("--logits-processors", "bench.replay.play.forced:ForcedTokens")
-"""What a server that forces is started with; vLLM's default ``--logprobs-mode`` stays raw."""
+"""Arguments of a server that forces; vLLM's default ``--logprobs-mode`` stays raw."""
 
 
 def server_env() -> dict[str, str]:
-    """What such a server needs in its environment: to find ``bench`` from any folder, and the
+    """Environment of such a server: it must find ``bench`` from any folder, and the
     model runner whose interface the processor has (the only one on CPU)."""
     path = os.environ.get("PYTHONPATH")
     return {

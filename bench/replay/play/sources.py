@@ -1,4 +1,4 @@
-"""Where the connector says that each turn's prompt came from, read in its trace."""
+"""Sources of each turn's prompt, by the connector's trace."""
 
 from __future__ import annotations
 

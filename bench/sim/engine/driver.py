@@ -22,11 +22,11 @@ from .metrics import JobRecord, Outcome, TurnRecord
 from .substitutes import BEGIN_S
 
 POLL_S = 0.01
-"""How far time goes on when the engine waits for nothing that has a time."""
+"""Seconds by which time goes on when the engine waits for nothing that has a time."""
 STALLED_S = 600.0
 """Without any progress: the run has failed."""
 DRAIN_S = 120.0
-"""After the last job, for copies under way."""
+"""Seconds after the last job, for copies under way."""
 
 
 class Stalled(AssertionError):

@@ -191,7 +191,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step could do something, now or after ``next_event``."""
+        """True if a step could do something, now or after ``next_event``."""
         scheduler = self.scheduler
         if scheduler.has_requests():
             return True
@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def next_event(self) -> float:
-        """When the worker has something to say; infinite if it never will."""
+        """Time at which the worker has something to report; infinite if it never will."""
         return self.worker.next_event if self.worker is not None else math.inf
 
     # -- driving --------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Engine:
         return self.execute(self.scheduler.schedule(), next_arrival)
 
     def execute(self, output: Any, next_arrival: float) -> list[Answer]:
-        """What a step has scheduled, and the scheduler's hearing of it."""
+        """Execute what a step has scheduled, and report it to the scheduler."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         began = self.now

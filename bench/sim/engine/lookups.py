@@ -49,7 +49,7 @@ class RememberedLookups:
         cached.insert, cached.pop = self._came, self._went
 
     def find(self, hashes: Sequence[bytes], most: int) -> tuple[tuple[list[Any], ...], int, int]:
-        """As the coordinator's ``find_longest_cache_hit``."""
+        """Find a hit, as the coordinator's ``find_longest_cache_hit``."""
         asked = len(hashes), most
         known = self._known.get(id(hashes))
         if known is None or known.asked != asked:

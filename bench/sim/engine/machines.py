@@ -22,7 +22,7 @@ GB, GIB = 1e9, 1 << 30
 
 COMPUTE_SHARE, MEMORY_SHARE = 0.5, 0.75
 UTILISATION = 0.92
-"""Of a GPU's memory: vLLM's default."""
+"""Share of a GPU's memory: vLLM's default."""
 RESERVED_BYTES = 1.5 * GB
 """A rank's activations and CUDA graphs."""
 STEP_S = 2e-3
@@ -30,9 +30,9 @@ STEP_S = 2e-3
 SEQ_S = 10e-6
 """Scheduling and sampling, a request of a step."""
 ALL_REDUCE_S = 15e-6
-"""Of one, over NVLink or PCIe; two a layer with tensor parallelism."""
+"""Seconds of one, over NVLink or PCIe; two a layer with tensor parallelism."""
 HOST_BYTES_PER_S = 150 * GB
-"""Of a host's memory, which the copies of all ranks share."""
+"""Rate of a host's memory, which the copies of all ranks share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Gpu:
 
 
 PCIE4, PCIE5 = 24 * GB, 52 * GB
-"""What large copies reach over 16 lanes: about three quarters and four fifths of their raw rate."""
+"""Rates of large copies over 16 lanes: about three quarters and four fifths of the raw ones."""
 
 GPUS: Mapping[str, Gpu] = {
     "rtx4090-24": Gpu(24 * GIB, 1008 * GB, 165e12, PCIE4, "NVIDIA Ada architecture, v2.1"),
@@ -83,7 +83,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token, keys and values of all layers."""
+        """Bytes of a token: keys and values of all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head
 
     @property
@@ -115,12 +115,12 @@ class StepCost:
     seq: float
 
     def seconds(self, tokens: int, pairs: float, read: float, requests: int = 1) -> float:
-        """Of a step."""
+        """Time of a step, seconds."""
         work = max(self.weights, self.token * tokens)
         return self.step + work + self.pair * pairs + self.kv * read + self.seq * requests
 
     def prefill(self, behind: int, tokens: int) -> float:
-        """Of a prefill alone, in one step, behind a context."""
+        """Time of a prefill alone, in one step, behind a context."""
         return self.seconds(tokens, tokens * (behind + tokens / 2), behind)
 
 

@@ -1,4 +1,4 @@
-"""What a run measured."""
+"""Measurements of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class JobRecord:
 
     @property
     def took_s(self) -> float:
-        """From its first request to its last answer, tools included."""
+        """Time from its first request to its last answer, tools included."""
         return self.ended_s - self.began_s
 
 

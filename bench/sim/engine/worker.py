@@ -31,7 +31,7 @@ from .machines import Machine
 
 STORE = StoreId(SSD, CONTEXT)
 SEGMENTS = 32
-"""That an SSD store is divided into."""
+"""Number of segments of an SSD store."""
 
 
 class SsdStore:
@@ -84,7 +84,7 @@ class SsdStore:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the worker says at the end of a step.
+    """The worker's report at the end of a step.
 
     Attributes:
         arrived: requests whose async restore is over.
@@ -119,7 +119,7 @@ class SimWorker:
 
     @property
     def next_event(self) -> float:
-        """When something will be over or due; infinite if nothing is under way."""
+        """Time at which something will be over or due; infinite if nothing is under way."""
         flying = self._flying[0][0] if self._flying else float("inf")
         return min(flying, self._later[0][0] if self._later else float("inf"))
 
@@ -145,7 +145,7 @@ class SimWorker:
             self._fly(order, end, end - begin)
 
     def hear(self, now: float) -> Heard:
-        """What is over by now."""
+        """Report what is over by now."""
         while self._later and self._later[0][0] <= now:
             due, _, order = heapq.heappop(self._later)
             self._start(order, max(due, 0.0))

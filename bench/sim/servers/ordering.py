@@ -1,4 +1,4 @@
-"""Which request goes first, where that is not the order of arrival.
+"""Order of requests, where it is not that of arrival.
 
 Jobs: the job that began first. Autellix's PLAS: the job that has had the least service so far, in
 levels whose bounds double, and back to the first level once it has waited ``STARVED`` times as

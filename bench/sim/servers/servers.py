@@ -1,4 +1,4 @@
-"""What is compared: policies by their names, and servers that others describe.
+"""Servers that are compared: policies by their names, and servers that others describe.
 
 A name is a base, and the tiers beside VRAM that it has: ``occupancy``, ``occupancy+cpu``,
 ``occupancy+cpu+ssd``. ``@`` and an eviction rule of ``TIERED_KV_EVICTION`` may stand behind:
@@ -38,7 +38,7 @@ CHUNK = 256
 
 
 class Order(Enum):
-    """Which request goes first."""
+    """Order of requests."""
 
     ARRIVAL = "arrival"
     JOB = "job"
@@ -165,7 +165,7 @@ class KnownCourse(JobForecast):
         self._asked: dict[str, int] = {}
 
     def asked(self, job: str, turns: int) -> None:
-        """So many turns of the job have arrived. Fewer have begun while one waits."""
+        """Number of the job's turns that have arrived. Fewer have begun while one waits."""
         self._asked[job] = turns
 
     def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:

@@ -81,7 +81,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where jobs come from.
+    """Source of jobs.
 
     Attributes:
         workload: name of a generated one, or ``coding-agents``, which are read from ``traces``.
@@ -249,7 +249,7 @@ class Bench:
 
 
 def means(results: Sequence[Summary]) -> dict[str, float]:
-    """Of each figure over runs."""
+    """Mean of each figure over runs."""
     return {name: sum(one[name] for one in results) / len(results) for name in results[0]}
 
 

@@ -1,4 +1,4 @@
-"""How much load a server bears: the rate of arrivals at which completion times run away."""
+"""Load that a server bears: the rate of arrivals at which completion times run away."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .cells import Bench, Cell, Place, Source, means
 STABLE_TIMES = 3.0
 """A server is stable while the mean job takes at most so many times what one alone takes."""
 ALONE_JOBS_PER_S = 1e-5
-"""So far apart that no two meet."""
+"""Rate of arrivals at which no two jobs meet."""
 STEP = 1.04
-"""How near the rate of collapse is found: a factor."""
+"""Factor within which the rate of collapse is found."""
 MOST_DOUBLINGS = 12
 SEARCH_SEEDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which load a server bears.
+    """Question for the load that a server bears.
 
     Attributes:
         alone_s: mean completion time of a job alone.

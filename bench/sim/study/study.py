@@ -21,7 +21,7 @@ FCFS, INFINITE = "fcfs", "infinite"
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is measured.
+    """Subject of the measurement.
 
     Attributes:
         scenes: places with the jobs that they get.

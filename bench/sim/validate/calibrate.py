@@ -1,4 +1,4 @@
-"""What a step costs on a machine at hand, from two runs of a real server.
+"""Cost of a step on a machine at hand, from two runs of a real server.
 
 Jobs that run alone tell what a prefill costs: their first tokens came after a request's overhead,
 a step, so much a token and so much a (query, key) pair. Jobs beside each other tell what decoding
@@ -23,9 +23,9 @@ from bench.sim.engine.machines import Machine, StepCost
 Array = NDArray[np.float64]
 
 FEWEST_TOKENS = 20
-"""Of an answer that says how long a token takes."""
+"""Least length of an answer that tells how long a token takes."""
 STEP_SHARE = 0.1
-"""Of a decoding step alone that is not reading weights: the two cannot be told apart."""
+"""Share of a decoding step alone that is not reading weights: the two cannot be told apart."""
 LEAST_OVERHEAD_S = 1e-3
 
 

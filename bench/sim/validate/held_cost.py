@@ -1,4 +1,4 @@
-"""What jobs that are held cost those that run: the time of a scheduler step.
+"""Cost of held jobs for those that run: the time of a scheduler step.
 
 vLLM looks the prefix of every waiting request up in every step. The jobs that
 ``ContinuumScheduler`` parks are not in its queue; this shows what is left of them.
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 OWN_TOKENS = 500
-"""Of the prompt of a held job, behind what all of them share."""
+"""Tokens of a held job's prompt behind what all of them share."""
 RUNNING_TOKENS = 2000
 STEP_S = 0.02
-"""That a step stands for: held jobs are looked at again by the clock."""
+"""Seconds that a step stands for: held jobs are looked at again by the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What is measured.
+    """Subject of the measurement.
 
     Attributes:
         held: jobs that wait. shared_tokens: of their prompts.

@@ -37,7 +37,7 @@ BATCHED_TOKENS, MAX_SEQS = 2_048, 64
 """Told to the real server as well."""
 VOCABULARY = 40_000
 KV_BYTES = 30 * 2 * 3 * 64 * 2
-"""Of a token of SmolLM2-135M: layers, K and V, heads, their size, bf16."""
+"""Bytes of a token of SmolLM2-135M: layers, K and V, heads, their size, bf16."""
 LINK = 4e9
 """Bytes a second of copies between two places of the same memory."""
 CALIBRATION_JOBS, CALIBRATION_TURNS, ALONE = 12, 4, 5

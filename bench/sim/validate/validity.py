@@ -1,4 +1,4 @@
-"""Whether the simulator can be believed: closed forms, conservation, and a real server."""
+"""Validity of the simulator: closed forms, conservation, and a real server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.sim.study.presets import AMPLE, TIGHT
 from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 EXACT = 1e-6
-"""What rounding may make of a closed form."""
+"""Error that rounding may add to a closed form."""
 LINK_BYTES_PER_S = 1e9
 SHORT_POOL = 16_000
 """Tokens: room for five of the jobs that are run to see whether anything is lost."""
@@ -71,7 +71,7 @@ def saturated_link_error() -> float:
 
 
 def not_conserved() -> list[str]:
-    """What got lost, a sentence each: tokens, answers or time. Blocks and orders are checked at
+    """Losses, a sentence each: of tokens, answers or time. Blocks and orders are checked at
     the end of every run."""
     place = replace(TIGHT.machine(), pool_tokens=SHORT_POOL)
     workload = Source("original", 24).jobs_for(place, 1).at(4.0, 1)
@@ -83,7 +83,7 @@ def not_conserved() -> list[str]:
 
 
 def check(outcome: Outcome, workload: Workload, place: Machine) -> list[str]:
-    """What an outcome's records leave out of a workload."""
+    """Find what an outcome's records leave out of a workload."""
     found = []
     sent = {job.name: job for one in workload.jobs for job in one.everyone()}
     if {job.name for job in outcome.jobs} != set(sent):
@@ -104,7 +104,7 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> list[str]:
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """Whether every two figures that are more than ``apart`` from each other in truth stand in the
+    """True if every two figures that are more than ``apart`` from each other in truth stand in the
     same order when simulated.
 
     Args:

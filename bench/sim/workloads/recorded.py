@@ -21,7 +21,7 @@ from .workload import Hints, SimJob, SimTurn, Workload
 
 AWAY_S = 600.0
 MOST_TURNS = 60
-"""Of a job; what follows is left out, so that no single session decides a run."""
+"""Turns of a job; the others are left out, so that no single session decides a run."""
 FEWEST_TURNS = 3
 BLOCK = 128
 """Tokens of a block: contexts have up to 100,000 tokens, and every block costs the simulator time.

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Hints(Enum):
-    """What clients tell the server of their jobs."""
+    """Hints of clients about their jobs."""
 
     RIGHT = "right"
     """The job's name, and which turn is its last."""
@@ -72,7 +72,7 @@ class SimJob:
         return max([own, *(agent.longest for turn in self.turns for agent in turn.agents)])
 
     def everyone(self) -> Iterator[SimJob]:
-        """It and its sub-agents."""
+        """The job and its sub-agents."""
         yield self
         for turn in self.turns:
             for agent in turn.agents:
@@ -81,7 +81,7 @@ class SimJob:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent to every server alike.
+    """Workload that is sent to every server alike.
 
     Attributes:
         block: tokens of a block that suits its contexts.
@@ -117,13 +117,13 @@ class Workload:
         return replace(self, jobs=jobs, dropped=self.dropped + len(self.jobs) - len(jobs))
 
     def save(self, path: Path) -> None:
-        """As gzipped JSON."""
+        """Write it as gzipped JSON."""
         said = {**asdict(self), "hints": self.hints.value}
         path.write_bytes(gzip.compress(json.dumps(said).encode(), mtime=0))
 
     @classmethod
     def load(cls, path: Path) -> Workload:
-        """What ``save`` wrote.
+        """Read what ``save`` wrote.
 
         Raises:
             OSError, ValueError: it cannot be read, or is something else.

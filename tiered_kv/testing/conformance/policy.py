@@ -191,7 +191,7 @@ class PolicyConformance:
             assert policy.dump() == before
 
     def test_odd_files_are_refused_or_usable(self) -> None:
-        """Whatever was saved by another version: an error must be a ValueError."""
+        """Take what another version saved: an error must be a ValueError."""
         policy = self.make(told=True)
         before = policy.dump()
         odd: list[object] = [None, 0, -1, math.nan, [], {}, [None], [[1]], {"a": None}, {"a": [1]}]

@@ -17,7 +17,7 @@ CONNECTOR_MODULE = "tiered_kv.testing.vllm.connector"
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """What an engine is told of its machine.
+    """Size of an engine: the facts of its machine.
 
     Attributes:
         blocks: of the VRAM pool, vLLM's null block included.
