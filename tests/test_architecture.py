@@ -277,8 +277,7 @@ WHOLE_RULES: dict[WholeRule, list[Module]] = {
 }
 """Each rule about all modules together, with modules that break it."""
 
-TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {
-}
+TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {}
 """Prefixes of findings that are still to do, by rule."""
 
 

@@ -120,7 +120,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         StoreId(spec.tier, group): spec for spec in specs for group in range(len(facts.groups))
     }
     indices = {store: make_index(spec, clock) for store, spec in stores.items()}
-    page_bytes = [group.page_bytes for group in facts.groups]
+    page_bytes = [group.page_bytes for group in facts.groups] or [0]  # then nothing is copied
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex()
     restores = Restores(facts, book, tails, given.restore_policy, given.step_timer, engine.counters)

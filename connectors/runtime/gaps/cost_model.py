@@ -89,7 +89,7 @@ class CostModel:
         facts, planner = self._facts, self._planner
         blocks = -(-context_tokens // facts.block_size)
         offloaded = planner.index.num_slots > 0
-        copy_s = planner.copy_seconds(blocks) if offloaded else 0.0
+        copy_s = planner.copy_seconds(blocks)
         # Unknown, it is no reason to do without a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
         held_up = self.held_up(copy_s, recompute_s)
@@ -128,4 +128,4 @@ class CostModel:
         demand = self._gate.demand_with_pin(mine, job)
         if demand is None:
             return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
-        return self.price.of(demand, pool) / held_up
+        return self.price.of(demand, pool) / (held_up or 1.0)  # 0: nothing is lost, at any price
