@@ -223,7 +223,7 @@ class ActiveJobs:
     # -- what they take -------------------------------------------------------------------
 
     def _blocks_of(self, turn: Turn) -> float:
-        """Of a turn's context when it ends."""
+        """Blocks of a turn's context when it ends."""
         tokens: int = turn.request.num_prompt_tokens
         return tokens / self._facts.block_size + self._output.mean
 
@@ -363,7 +363,7 @@ class ActiveJobs:
         return JobDemand(blocks, grows, left, weight, chance, shared, present)
 
     def _weight(self, key: JobKey, member: ActiveJob, now: float) -> float:
-        """Of the time until its next turn has ended, the share in which the job needs VRAM."""
+        """Share of the time until its next turn has ended in which the job needs VRAM."""
         if member.running or key in self._pins:
             return 1.0
         cycle_s = self._turn_s + max(self._gap_s, now - member.since)

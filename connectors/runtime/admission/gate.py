@@ -82,7 +82,7 @@ class Admission:
 
     @property
     def share(self) -> float:
-        """JobDemand of the pool that is given out."""
+        """Share of the pool that is given out."""
         return self.overcommit.share
 
     # -- what happens to jobs -----------------------------------------------------------
@@ -203,7 +203,7 @@ class Admission:
         return fits(room, peak, whole)
 
     def _behind_older(self, turn: Turn) -> bool:
-        """Whether the jobs that began before a turn's leave its context no room, neither in VRAM
+        """True if the jobs that began before a turn's leave its context no room, neither in VRAM
         nor in CPU memory."""
         job = _job_of(turn)
         room = max(self._facts.usable_blocks, self._slots)

@@ -11,7 +11,7 @@ MOST_SILENT = 1024
 """Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
 of, is forgotten first."""
 RETURN_DECAY = 0.98
-"""JobDemand of a client's record that is kept with the next job that returned, or did not."""
+"""Share of a client's record that is kept with the next job that returned, or did not."""
 
 
 @dataclass(slots=True)
@@ -19,14 +19,15 @@ class ActiveJob:
     """A job that has begun.
 
     Attributes:
-        turns: begun. running: of them, now.
-        blocks: of its context when its present turn ends, or when its last did; those shared
-            with others left out.
-        ended: of its context when its last turn ended.
-        grown: blocks that its turns have added, the first left out.
-        shared: blocks that it found in VRAM when it began.
-        family: the first block of what it shares; jobs of one share the same.
-        asked, since: when its last turn arrived, and when one last ended.
+        turns: number of turns begun.
+        running: number of turns that run now.
+        blocks: unshared blocks of its context at the end of the present turn, or of the last.
+        shared: number of blocks that it found in VRAM when it began.
+        family: hash of the first block that it shares; jobs of one family share the same.
+        asked: arrival of its last turn, seconds.
+        since: end of the turn that ended last, seconds.
+        ended: unshared blocks of its context when its last turn ended.
+        grown: number of blocks that its turns have added, the first left out.
     """
 
     turns: int
