@@ -28,9 +28,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from bench.common.engines import Engine, engine, real_texts
-from bench.common.model import small_model
-from bench.common.output import (
+from tiered_kv.bench.common.engines import Engine, engine, real_texts
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.output import (
     AsJson,
     ModelFolder,
     only_result_on_stdout,

@@ -44,10 +44,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from bench.common.model import ModelError, small_model
-from bench.common.output import AsJson, run_benchmark, show
-from bench.common.paths import TRACES
-from bench.common.sessions import Recorded, RecordingError, read_sessions, recording
+from tiered_kv.bench.common.model import ModelError, small_model
+from tiered_kv.bench.common.output import AsJson, run_benchmark, show
+from tiered_kv.bench.common.paths import TRACES
+from tiered_kv.bench.common.sessions import Recorded, RecordingError, read_sessions, recording
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.jobs.lineage import Lineage
 

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.common.engines import engine
-from bench.common.model import small_model
-from bench.common.output import (
+from tiered_kv.bench.common.engines import engine
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.output import (
     AsJson,
     ModelFolder,
     only_result_on_stdout,
@@ -35,7 +35,7 @@ from bench.common.output import (
     run_benchmark,
     show,
 )
-from bench.common.server import machine_dtype
+from tiered_kv.bench.common.server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256

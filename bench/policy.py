@@ -36,9 +36,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.output import AsJson, progress, run_benchmark, show
-from bench.forecast.clairvoyant import Clairvoyant
-from bench.forecast.gaps import Session, read_sources
+from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
+from tiered_kv.bench.forecast.gaps import Session, read_sources
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnPolicy
 from tiered_kv.policies.registry import POLICIES
 

@@ -27,9 +27,15 @@ from typing import Annotated
 import httpx
 import typer
 
-from bench.common.model import small_model
-from bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
-from bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer, machine_dtype
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
+from tiered_kv.bench.common.server import (
+    CONNECTOR,
+    MODEL_NAME,
+    ServerOptions,
+    VllmServer,
+    machine_dtype,
+)
 
 CONTEXTS = 8
 

@@ -39,8 +39,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from bench.common.output import AsJson, progress, run_benchmark, show
-from bench.micro.device import (
+from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.micro.device import (
     DEVICE_BLOCKS,
     ROUNDS,
     SLICES,

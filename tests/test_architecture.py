@@ -22,7 +22,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLED = {"connectors": "tiered_kv.connectors", "policies": "tiered_kv.policies"}
+INSTALLED = {
+    "connectors": "tiered_kv.connectors",
+    "policies": "tiered_kv.policies",
+    "bench": "tiered_kv.bench",
+}
 """Folders at the top, and the packages that they are installed as."""
 FOLDERS = ("connectors", "policies", "tiered_kv", "bench", "tests")
 MAX_LINES = 400
@@ -88,8 +92,9 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
 
 def absolute_sibling(module: Module) -> Iterator[str]:
     """Siblings are imported relatively, so that a folder can move and its arrows are seen. Tests
-    import everything by its whole name."""
-    if module.is_test:
+    import everything by its whole name. So do commands: ``python -m bench.sim`` puts its module
+    into the package ``bench``, where a relative import would load a sibling a second time."""
+    if module.is_test or 'if __name__ == "__main__":' in module.text:
         return
     for level, name in module.imports():
         if not level and name.rpartition(".")[0] == module.package:
@@ -113,7 +118,7 @@ def uninstalled_name(module: Module) -> Iterator[str]:
 
 def stray_vllm(module: Module) -> Iterator[str]:
     """An engine is known to its connector alone, to what tests that, and to benchmarks."""
-    known = ("tiered_kv.connectors.vllm.", "tiered_kv.testing.vllm.", "bench.", "tests.")
+    known = ("tiered_kv.connectors.vllm.", "tiered_kv.testing.vllm.", "tiered_kv.bench.", "tests.")
     for level, name in module.imports():
         is_vllm = not level and name.partition(".")[0] == "vllm"
         if is_vllm and not module.name.startswith(known):
@@ -124,7 +129,7 @@ def upward_arrow(module: Module) -> Iterator[str]:
     """Arrows go from an engine's connector to the runtime to policies to the core; tests' helpers
     see all of them."""
     connectors = ("tiered_kv.connectors.runtime", "tiered_kv.connectors.vllm")
-    layers = ("tiered_kv", "tiered_kv.policies", *connectors, "bench")
+    layers = ("tiered_kv", "tiered_kv.policies", *connectors, "tiered_kv.bench")
 
     def layer(name: str) -> int:
         return max(at for at, top in enumerate(layers) if f"{name}.".startswith(f"{top}."))
@@ -132,7 +137,7 @@ def upward_arrow(module: Module) -> Iterator[str]:
     if module.name.startswith(("tiered_kv.testing", "tests.")):
         return
     for level, name in module.imports():
-        ours = not level and name.partition(".")[0] in ("tiered_kv", "bench")
+        ours = not level and name.partition(".")[0] == "tiered_kv"
         if ours and layer(name) > layer(module.name):
             yield f"{name} is built on {module.package}"
 
@@ -221,7 +226,7 @@ def shared_name(all_modules: list[Module]) -> Iterator[str]:
     for module in all_modules:
         name = module.name.rpartition(".")[2]
         product = module.name.startswith("tiered_kv.")
-        if product and not module.name.startswith("tiered_kv.testing."):
+        if product and not module.name.startswith(("tiered_kv.testing.", "tiered_kv.bench.")):
             homes.setdefault(name, []).append(module.package)
     for name, packages in homes.items():
         if len(packages) > 1 and name not in ("__init__", "base", "registry"):
@@ -309,7 +314,7 @@ def test_all_of_the_code_is_looked_at() -> None:
     assert {
         "tiered_kv.connectors.runtime.pins.pin_table",
         "tiered_kv.policies.pricing.pin_value",
-        "bench.sim.engine.driver",
+        "tiered_kv.bench.sim.engine.driver",
     } <= names
 
 
@@ -325,10 +330,11 @@ def test_nothing_but_vllms_connector_needs_vllm() -> None:
 import importlib, pkgutil, sys
 sys.modules["vllm"] = None
 import tiered_kv, tiered_kv.connectors.runtime as runtime, tiered_kv.policies as policies
+needs_it = ("tiered_kv.connectors.vllm", "tiered_kv.testing.vllm", "tiered_kv.bench")
 seen = 0
 for package in (tiered_kv, policies, runtime):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.startswith(("tiered_kv.connectors.vllm", "tiered_kv.testing.vllm")):
+        if not module.name.startswith(needs_it):
             importlib.import_module(module.name)
             seen += 1
 print(seen)

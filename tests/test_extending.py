@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.sim.engine.driver import Tiers, simulate
-from bench.sim.servers.servers import server
-from bench.sim.study.presets import TIGHT
-from bench.sim.workloads.generate import generate
+from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.study.presets import TIGHT
+from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.config import load_config
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig, RigOptions

@@ -23,7 +23,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # Of a copy: building leaves folders beside the sources.
     source = folder / "source"
-    files = ("pyproject.toml", "README.md", "LICENSE", "tiered_kv", "connectors", "policies")
+    files = (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "tiered_kv",
+        "connectors",
+        "policies",
+        "bench",
+    )
     source.mkdir()
     for name in files:
         run(["cp", "-rL" if name != "tiered_kv" else "-r", str(ROOT / name), str(source)])
@@ -42,8 +50,8 @@ def run(command: list[str], cwd: Path = ROOT, **env: str) -> str:
 
 def test_a_wheel_holds_every_module_and_file(wheel: Path) -> None:
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info" not in name}
-    places = {"tiered_kv": "tiered_kv", "connectors": "tiered_kv/connectors"}
-    places["policies"] = "tiered_kv/policies"
+    linked = {top: f"tiered_kv/{top}" for top in ("connectors", "policies", "bench")}
+    places = {"tiered_kv": "tiered_kv", **linked}
     wanted = {
         f"{to}/{path.relative_to(ROOT / top)}"
         for top, to in places.items()
@@ -67,6 +75,10 @@ def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: 
     assert "register" in said
     said = run([sys.executable, f"{path}/bin/tiered-kv", "--help"], tmp_path, PYTHONPATH=path)
     assert "store" in said
+    command = [sys.executable, f"{path}/bin/tiered-kv", "sim", "--help"]
+    said = run(command, tmp_path, PYTHONPATH=path)
+    assert "tiered-kv sim" in said
+    assert "table" in said
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS_VLLM = "tiered_kv.connectors.vllm"
-WHOLE = ("connectors", "testing.engine", "testing.rig", "testing.vllm")
+WHOLE = ("bench", "connectors", "testing.engine", "testing.rig", "testing.vllm")
 """Built on everything: an engine with the connector in it."""
 NEEDS_TORCH = {
     f"tiered_kv.transfer.cuda.{name}" for name in ("backend", "calibration", "page_kernel")

@@ -20,22 +20,28 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.common.dtypes import FLOAT32, DtypeError
-from bench.common.model import NAME, ModelError, prepared_path, small_model
-from bench.common.output import AsJson, run_benchmark, run_command
-from bench.common.paths import ROOT
-from bench.common.server import (
+from tiered_kv.bench.common.dtypes import FLOAT32, DtypeError
+from tiered_kv.bench.common.model import NAME, ModelError, prepared_path, small_model
+from tiered_kv.bench.common.output import AsJson, run_benchmark, run_command
+from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.common.server import (
     CONNECTOR,
     ServerOptions,
     runs_on_cpu,
 )
-
-from .agents import Job, JobPlan, differing_answers, in_other_order, make_jobs, source_files
-from .report import Comparison, Run
-from .sizing import Sizing, plan_for, predict_s, size_for
-from .speed import Speed, SpeedError, measure_speed
-from .stage import DemoError, Place, Stage, shown
-from .turns import TraceError, read_trace, sources_from_trace
+from tiered_kv.bench.demo.agents import (
+    Job,
+    JobPlan,
+    differing_answers,
+    in_other_order,
+    make_jobs,
+    source_files,
+)
+from tiered_kv.bench.demo.report import Comparison, Run
+from tiered_kv.bench.demo.sizing import Sizing, plan_for, predict_s, size_for
+from tiered_kv.bench.demo.speed import Speed, SpeedError, measure_speed
+from tiered_kv.bench.demo.stage import DemoError, Place, Stage, shown
+from tiered_kv.bench.demo.turns import TraceError, read_trace, sources_from_trace
 
 SECONDS = 210.0
 """Both servers' runs together, as planned."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from bench.common.load import cores_of_others, read_clock
-from bench.common.server import ServerError, ServerOptions, VllmServer, error_in
+from tiered_kv.bench.common.load import cores_of_others, read_clock
+from tiered_kv.bench.common.server import ServerError, ServerOptions, VllmServer, error_in
 
 from .agents import AgentError, Job, TurnResult, run_jobs
 from .report import Run

@@ -18,24 +18,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.model import small_model
-from bench.common.output import AsJson, command_line, one_of, progress, run_command
-from bench.common.paths import ROOT
-from bench.common.server import machine_dtype
-from bench.replay.play.drive import Hints
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.output import AsJson, command_line, one_of, progress, run_command
+from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.common.server import machine_dtype
+from tiered_kv.bench.replay import figures
+from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs, unequal
+from tiered_kv.bench.replay.failures import FAILURES
+from tiered_kv.bench.replay.jobs import Job, mini_swe_jobs, synthetic_jobs
+from tiered_kv.bench.replay.kinds import make_kinds, size_for
+from tiered_kv.bench.replay.ledger import Kept, Ledger, read_runs
+from tiered_kv.bench.replay.measure import Replay, Workload, versions
+from tiered_kv.bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
+from tiered_kv.bench.replay.play.drive import Hints
+from tiered_kv.bench.replay.plot import plot
+from tiered_kv.bench.replay.verify_pin import verify
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies import registry
-
-from . import figures
-from .ab import PRESETS, Harness, Preset, digest, total_runs, unequal
-from .failures import FAILURES
-from .jobs import Job, mini_swe_jobs, synthetic_jobs
-from .kinds import make_kinds, size_for
-from .ledger import Kept, Ledger, read_runs
-from .measure import Replay, Workload, versions
-from .names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
-from .plot import plot
-from .verify_pin import verify
 
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bench.common.dtypes import DtypeError
-from bench.common.model import ModelError
-from bench.common.plotting import PlotError
-from bench.common.server import ServerError
-from bench.common.sessions import RecordingError
+from tiered_kv.bench.common.dtypes import DtypeError
+from tiered_kv.bench.common.model import ModelError
+from tiered_kv.bench.common.plotting import PlotError
+from tiered_kv.bench.common.server import ServerError
+from tiered_kv.bench.common.sessions import RecordingError
 
 from .ab import HarnessError
 from .ledger import LedgerError

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.common.sessions import Recorded, read_sessions
+from tiered_kv.bench.common.sessions import Recorded, read_sessions
 
 DECODE_TOKENS_PER_S = 60.0
 """Assumed speed of a recorded answer, where only requests have times."""

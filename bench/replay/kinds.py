@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.common.server import CONNECTOR, ServerOptions
-from bench.replay.play.forcing import SERVER_ARGS, server_env
+from tiered_kv.bench.common.server import CONNECTOR, ServerOptions
+from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
 from .names import BOUND, STOCK, TIERED
 

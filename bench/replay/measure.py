@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.common.load import cores_of_others, group_members, read_clock
-from bench.common.server import (
+from tiered_kv.bench.common.load import cores_of_others, group_members, read_clock
+from tiered_kv.bench.common.server import (
     MODEL_NAME,
     ServerError,
     VllmServer,
@@ -22,8 +22,8 @@ from bench.common.server import (
     machine_dtype,
     runs_on_cpu,
 )
-from bench.replay.play.drive import INTERRUPTED, Hints, drive
-from bench.replay.play.sources import with_sources
+from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive
+from tiered_kv.bench.replay.play.sources import with_sources
 
 from .ab import NotStarted
 from .jobs import Job, arrivals

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
+from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
 
 from .figures import Row
 from .names import IDLE, PRESSURE, STOCK

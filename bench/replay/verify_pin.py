@@ -16,8 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
-from bench.restore import texts
+from tiered_kv.bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from tiered_kv.bench.restore import texts
 
 from .kinds import BLOCK
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bench.common.output import (
+from tiered_kv.bench.common.output import (
     AsJson,
     command_line,
     one_of,
@@ -26,17 +26,17 @@ from bench.common.output import (
     run_command,
     show,
 )
-from bench.common.paths import ROOT
-from bench.common.sessions import recording
-from bench.replay.failures import FAILURES
-from bench.sim.engine.machines import GPUS, MODELS
-from bench.sim.servers.servers import BASES, server
-from bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
-from bench.sim.study.plot import plot
-from bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
-from bench.sim.study.report import report
-from bench.sim.study.study import Study, run_study, total_cells
-from bench.sim.workloads.generate import GENERATED
+from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.common.sessions import recording
+from tiered_kv.bench.replay.failures import FAILURES
+from tiered_kv.bench.sim.engine.machines import GPUS, MODELS
+from tiered_kv.bench.sim.servers.servers import BASES, server
+from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
+from tiered_kv.bench.sim.study.plot import plot
+from tiered_kv.bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
+from tiered_kv.bench.sim.study.report import report
+from tiered_kv.bench.sim.study.study import Study, run_study, total_cells
+from tiered_kv.bench.sim.workloads.generate import GENERATED
 
 OUT = ROOT / ".sim"
 TRACES = Path("../shared/traces")
@@ -188,7 +188,7 @@ def held(as_json: AsJson = False) -> None:
 
     def measured() -> int:
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        from bench.sim.validate.held_cost import Crowd, measure
+        from tiered_kv.bench.sim.validate.held_cost import Crowd, measure
 
         with only_result_on_stdout():
             result = measure(Crowd())
@@ -253,8 +253,8 @@ def carry_out(study: Study, processes: int, out: Path, *, as_json: bool) -> int:
 def compared(traces: Path, out: Path, *, resume: bool) -> dict[str, Any]:
     """Compare the simulator with closed forms and a real server."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    import bench.sim.validate.validity as validity
-    from bench.sim.validate.real import compare
+    import tiered_kv.bench.sim.validate.validity as validity
+    from tiered_kv.bench.sim.validate.real import compare
 
     def tell(what: str) -> None:
         print(what, file=sys.stderr, flush=True)

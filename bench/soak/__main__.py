@@ -43,11 +43,11 @@ import httpx2
 import numpy as np
 import typer
 
-from bench.common.load import group_members
-from bench.common.model import small_model
-from bench.common.output import AsJson, progress, run_benchmark, show
-from bench.common.paths import ROOT
-from bench.common.server import (
+from tiered_kv.bench.common.load import group_members
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.common.server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,
@@ -55,11 +55,10 @@ from bench.common.server import (
     all_cores,
     machine_dtype,
 )
-from bench.replay.kinds import BLOCK, SCHEDULER
-from bench.replay.measure import resident_bytes
-from bench.replay.play.drive import KEEPALIVE_S
-
-from .clients import MAX_LEN, Tally, all_clients
+from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
+from tiered_kv.bench.replay.measure import resident_bytes
+from tiered_kv.bench.replay.play.drive import KEEPALIVE_S
+from tiered_kv.bench.soak.clients import MAX_LEN, Tally, all_clients
 
 POOL_TOKENS = 6_400
 CPU_GIB, SSD_GIB = 0.25, 0.5

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 
-from bench.common.server import MODEL_NAME
+from tiered_kv.bench.common.server import MODEL_NAME
 
 AGENTS = 6
 MAX_LEN = 2_048

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from bench.codec import ROUNDS, cast, entropy_bits, entropy_bound, race, zipnn_ratio
+from tiered_kv.bench.codec import ROUNDS, cast, entropy_bits, entropy_bound, race, zipnn_ratio
 from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import CentredCodec

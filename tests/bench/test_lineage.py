@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import bench.lineage
-from bench.common.sessions import Recorded, RecordingError, read_sessions, recording
-from bench.lineage import (
+from tiered_kv.bench.common.sessions import Recorded, RecordingError, read_sessions, recording
+from tiered_kv.bench.lineage import (
     Asked,
     Message,
     all_at_once,
@@ -135,7 +134,7 @@ def test_a_turn_is_right_in_its_sessions_job_missed_in_a_new_one_wrong_in_anothe
 
 
 def test_sessions_of_one_task_are_right_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.lineage, "LONG_TOKENS", 100)
+    monkeypatch.setattr("tiered_kv.bench.lineage.LONG_TOKENS", 100)
     sessions = [session(name, 6, task="both") for name in "ab"] + [session("c", 4)]
     result = measure(sessions, tokenise, render, BLOCK)
     for order in ("", "recorded_", "chat_", "chat_shuffled_", "salts_"):

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.common.paths import ROOT
-from bench.forecast.clairvoyant import Clairvoyant
-from bench.forecast.gaps import Gap, Session, read_sources
-from bench.policy import BENEFITS_S, OURS, Outcome, difference, measure, replay, utility
+from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
+from tiered_kv.bench.forecast.gaps import Gap, Session, read_sources
+from tiered_kv.bench.policy import BENEFITS_S, OURS, Outcome, difference, measure, replay, utility
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import POLICIES

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.server import ServerOptions
-from bench.replay.kinds import SCHEDULER
-from bench.soak.__main__ import SLACK, leaks, medians, slope, tenths, with_every_tier
+from tiered_kv.bench.common.server import ServerOptions
+from tiered_kv.bench.replay.kinds import SCHEDULER
+from tiered_kv.bench.soak.__main__ import SLACK, leaks, medians, slope, tenths, with_every_tier
 
 MIB = 1 << 20
 

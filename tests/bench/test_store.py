@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.micro.device import DEVICE_BLOCKS, DEVICE_THREADS, FINALISTS, contest, finalists, judge
-from bench.store import build_sparse
+from tiered_kv.bench.micro.device import (
+    DEVICE_BLOCKS,
+    DEVICE_THREADS,
+    FINALISTS,
+    contest,
+    finalists,
+    judge,
+)
+from tiered_kv.bench.store import build_sparse
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.micro.copies import CpuSide, Way
-from bench.transfer import ORDERS, SHAPES, Row, Scale, Shape, jobs_of, measure, summary
+from tiered_kv.bench.micro.copies import CpuSide, Way
+from tiered_kv.bench.transfer import ORDERS, SHAPES, Row, Scale, Shape, jobs_of, measure, summary
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import page_runs
 

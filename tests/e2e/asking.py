@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 
 BLOCKS, BLOCK = 160, 32
 """KV pool of the servers that ``usage_in_gap`` is asked of: blocks, and tokens of each."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.model import small_model as prepare
+from tiered_kv.bench.common.model import small_model as prepare
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.common.dtypes import read_features
-from bench.common.engines import engine
+from tiered_kv.bench.common.dtypes import read_features
+from tiered_kv.bench.common.engines import engine
 
 pytestmark = pytest.mark.e2e
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.soak.__main__ import measure
+from tiered_kv.bench.soak.__main__ import measure
 
 pytestmark = pytest.mark.e2e
 

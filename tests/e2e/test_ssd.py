@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.common.load import group_members
-from bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
-from bench.restore import texts
 from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, metric, tick
+from tiered_kv.bench.common.load import group_members
+from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
+from tiered_kv.bench.restore import texts
 
 pytestmark = pytest.mark.e2e
 

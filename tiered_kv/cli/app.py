@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import store_commands
+from . import bench_commands, store_commands
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",
@@ -17,6 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(store_commands.app, name="store")
+bench_commands.add_to(app)
 
 
 def say_version(asked: bool) -> None:
@@ -37,7 +38,7 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Inspect and manage the KV cache that tiered-kv keeps on SSD."""
+    """Manage the KV cache that tiered-kv keeps on SSD, and measure what it gains."""
 
 
 def main() -> None:

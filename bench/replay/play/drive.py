@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2  # what the OpenAI client is built on
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from bench.replay.jobs import Job, Turn
-from bench.replay.results import JobDone, TurnDone
+from tiered_kv.bench.replay.jobs import Job, Turn
+from tiered_kv.bench.replay.results import JobDone, TurnDone
 
 from .forcing import XARG
 

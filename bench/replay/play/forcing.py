@@ -6,21 +6,23 @@ Imports neither vLLM nor torch.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from bench.common.paths import ROOT
+import tiered_kv
 
 XARG = "forced_tokens"
 """The name in ``vllm_xargs`` under which the ids travel, a JSON list of integers."""
 
-SERVER_ARGS = ("--logits-processors", "bench.replay.play.forced:ForcedTokens")
+SERVER_ARGS = ("--logits-processors", "tiered_kv.bench.replay.play.forced:ForcedTokens")
 """Arguments of a server that forces; vLLM's default ``--logprobs-mode`` stays raw."""
 
 
 def server_env() -> dict[str, str]:
-    """Environment of such a server: it must find ``bench`` from any folder, and the
+    """Environment of such a server: it must find this package from any folder, and the
     model runner whose interface the processor has (the only one on CPU)."""
     path = os.environ.get("PYTHONPATH")
+    ours = str(Path(tiered_kv.__file__).parents[1])
     return {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        "PYTHONPATH": f"{ours}{os.pathsep}{path}" if path else ours,
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }

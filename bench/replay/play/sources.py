@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from bench.replay.results import JobDone
+from tiered_kv.bench.replay.results import JobDone
 
 from .drive import request_id
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from bench.sim.servers.ordering import Ordering
-from bench.sim.servers.servers import CLAIRVOYANT, KnownCourse, KnownGaps, Server
-from bench.sim.servers.thunderagent import EVERY_S, Gate
-from bench.sim.workloads.workload import Hints, SimJob, Workload
+from tiered_kv.bench.sim.servers.ordering import Ordering
+from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, KnownCourse, KnownGaps, Server
+from tiered_kv.bench.sim.servers.thunderagent import EVERY_S, Gate
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
 from tiered_kv.policies.base import TurnPolicy
 
 from .engine import Answer, Ask, Engine

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.sim.servers.servers import Order, Server
+from tiered_kv.bench.sim.servers.servers import Order, Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from bench.forecast.clairvoyant import Clairvoyant
+from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
 from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd

@@ -19,15 +19,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import bench.forecast
-import bench.sim
+import tiered_kv.bench.forecast
+import tiered_kv.bench.sim
 import tiered_kv.connectors
 import tiered_kv.policies
-from bench.sim.engine.machines import Machine, machine
-from bench.sim.servers.servers import server
-from bench.sim.workloads.generate import generate
-from bench.sim.workloads.recorded import coding_agents
-from bench.sim.workloads.workload import Workload
+from tiered_kv.bench.sim.engine.machines import Machine, machine
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.workloads.generate import generate
+from tiered_kv.bench.sim.workloads.recorded import coding_agents
+from tiered_kv.bench.sim.workloads.workload import Workload
 
 CODING_AGENTS = "coding-agents"
 GIB = 1 << 30
@@ -47,7 +47,8 @@ def code_digest(outside: frozenset[str] = frozenset()) -> str:
     import vllm
 
     digest = hashlib.sha256(vllm.__version__.encode())
-    for package in (bench.sim, bench.forecast, tiered_kv, tiered_kv.policies, tiered_kv.connectors):
+    simulator = (tiered_kv.bench.sim, tiered_kv.bench.forecast)
+    for package in (*simulator, tiered_kv, tiered_kv.policies, tiered_kv.connectors):
         for folder in package.__path__:
             for file in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
@@ -160,7 +161,7 @@ class Cell:
 
     def run(self) -> dict[str, float]:
         """Simulate; returns the outcome's summary, with the jobs that were left out."""
-        from bench.sim.engine.driver import Tiers, simulate
+        from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 
         place = self.place.machine()
         workload = self.source.jobs_for(place, self.seed)
@@ -257,7 +258,7 @@ def _get_ready() -> None:
     """In each process, once: what is imported takes longer than a run, and is never garbage."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
-    importlib.import_module("bench.sim.engine.driver")
+    importlib.import_module("tiered_kv.bench.sim.engine.driver")
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

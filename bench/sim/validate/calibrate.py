@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.replay.results import Run, TurnDone
-from bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.replay.results import Run, TurnDone
+from tiered_kv.bench.sim.engine.machines import Machine, StepCost
 
 Array = NDArray[np.float64]
 

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common.model import small_model
-from bench.replay.ab import digest
-from bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
-from bench.replay.kinds import Kind, make_kinds, size_for
-from bench.replay.ledger import Kept, Ledger
-from bench.replay.measure import Replay, versions
-from bench.replay.measure import Workload as ReplayWorkload
-from bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
-from bench.replay.play.drive import Hints as ReplayHints
-from bench.replay.results import Run
-from bench.sim.engine.driver import Tiers, simulate
-from bench.sim.engine.machines import Machine, StepCost
-from bench.sim.servers.servers import Server, server
-from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.replay.ab import digest
+from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
+from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
+from tiered_kv.bench.replay.ledger import Kept, Ledger
+from tiered_kv.bench.replay.measure import Replay, versions
+from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
+from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
+from tiered_kv.bench.replay.play.drive import Hints as ReplayHints
+from tiered_kv.bench.replay.results import Run
+from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.servers.servers import Server, server
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 from .calibrate import fit
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.sim.engine.driver import Tiers, simulate
-from bench.sim.engine.machines import Machine, StepCost
-from bench.sim.engine.metrics import Outcome
-from bench.sim.servers.servers import server
-from bench.sim.study.cells import Source
-from bench.sim.study.presets import AMPLE, TIGHT
-from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.engine.metrics import Outcome
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.study.cells import Source
+from tiered_kv.bench.sim.study.presets import AMPLE, TIGHT
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 EXACT = 1e-6
 """Error that rounding may add to a closed form."""

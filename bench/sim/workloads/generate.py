@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.replay.jobs import (
+from tiered_kv.bench.replay.jobs import (
     ADDED_TOKENS,
     ANSWER_TOKENS,
     FIRST_TOKENS,

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.dtypes import BF16, FLOAT32, CpuFeatures, Dtype, DtypeError, choose, cpu_dtype
+from tiered_kv.bench.common.dtypes import (
+    BF16,
+    FLOAT32,
+    CpuFeatures,
+    Dtype,
+    DtypeError,
+    choose,
+    cpu_dtype,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 NEITHER = CpuFeatures(avx512=False, avx512_bf16=False, amx=False)
@@ -68,7 +76,7 @@ def test_any_machine_can_be_made_one_without_avx512() -> None:
     )
     assert done.stdout.split()[-3:] == ["AVX2", "True", "False"]
     chosen = subprocess.run(
-        [avx2, sys.executable, "-m", "bench.common.dtypes"],
+        [avx2, sys.executable, "-m", "tiered_kv.bench.common.dtypes"],
         capture_output=True,
         text=True,
         check=True,

@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.common import server as server_module
-from bench.common.server import ServerError, ServerOptions, VllmServer, all_cores, error_in
+from tiered_kv.bench.common import server as server_module
+from tiered_kv.bench.common.server import (
+    ServerError,
+    ServerOptions,
+    VllmServer,
+    all_cores,
+    error_in,
+)
 
 HEALTHY = """
 import http.server, os, subprocess, sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.demo.agents import TurnResult
+from tiered_kv.bench.demo.agents import TurnResult
 
 
 def turn_result(

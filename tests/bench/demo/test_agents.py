@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.demo.agents import JobPlan, differing_answers, make_jobs, source_files
 from tests.bench.demo.results import turn_result
+from tiered_kv.bench.demo.agents import JobPlan, differing_answers, make_jobs, source_files
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.demo.agents import JobPlan, make_jobs
-from bench.demo.sizing import (
+from tiered_kv.bench.demo.agents import JobPlan, make_jobs
+from tiered_kv.bench.demo.sizing import (
     FEWEST_JOBS,
     MEMORY_SHARE,
     MOST_JOBS,
@@ -17,7 +17,7 @@ from bench.demo.sizing import (
     size_for,
     turn_tokens,
 )
-from bench.demo.speed import Speed, SpeedError, measure_speed
+from tiered_kv.bench.demo.speed import Speed, SpeedError, measure_speed
 
 PLENTY = 64 << 30
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.turns import (
+from tests.bench.demo.results import turn_result
+from tiered_kv.bench.demo.turns import (
     Sources,
     TracedTurn,
     TraceError,
@@ -14,7 +15,6 @@ from bench.demo.turns import (
     sources_from_trace,
     sources_from_usage,
 )
-from tests.bench.demo.results import turn_result
 
 
 def trace_line(job: str | None = "a", turn: int = 1, vram: int = 64, cpu: int = 30) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.forecast.clairvoyant import Clairvoyant
 from tests.policies.turn_ends import turn_end
+from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
 from tiered_kv.policies.base import Costs, Decision, Tier
 
 

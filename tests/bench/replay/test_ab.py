@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay.__main__ import Asked, app, lines, summary, table
-from bench.replay.ab import (
+from tiered_kv.bench.replay.__main__ import Asked, app, lines, summary, table
+from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,
     NEAR,
     PRESETS,
@@ -26,14 +26,14 @@ from bench.replay.ab import (
     total_runs,
     unequal,
 )
-from bench.replay.figures import Row
-from bench.replay.jobs import Job, Turn
-from bench.replay.kinds import Kind, make_kinds, size_for
-from bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
-from bench.replay.measure import Workload
-from bench.replay.play.drive import Hints
-from bench.replay.results import JobDone, Run, TurnDone
-from bench.replay.verify_pin import Gap, Verdict
+from tiered_kv.bench.replay.figures import Row
+from tiered_kv.bench.replay.jobs import Job, Turn
+from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
+from tiered_kv.bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
+from tiered_kv.bench.replay.measure import Workload
+from tiered_kv.bench.replay.play.drive import Hints
+from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
+from tiered_kv.bench.replay.verify_pin import Gap, Verdict
 
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
@@ -257,7 +257,7 @@ def test_the_command_line_knows_hints_and_policies(
         found.append(asked)
         return 0
 
-    monkeypatch.setattr("bench.replay.__main__.compare", compare)
+    monkeypatch.setattr("tiered_kv.bench.replay.__main__.compare", compare)
     ours = "tiered_kv.testing.policies:FixedPin"
     assert run("ab", "--hints", "session", "--policy", "lru", "--policy", ours) == 0
     assert found[0].hints is Hints.SESSION
@@ -283,7 +283,7 @@ def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
         drawn.extend(rows)
         return [folder / "replay.png"]
 
-    monkeypatch.setattr("bench.replay.__main__.plot", draw)
+    monkeypatch.setattr("tiered_kv.bench.replay.__main__.plot", draw)
     assert run("plot", "--json", "--out", str(tmp_path)) == 0
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "replay.png")]}
     servers = ["stock", "tiered", "bound"]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay.agreement import agreement, difference, within
-from bench.replay.figures import closed, idle_ratio, recomputed, row, rows, sources_of
-from bench.replay.results import JobDone, Run, TurnDone
+from tiered_kv.bench.replay.agreement import agreement, difference, within
+from tiered_kv.bench.replay.figures import closed, idle_ratio, recomputed, row, rows, sources_of
+from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
 
 TOKENS = 40
 

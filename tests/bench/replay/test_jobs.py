@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.common.sessions import RecordingError
-from bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs, synthetic_jobs
+from tiered_kv.bench.common.sessions import RecordingError
+from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs, synthetic_jobs
 
 BEGIN = 1
 

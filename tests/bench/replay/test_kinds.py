@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay.kinds import BLOCK, SCHEDULER, Kind, make_kinds, size_for
+from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER, Kind, make_kinds, size_for
 
 SIZING = size_for([3000, 2000], 6400)
 

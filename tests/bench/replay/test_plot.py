@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.common.plotting import COLOURS, MARKERS, PlotError
-from bench.replay.figures import ByTurn, Row
-from bench.replay.plot import plot, speed_ups
+from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError
+from tiered_kv.bench.replay.figures import ByTurn, Row
+from tiered_kv.bench.replay.plot import plot, speed_ups
 
 
 def row(server: str, load: str, mean_s: float, jobs_per_s: float) -> Row:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench.common.model import ModelError
-from bench.common.server import ServerError
-from bench.common.sessions import RecordingError
-from bench.replay.ledger import LedgerError
-from bench.replay.measure import MeasureError
-from bench.sim.__main__ import app
+from tiered_kv.bench.common.model import ModelError
+from tiered_kv.bench.common.server import ServerError
+from tiered_kv.bench.common.sessions import RecordingError
+from tiered_kv.bench.replay.ledger import LedgerError
+from tiered_kv.bench.replay.measure import MeasureError
+from tiered_kv.bench.sim.__main__ import app
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_what_ends_a_replay_with_a_message_ends_validate_so(
     def fail(*_: Path, resume: bool) -> dict[str, Any]:
         raise failure("it cannot be had")
 
-    monkeypatch.setattr("bench.sim.__main__.compared", fail)
+    monkeypatch.setattr("tiered_kv.bench.sim.__main__.compared", fail)
     with pytest.raises(SystemExit) as ended:
         app(["validate"])
     assert ended.value.code == 1
@@ -40,7 +40,7 @@ def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = {"mean_error": worst, "order_equal": True, "conserved": True}
-    monkeypatch.setattr("bench.sim.__main__.compared", lambda *_, resume: found)
+    monkeypatch.setattr("tiered_kv.bench.sim.__main__.compared", lambda *_, resume: found)
     with pytest.raises(SystemExit) as ended:
         app(["validate", "--json"])
     assert ended.value.code == code

@@ -11,19 +11,19 @@ from typing import cast
 
 import pytest
 
-from bench.sim.engine.links import Link
-from bench.sim.engine.machines import GPUS, MODELS, machine
-from bench.sim.engine.worker import SEGMENTS, SsdStore
-from bench.sim.servers.ordering import Ordering
-from bench.sim.servers.servers import BASES, KnownCourse, Order, server
-from bench.sim.servers.thunderagent import Gate
-from bench.sim.study.cells import Bench, Cell, Place, Source
-from bench.sim.study.loads import STEP, Question, closed, highest_stable, search
-from bench.sim.study.presets import PLACES
-from bench.sim.validate.validity import equal_orders
-from bench.sim.workloads.generate import GENERATED, generate
-from bench.sim.workloads.recorded import coding_agents
-from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.bench.sim.engine.links import Link
+from tiered_kv.bench.sim.engine.machines import GPUS, MODELS, machine
+from tiered_kv.bench.sim.engine.worker import SEGMENTS, SsdStore
+from tiered_kv.bench.sim.servers.ordering import Ordering
+from tiered_kv.bench.sim.servers.servers import BASES, KnownCourse, Order, server
+from tiered_kv.bench.sim.servers.thunderagent import Gate
+from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
+from tiered_kv.bench.sim.study.loads import STEP, Question, closed, highest_stable, search
+from tiered_kv.bench.sim.study.presets import PLACES
+from tiered_kv.bench.sim.validate.validity import equal_orders
+from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
+from tiered_kv.bench.sim.workloads.recorded import coding_agents
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reclaim
 from tiered_kv.policies.base import JobKey

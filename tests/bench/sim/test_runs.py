@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.sim.engine.driver import Tiers, simulate
-from bench.sim.engine.metrics import Outcome
-from bench.sim.servers.servers import server
-from bench.sim.study.cells import Bench, Cell, Place, Source
-from bench.sim.study.plot import plot
-from bench.sim.study.presets import TIGHT
-from bench.sim.study.report import report
-from bench.sim.study.study import Study, run_study
-from bench.sim.validate import validity
-from bench.sim.workloads.generate import generate
-from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.metrics import Outcome
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
+from tiered_kv.bench.sim.study.plot import plot
+from tiered_kv.bench.sim.study.presets import TIGHT
+from tiered_kv.bench.sim.study.report import report
+from tiered_kv.bench.sim.study.study import Study, run_study
+from tiered_kv.bench.sim.validate import validity
+from tiered_kv.bench.sim.workloads.generate import generate
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 SMALL = replace(TIGHT.machine(), pool_tokens=16_000)
 RATE = 4.0
@@ -59,7 +59,7 @@ def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return [turn.ended_s for job in run(name).jobs for turn in job.turns]
 
     leapt = times("fcfs")
-    monkeypatch.setattr("bench.sim.engine.engine.LONGEST_LEAP", 1)
+    monkeypatch.setattr("tiered_kv.bench.sim.engine.engine.LONGEST_LEAP", 1)
     assert times("fcfs") == pytest.approx(leapt, rel=0.02)
 
 
@@ -68,7 +68,7 @@ def test_lookups_that_are_remembered_change_nothing(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     remembered = run(name)
-    monkeypatch.setattr("bench.sim.engine.engine.RememberedLookups", lambda manager: None)
+    monkeypatch.setattr("tiered_kv.bench.sim.engine.engine.RememberedLookups", lambda manager: None)
     assert run(name) == remembered
 
 
@@ -179,5 +179,5 @@ def test_a_run_that_was_kept_is_not_used_once_the_code_has_changed(
     cell = Cell.of(TIGHT, Source("original", 2), "fcfs", 1.0, 0)
     kept = cell.key
     assert cell.key == kept
-    monkeypatch.setattr("bench.sim.study.cells.code_digest", lambda outside: "other code")
+    monkeypatch.setattr("tiered_kv.bench.sim.study.cells.code_digest", lambda outside: "other code")
     assert cell.key != kept

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.common.server import CONNECTOR, ServerOptions, VllmServer
-from bench.replay.play.forcing import SERVER_ARGS, server_env
 from tests.e2e.asking import BLOCKS, PATIENCE_S
+from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
+from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
 MIDDLEWARE = "tiered_kv.connectors.vllm.middleware.JobMiddleware"
 

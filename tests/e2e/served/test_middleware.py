@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
-from bench.common.server import MODEL_NAME, VllmServer
 from tests.e2e.asking import PATIENCE_S, Events, count, job, tick, trace
+from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.common.server import MODEL_NAME, VllmServer
-from bench.restore import texts
 from tests.e2e.asking import EVENT_S, Events, ask, count, job, metric, tick, trace, usage_in_gap
+from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.restore import texts
 
 pytestmark = pytest.mark.e2e
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench.replay.jobs import Job, Turn
-from bench.replay.play.drive import INTERRUPTED, Hints, drive, request_id
-from bench.replay.play.forcing import XARG
-from bench.replay.play.sources import with_sources
-from bench.replay.results import JobDone, TurnDone
+from tiered_kv.bench.replay.jobs import Job, Turn
+from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive, request_id
+from tiered_kv.bench.replay.play.forcing import XARG
+from tiered_kv.bench.replay.play.sources import with_sources
+from tiered_kv.bench.replay.results import JobDone, TurnDone
 
 Body = dict[str, Any]
 Answers = Callable[[Body], Awaitable[Iterable[Any]]]

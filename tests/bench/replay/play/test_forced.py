@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from bench.replay.play.forced import ForcedTokens
-from bench.replay.play.forcing import SERVER_ARGS, XARG, server_env
+from tiered_kv.bench.replay.play.forced import ForcedTokens
+from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, XARG, server_env
 
 VOCABULARY = 50
 OWN = 7

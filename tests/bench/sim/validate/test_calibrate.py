@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.replay.results import JobDone, Run, TurnDone
-from bench.sim.engine.driver import Tiers, simulate
-from bench.sim.engine.machines import Machine, StepCost
-from bench.sim.servers.servers import server
-from bench.sim.validate.calibrate import fit
-from bench.sim.validate.real import UNKNOWN, calibration_jobs
-from bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
+from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.validate.calibrate import fit
+from tiered_kv.bench.sim.validate.real import UNKNOWN, calibration_jobs
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 TRUE = StepCost(step=2e-3, weights=15e-3, token=3e-4, pair=2e-7, kv=1.5e-6, seq=8e-4)
 PLACE = Machine("here", 200_000, 23_040, 8_192, TRUE, 4e9, batched_tokens=4_096, max_seqs=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.sim.validate.held_cost import Crowd, measure
+from tiered_kv.bench.sim.validate.held_cost import Crowd, measure
 
 
 def test_steps_are_timed_while_all_are_held() -> None:
@@ -15,6 +15,6 @@ def test_steps_are_timed_while_all_are_held() -> None:
 
 
 def test_jobs_that_find_room_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.sim.validate.held_cost.OWN_TOKENS", 32)
+    monkeypatch.setattr("tiered_kv.bench.sim.validate.held_cost.OWN_TOKENS", 32)
     with pytest.raises(RuntimeError, match="nothing was measured"):
         measure(Crowd(held=1, shared_tokens=16, running=3, steps=10, pairs=1))

@@ -1,0 +1,67 @@
+"""Benchmarks as commands. They are imported when one is run: they need the extra ``bench``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from .terminal import refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark with a command line of its own.
+
+    Attributes:
+        name: name of the command.
+        module: module of its typer app.
+        summary: line in ``tiered-kv --help``.
+    """
+
+    name: str
+    module: str
+    summary: str
+
+    def run(self, arguments: list[str]) -> None:
+        """Run it with these arguments, as ``python -m`` would.
+
+        Raises:
+            typer.Exit: packages that it needs are not installed.
+        """
+        try:
+            app: Any = importlib.import_module(self.module).app
+        except ModuleNotFoundError as error:
+            lacks = (error.name or "").partition(".")[0]
+            if lacks == "vllm":
+                refuse(f"{self.name} needs vLLM: install tiered-kv where vLLM is installed.")
+            refuse(f"{self.name} needs {lacks}: install it with pip install 'tiered-kv[bench]'.")
+        app(arguments, prog_name=f"tiered-kv {self.name}")
+
+
+BENCHMARKS = (
+    Benchmark("replay", "tiered_kv.bench.replay.__main__", "Replay agent jobs on real servers."),
+    Benchmark("sim", "tiered_kv.bench.sim.__main__", "Simulate agent jobs on GPUs."),
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the benchmarks to a command line. Every word, ``--help`` included, is theirs."""
+    for benchmark in BENCHMARKS:
+        settings = {
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": list[str](),
+        }
+        command = app.command(benchmark.name, help=benchmark.summary, context_settings=settings)
+        command(_command(benchmark))
+
+
+def _command(benchmark: Benchmark) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        benchmark.run(context.args)
+
+    return command
