@@ -161,9 +161,12 @@ class TurnPages:
     shared_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
     """A live request: facts that do not change, and a part for each of its writers.
+
+    No field is set again. It is not frozen, since requests may come by the thousand, and freezing
+    doubles the time to make one.
 
     Attributes:
         job: None if the client named none, and none was inferred.

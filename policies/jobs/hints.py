@@ -14,8 +14,7 @@ counts:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_JOB_ID_CHARS = 512
 """Longest job id. It is kept as long as the job; a longer one is a mistake or an attack."""
@@ -27,9 +26,10 @@ MAX_EXPECTED_S = 7 * 86_400.0
 INFERRED_PREFIX = "(inferred) "
 """Prefix of inferred jobs' names, which no client's name may have."""
 
+_MAPPINGS = (dict, Mapping)  # most are dicts, and the check for any other takes long
 
-@dataclass(frozen=True, slots=True)
-class TurnHints:
+
+class TurnHints(NamedTuple):
     """Usable hints of a request; None where there was none.
 
     Attributes:
@@ -63,24 +63,24 @@ def read_hints(
     """
     found: dict[str, Any] = {}
     ignored = 0
-    for source in (kv_transfer_params, xargs):
+    for source, known in ((kv_transfer_params, _KNOWN), (xargs, None)):
         if source is None:
             continue
-        if not isinstance(source, Mapping):
+        if not isinstance(source, _MAPPINGS):
             ignored += 1
             continue
-        for name, read in _READERS.items():
-            given = source.get(name)
-            if given is None:
-                continue
-            value = read(given)
-            if value is None:
-                ignored += 1
-            else:
-                found.setdefault(name, value)
+        for name, given in source.items():
+            read = _READERS.get(name)
+            if read is None:
+                ignored += known is not None and name not in known
+            elif given is not None:
+                value = read(given)
+                if value is None:
+                    ignored += 1
+                else:
+                    found.setdefault(name, value)
     sessions = [session_id]
-    if isinstance(kv_transfer_params, Mapping):
-        ignored += sum(1 for key in kv_transfer_params if key not in _KNOWN)
+    if isinstance(kv_transfer_params, _MAPPINGS):
         sessions.append(kv_transfer_params.get("session_id"))
     job_id = found.get("job_id")
     for session in sessions:

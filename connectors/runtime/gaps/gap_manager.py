@@ -7,7 +7,8 @@ and what was decided is revised once the call was read, off this thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
@@ -42,8 +43,7 @@ IDLE_AHEAD_S = 3600.0
 """An engine that falls idle orders what is due in this time ahead: no hook may run until then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A turn that arrives.
 
     Attributes:
