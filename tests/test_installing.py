@@ -13,6 +13,8 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("connectors", "policies", "bench")
+"""Folders at the top that are packages in ``tiered_kv``."""
 TORCH = "torch==2.13.0"
 """vLLM's CPU build asks for the CPU build of the same version, which is on no default index. The
 dependencies of both are the same, but for CUDA's libraries."""
@@ -23,15 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # Of a copy: building leaves folders beside the sources.
     source = folder / "source"
-    files = (
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "tiered_kv",
-        "connectors",
-        "policies",
-        "bench",
-    )
+    files = ("pyproject.toml", "README.md", "LICENSE", "tiered_kv", *LINKED)
     source.mkdir()
     for name in files:
         run(["cp", "-rL" if name != "tiered_kv" else "-r", str(ROOT / name), str(source)])
@@ -50,8 +44,7 @@ def run(command: list[str], cwd: Path = ROOT, **env: str) -> str:
 
 def test_a_wheel_holds_every_module_and_file(wheel: Path) -> None:
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info" not in name}
-    linked = {top: f"tiered_kv/{top}" for top in ("connectors", "policies", "bench")}
-    places = {"tiered_kv": "tiered_kv", **linked}
+    places = {"tiered_kv": "tiered_kv", **{top: f"tiered_kv/{top}" for top in LINKED}}
     wanted = {
         f"{to}/{path.relative_to(ROOT / top)}"
         for top, to in places.items()

@@ -22,7 +22,7 @@ class LiveTurns:
 
     def add(self, turn: Turn) -> None:
         """Begin with a turn."""
-        self.by_id[turn.request.request_id] = turn
+        self.by_id[turn.request_id] = turn
 
     def admit(self, turn: Turn) -> None:
         """Count a turn that has blocks for the first time."""

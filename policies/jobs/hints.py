@@ -26,7 +26,8 @@ MAX_EXPECTED_S = 7 * 86_400.0
 INFERRED_PREFIX = "(inferred) "
 """Prefix of inferred jobs' names, which no client's name may have."""
 
-_MAPPINGS = (dict, Mapping)  # most are dicts, and the check for any other takes long
+_MAPPINGS = (dict, Mapping)
+"""Types of a source. Nearly all are a ``dict``; the check for any other ``Mapping`` is slow."""
 
 
 class TurnHints(NamedTuple):
@@ -63,7 +64,7 @@ def read_hints(
     """
     found: dict[str, Any] = {}
     ignored = 0
-    for source, known in ((kv_transfer_params, _KNOWN), (xargs, None)):
+    for source in (kv_transfer_params, xargs):
         if source is None:
             continue
         if not isinstance(source, _MAPPINGS):
@@ -71,16 +72,16 @@ def read_hints(
             continue
         for name, given in source.items():
             read = _READERS.get(name)
-            if read is None:
-                ignored += known is not None and name not in known
-            elif given is not None:
-                value = read(given)
-                if value is None:
-                    ignored += 1
-                else:
-                    found.setdefault(name, value)
+            if read is None or given is None:
+                continue
+            value = read(given)
+            if value is None:
+                ignored += 1
+            else:
+                found.setdefault(name, value)
     sessions = [session_id]
     if isinstance(kv_transfer_params, _MAPPINGS):
+        ignored += len(kv_transfer_params.keys() - _KNOWN)
         sessions.append(kv_transfer_params.get("session_id"))
     job_id = found.get("job_id")
     for session in sessions:

@@ -68,3 +68,13 @@ def test_a_package_that_is_missing_is_named(
     said = capsys.readouterr().err
     assert said.lower().startswith(f"tiered-kv: sim needs {package}")
     assert advice in said
+
+
+def test_a_package_that_is_missed_only_while_it_runs_is_named_too() -> None:
+    code = (
+        "import sys; sys.modules['vllm'] = None; from tiered_kv.cli.app import app\n"
+        "app(['sim', 'run', '--jobs', '2'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "tiered-kv: sim needs vLLM: install tiered-kv where vLLM is installed.\n"

@@ -86,7 +86,7 @@ class LowerTiers:
         Args:
             prefill: time that computing their tokens takes instead.
         """
-        if not self._tiers:  # it is asked at every arrival
+        if not self._tiers:  # first, since this is called for every request that arrives
             return
         room = max(1, self._index.num_slots // 2) - self._unclaimed
         if turn.tiers.promotions == TRIES or room <= 0:
