@@ -37,7 +37,8 @@ class Found:
 
     def __init__(self, codec: str, root: Path) -> None:
         with tarfile.open(ARCHIVE) as archive:
-            archive.extractall(root, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since 3.11.4
+            archive.extractall(root)
         said: dict[str, Any] = json.loads((root / "manifest.json").read_text())
         (store,) = (one for one in said["stores"] if one["codec"] == codec)
         self.format = PageFormat(ElementType(said["element"]), said["page_bytes"], said["tokens"])
