@@ -22,13 +22,13 @@ def all_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose bytes are looked at, as it happens."""
     names: list[str] = []
-    real = digests._digest_file
+    real = digests.digest_file
 
     def spy(path: Path) -> str:
         names.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(digests, "_digest_file", spy)
+    monkeypatch.setattr(digests, "digest_file", spy)
     return names
 
 
@@ -54,7 +54,7 @@ def test_the_digest_is_of_contents_and_names_wherever_the_files_lie(tmp_path: Pa
 def test_files_larger_than_a_chunk_are_read_to_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "_CHUNK", 8)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 8)
     first = digest_files(weights(tmp_path / "1", a=b"x" * 20 + b"1"))
     second = digest_files(weights(tmp_path / "2", a=b"x" * 20 + b"2"))
     assert first != second

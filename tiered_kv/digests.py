@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 16 << 20
 """Size from which digests are cached, bytes. Smaller files are read within milliseconds."""
-_CHUNK = 8 << 20
+CHUNK_BYTES = 8 << 20
+"""Read of a file at a time."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
 
@@ -58,7 +59,7 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
         if entry is not None and entry[:2] == signature:
             digest = str(entry[2])
         else:
-            digest = _digest_file(path)
+            digest = digest_file(path)
             if stat.st_size >= CACHED_BYTES:
                 fresh[where] = [*signature, digest]
         whole.update(f"{path.name}:{digest}\n".encode())
@@ -74,10 +75,11 @@ def default_cache() -> Path:
     return Path(base) / "tiered-kv" / "digests.json"
 
 
-def _digest_file(path: Path) -> str:
+def digest_file(path: Path) -> str:
+    """Digest the contents of one file, every byte."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -63,7 +63,7 @@ def small_model() -> Path:
     target = prepared_path()
     if target.is_dir():
         return target
-    source = _find_gguf()
+    source = find_gguf()
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / ".lock"):
         if target.is_dir():
@@ -72,7 +72,7 @@ def small_model() -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            _convert_in_subprocess(source, scratch)
+            convert_in_subprocess(source, scratch)
             scratch.chmod(0o755)
             scratch.rename(target)
         finally:
@@ -80,7 +80,12 @@ def small_model() -> Path:
     return target
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
+    """Path of the package's GGUF file.
+
+    Raises:
+        ModelError: there is none.
+    """
     # Not imported: the package's own dependencies are left out (see requirements/cpu.excludes).
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
@@ -91,7 +96,12 @@ def _find_gguf() -> Path:
     return found[0]
 
 
-def _convert_in_subprocess(source: Path, target: Path) -> None:
+def convert_in_subprocess(source: Path, target: Path) -> None:
+    """Convert a GGUF file into a folder that vLLM loads.
+
+    Raises:
+        ModelError: it failed, with the end of its output.
+    """
     # -P: the modules beside this file must not shadow what transformers imports.
     script = str(Path(__file__).resolve())
     command = [sys.executable, "-P", script, "convert", str(source), str(target)]

@@ -33,14 +33,15 @@ def check_version(version: str) -> None:
         raise UnsupportedError(
             f"vLLM {version} is too old for TieredContinuumConnector: install vLLM 0.30 or newer."
         )
-    if found > NEWEST_TESTED and version not in _warned_versions:
-        _warned_versions.add(version)
+    if found > NEWEST_TESTED and version not in warned_versions:
+        warned_versions.add(version)
         logger.warning(
             "TieredContinuumConnector is tested with vLLM 0.30 to 0.32; this is %s", version
         )
 
 
-_warned_versions: set[str] = set()
+warned_versions: set[str] = set()
+"""Versions that were warned of in this process."""
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

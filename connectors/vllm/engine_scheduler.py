@@ -13,7 +13,7 @@ a separate scheduler, are refused (``UnsupportedError``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 class _InJobOrder:
-    """Changes to both of vLLM's schedulers; see the module."""
+    """Changes to both of vLLM's schedulers; see the module.
+
+    Attributes:
+        parked: requests outside the queue by id, in the order in which they are let in.
+    """
 
     connector: Any
     requests: dict[str, Any]
@@ -46,7 +50,7 @@ class _InJobOrder:
                 "diffusion models: leave --scheduler-cls out."
             )
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        self._parked: dict[str, Any] = {}  # requests by id, in the order they are let in
+        self.parked: dict[str, Any] = {}
         self._came: deque[str] = deque()  # the same, first come first; some are gone
         self._unsorted = False
         self._counts_parked = True
@@ -72,44 +76,39 @@ class _InJobOrder:
     def _is_behind(self, request: Any) -> bool:
         """True if a parked request precedes a new job."""
         if self.policy is SchedulingPolicy.FCFS:
-            return bool(self._parked)
-        return any(one.priority <= request.priority for one in self._parked.values())
+            return bool(self.parked)
+        return any(one.priority <= request.priority for one in self.parked.values())
 
     def _park(self, request: Any) -> None:
-        last = next(reversed(self._parked.values()), None)
-        self._parked[request.request_id] = request
+        last = next(reversed(self.parked.values()), None)
+        self.parked[request.request_id] = request
         self._came.append(request.request_id)
         if last is not None and self._parked_rank(request) < self._parked_rank(last):
             self._sort_parked()
 
     def _sort_parked(self) -> None:
-        order = sorted(self._parked.values(), key=self._parked_rank)
-        self._parked = {one.request_id: one for one in order}
+        order = sorted(self.parked.values(), key=self._parked_rank)
+        self.parked = {one.request_id: one for one in order}
 
     def _parked_rank(self, request: Any) -> tuple[float, ...]:
         assert self._half is not None
         priority = 0 if self.policy is SchedulingPolicy.FCFS else request.priority
         return priority, *self._half.admission.queue.parked_rank(request.request_id)
 
-    @property
-    def parked(self) -> Sequence[Any]:
-        """Requests outside the queue, in the order in which they are let in."""
-        return tuple(self._parked.values())
-
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
         for request in ended:
-            self._parked.pop(request.request_id, None)
+            self.parked.pop(request.request_id, None)
         return ended
 
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()  # type: ignore[misc]
-        return running, waiting + (len(self._parked) if self._counts_parked else 0)
+        return running, waiting + (len(self.parked) if self._counts_parked else 0)
 
     def get_num_unfinished_requests(self) -> int:
         unfinished: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         if not unfinished and self._pause_state == PauseState.UNPAUSED:
-            return len(self._parked)  # vLLM 0.30 counts its queues only, and would fall asleep
+            return len(self.parked)  # vLLM 0.30 counts its queues only, and would fall asleep
         return unfinished
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,24 +132,24 @@ class _InJobOrder:
         if queue.ranks_changed:
             queue.ranks_changed = False
             self._sort_parked()
-        while self._parked:
-            request_id = next(iter(self._parked))
+        while self.parked:
+            request_id = next(iter(self.parked))
             if queue.holds(request_id):
                 break
             self._unpark(request_id)
         # Nobody waits for longer because others go first.
-        while came and (came[0] not in self._parked or queue.lets_overdue_in(came[0])):
+        while came and (came[0] not in self.parked or queue.lets_overdue_in(came[0])):
             request_id = came.popleft()
-            if request_id in self._parked:
+            if request_id in self.parked:
                 self._unpark(request_id)
 
     def _unpark(self, request_id: str) -> None:
-        self.waiting.add_request(self._parked.pop(request_id))
+        self.waiting.add_request(self.parked.pop(request_id))
         self._unsorted = True
 
     def _unpark_all(self) -> None:
-        while self._parked:
-            self._unpark(next(iter(self._parked)))
+        while self.parked:
+            self._unpark(next(iter(self.parked)))
 
     def _put_in_order(self) -> None:
         assert self._half is not None

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ class Fingerprints:
         if not digest.done() or digest.exception() is not None:
             return None
         return self._digest(digest.result(), group)
+
+    def drain(self) -> None:
+        """Wait for the digests under way."""
+        wait(self._adapters.values())
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -109,6 +109,11 @@ class Lineage:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def places(self) -> int:
+        """Blocks at which turns are compared."""
+        return sum(map(len, self._places.values()))
+
     def arrived(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> Inferred | None:
         """Infer the job of a request without a job id. Its turn runs until ``ended``.
 

@@ -37,8 +37,7 @@ SERVER = Rule(60.0, 1.5)
 TRAINING = Rule(300.0, 1.5)
 END = Rule(300.0, 2.0)
 
-# Commands, alone or with a subcommand.
-_COMMANDS = (
+COMMANDS = (
     (
         AT_ONCE,
         """ls, cat, head, tail, wc, echo, printf, pwd, mkdir, rmdir, cp, mv, rm, touch, stat, file,
@@ -122,7 +121,8 @@ _COMMANDS = (
     (TRAINING, "torchrun, accelerate, deepspeed, vllm, axolotl, lm_eval"),
     (END, "submit, exit_forfeit"),
 )
-RULES = {name.strip(): rule for rule, names in _COMMANDS for name in names.split(",")}
+"""Commands by rule, alone or with a subcommand."""
+RULES = {name.strip(): rule for rule, names in COMMANDS for name in names.split(",")}
 """Rules by command, with its subcommand where that matters."""
 
 _WEB = Rule(3.0, 1.0)

@@ -13,7 +13,6 @@ import zstandard
 
 from tests.cli.store_disk import OTHER, Disk, flip, run, run_json
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.admin import export
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.conformance.store import FINGERPRINT, page_key
 
@@ -158,14 +157,14 @@ def test_an_export_onto_a_full_disk_says_what_it_has_written(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.fill(10)
-    write, left = export._write, iter(range(3))
+    write, left = Path.write_bytes, iter(range(3))
 
-    def filling(*arguments: Any) -> dict[str, object]:
+    def filling(path: Path, page: memoryview) -> int:
         if next(left, None) is None:
             raise OSError(28, "No space left on device")
-        return write(*arguments)
+        return write(path, page)
 
-    monkeypatch.setattr(export, "_write", filling)
+    monkeypatch.setattr(Path, "write_bytes", filling)
     assert "No space left" in run("export", disk.root, "--all", tmp_path / "out", code=2)
     assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["pages"]) == 3
 

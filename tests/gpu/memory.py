@@ -75,6 +75,11 @@ class Vram:
         return write
 
 
+def keep_busy(cycles: int) -> None:
+    """Keep the GPU behind the CPU: its compute stream does nothing for some cycles."""
+    torch.cuda._sleep(cycles)  # noqa: SLF001 - torch has no other
+
+
 @contextmanager
 def vram(way: str, layout: PageLayout, num_slots: int) -> Iterator[Vram]:
     rng = np.random.default_rng(0)

@@ -135,7 +135,7 @@ class TrustsAFailedPromotion(OrderBook):
 
 class ForgetsNothingOnSsd(OrderBook):
     def forget_all(self) -> None:
-        kept = list(self.stores[SSD].index._used)
+        kept = list(self.stores[SSD].index)
         super().forget_all()
         self.stores[SSD].index.add(kept)
 

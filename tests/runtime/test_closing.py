@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,21 +35,11 @@ def test_a_copy_that_failed_is_not_flushed(rig: Rig, make_rig: MakeRig, tmp_path
 def test_a_copy_under_way_is_waited_for_and_flushed(
     rig: Rig, make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    backend, gate = rig.worker_half.backend, threading.Event()
-    copy, drain = backend._copy, backend.drain
-
-    def slow(job: Any) -> Any:
-        assert gate.wait(300)
-        return copy(job)
-
-    def opened() -> None:
-        gate.set()
-        drain()
-
-    backend._copy, backend.drain = slow, opened
+    backend = rig.inject(FaultyTransfer)
+    backend.hold(Direction.SAVE)
     rig.add("first", CONTEXT)
     rig.step()
-    assert not gate.is_set()
+    assert backend.held > 0
     rig.close()
 
     second = make_rig(extra=tiers(tmp_path, slots=200))

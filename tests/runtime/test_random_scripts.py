@@ -97,9 +97,11 @@ def watch_the_order(rig: Rig) -> None:
     def watched(request_id: str, *args: Any) -> None:
         turn = rig.turn(request_id)
         if turn.hold.new:
-            parked = [one.arrival_time for one in rig.scheduler.parked]
+            parked = [one.arrival_time for one in rig.scheduler.parked.values()]
             assert turn.request.arrival_time < min(parked, default=float("inf")), "overtaken"
-        ranks = [rig.admission.queue.parked_rank(one.request_id) for one in rig.scheduler.parked]
+        ranks = [
+            rig.admission.queue.parked_rank(one.request_id) for one in rig.scheduler.parked.values()
+        ]
         assert ranks == sorted(ranks) or rig.admission.queue.ranks_changed
         allocated(request_id, *args)
 

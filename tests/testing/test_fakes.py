@@ -90,6 +90,24 @@ def test_a_job_in_the_background_fails_like_any_other(copies: Copies) -> None:
     assert (result.job_id, result.failed) == (7, frozenset({0}))
 
 
+def test_copies_that_are_held_are_made_when_they_are_let_go(copies: Copies) -> None:
+    copies.faulty.hold(Direction.SAVE)
+    copies.faulty.submit(CopyJob(7, Direction.SAVE, [0], [0]))
+    copies.faulty.submit(CopyJob(8, Direction.LOAD, [3], [3]))
+    assert copies.faulty.held == 1
+    copies.storage[:8] = 9
+    copies.faulty.let_go()
+    copies.faulty.drain()
+    assert (copies.slots[0], copies.blocks[3]) == (9, 14)
+
+
+def test_whoever_waits_for_copies_lets_them_go(copies: Copies) -> None:
+    copies.faulty.hold(Direction.SAVE)
+    copies.faulty.submit(CopyJob(7, Direction.SAVE, [0], [0]))
+    copies.faulty.drain()
+    assert copies.slots[0] == 1
+
+
 def test_a_corrupt_load_lies(copies: Copies) -> None:
     copies.faulty.corrupt_next_load()
     assert copies.run(Direction.LOAD, [0, 1, 2], [0, 1, 2]) == set()

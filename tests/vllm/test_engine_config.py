@@ -28,7 +28,7 @@ from tiered_kv.page_group import PageGroup
 
 @pytest.fixture(autouse=True)
 def nobody_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_warned_versions", set())
+    monkeypatch.setattr(engine, "warned_versions", set())
 
 
 @pytest.mark.parametrize(

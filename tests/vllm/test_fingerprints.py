@@ -37,7 +37,7 @@ def adapter(path: Path | str, number: int = 1) -> Any:
 
 def digested(fingerprints: Fingerprints, request: Any) -> bytes | None:
     fingerprints.of(request, CONTEXT)
-    fingerprints._threads.submit(int).result()  # behind the digest, on the same thread
+    fingerprints.drain()
     return fingerprints.of(request, CONTEXT)
 
 

@@ -10,7 +10,7 @@ One thread, no locks, O(1) per page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.keys import PageKey
@@ -35,6 +35,9 @@ class TierIndex:
 
     def __len__(self) -> int:
         return len(self._used)
+
+    def __iter__(self) -> Iterator[PageKey]:
+        return iter(self._used)
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used

@@ -20,6 +20,7 @@ class FaultyTransfer(TransferBackend):
 
     Attributes:
         struck: faults spent so far, for a test that must know that its fault happened.
+        held: jobs kept back.
     """
 
     def __init__(self, inner: TransferBackend) -> None:
@@ -29,6 +30,8 @@ class FaultyTransfer(TransferBackend):
             direction: deque() for direction in Direction
         }
         self._corruptions: deque[None] = deque()
+        self._slow: Direction | None = None
+        self._kept_back: deque[CopyJob] = deque()
 
     def fail_next(self, direction: Direction, indices: Collection[int] | None = None) -> None:
         """The next job of that direction fails at ``indices``, or everywhere.
@@ -46,8 +49,27 @@ class FaultyTransfer(TransferBackend):
         """
         self._corruptions.append(None)
 
+    def hold(self, direction: Direction) -> None:
+        """Keep back what is submitted in that direction until ``let_go``, as if its copies were
+        slow. Whoever waits for them lets them go."""
+        self._slow = direction
+
+    def let_go(self) -> None:
+        """Begin the copies that were kept back; no others are."""
+        self._slow = None
+        while self._kept_back:
+            self.inner.submit(self._kept_back.popleft())
+
+    @property
+    def held(self) -> int:
+        return len(self._kept_back)
+
     def submit(self, job: CopyJob) -> None:
-        self.inner.submit(self._spoil(job))
+        job = self._spoil(job)
+        if job.direction is self._slow:
+            self._kept_back.append(job)
+        else:
+            self.inner.submit(job)
 
     def run(self, job: CopyJob) -> CopyResult:
         return self.inner.run(self._spoil(job))
@@ -56,9 +78,11 @@ class FaultyTransfer(TransferBackend):
         return self.inner.poll()
 
     def drain(self) -> None:
+        self.let_go()
         self.inner.drain()
 
     def close(self) -> None:
+        self.let_go()
         self.inner.close()
 
     def _spoil(self, job: CopyJob) -> CopyJob:

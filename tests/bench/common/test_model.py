@@ -13,7 +13,7 @@ from tiered_kv.bench.common.model import ModelError, small_model
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and a GGUF file that need not be one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(model_module, "_find_gguf", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(model_module, "find_gguf", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")
     return tmp_path / "tiered-kv" / "models"
 
@@ -28,7 +28,7 @@ def test_concurrent_callers_share_one_conversion(
         conversions.append(target)
         (target / "config.json").write_text("{}")
 
-    monkeypatch.setattr(model_module, "_convert_in_subprocess", convert)
+    monkeypatch.setattr(model_module, "convert_in_subprocess", convert)
     found: list[Path] = []
 
     def call() -> None:
@@ -53,7 +53,7 @@ def test_a_failed_conversion_leaves_no_model(cache: Path, monkeypatch: pytest.Mo
         (target / "half").touch()
         raise ModelError("no space left")
 
-    monkeypatch.setattr(model_module, "_convert_in_subprocess", fail)
+    monkeypatch.setattr(model_module, "convert_in_subprocess", fail)
     with pytest.raises(ModelError, match="no space left"):
         small_model()
     assert [path.name for path in cache.iterdir()] == [".lock"]
@@ -64,11 +64,11 @@ def test_leftovers_of_a_killed_conversion_are_removed(
 ) -> None:
     leftover = cache / f".{model_module.prepared_path().name}-killed"
     leftover.mkdir(parents=True)
-    monkeypatch.setattr(model_module, "_convert_in_subprocess", lambda *_: None)
+    monkeypatch.setattr(model_module, "convert_in_subprocess", lambda *_: None)
     small_model()
     assert not leftover.exists()
 
 
 def test_the_message_of_a_failed_converter_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"(?s)converting none\.gguf failed.*Error"):
-        model_module._convert_in_subprocess(tmp_path / "none.gguf", tmp_path / "out")
+        model_module.convert_in_subprocess(tmp_path / "none.gguf", tmp_path / "out")

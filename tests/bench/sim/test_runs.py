@@ -164,9 +164,10 @@ def test_a_study_is_measured_once_drawn_and_told(tmp_path: Path) -> None:
     assert {policy for policy, _ in rows} == {"fcfs", "lru+cpu", "infinite"}
     assert rows["fcfs", 0.5]["closed"] is None
     assert rows["lru+cpu", 1.5]["over_fcfs"] < 0.9
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     with Bench(1, tmp_path / "cells") as again:
-        again._pool.shutdown()  # nothing needs to be run
         assert run_study(study, again, lambda _: None) == result
+    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert len(plot(result["rows"], tmp_path)) == 2
     said = report(json.loads(json.dumps(result)))
     assert "| lru+cpu |" in said

@@ -150,7 +150,7 @@ class Conversations(RuleBasedStateMachine):
     def teardown(self) -> None:
         for one in self.all:
             self.agents.lineage.forget(one.turn.job)
-        assert not self.agents.lineage._places, "nothing is left of jobs that are over"
+        assert self.agents.lineage.places == 0, "nothing is left of jobs that are over"
 
 
 TestConversations = Conversations.TestCase

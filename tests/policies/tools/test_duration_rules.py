@@ -112,7 +112,7 @@ def test_what_makes_it_another_thing_is_part_of_the_name(command: str, name: str
 
 
 def test_no_command_has_two_rules() -> None:
-    names = [name.strip() for _, listed in rules._COMMANDS for name in listed.split(",")]
+    names = [name.strip() for _, listed in rules.COMMANDS for name in listed.split(",")]
     assert len(names) == len(set(names)) == len(rules.RULES)
 
 

@@ -253,7 +253,7 @@ def test_an_abort_looks_at_nobody_else_who_is_parked(make_rig: MakeRig) -> None:
     rig.step()
     for i in range(4):
         begin(rig, f"held{i}")
-    parked = rig.scheduler._parked = NobodyWalks(rig.scheduler._parked)
+    parked = rig.scheduler.parked = NobodyWalks(rig.scheduler.parked)
     assert len(parked) > 1
     rig.abort("running")
     rig.abort(last := next(reversed(parked)))

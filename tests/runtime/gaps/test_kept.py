@@ -81,8 +81,8 @@ def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: boo
     rig.policy = FixedPin(PIN_S)
     prompt = text(256, seed=1)
     rig.ask("t1", prompt, params=JOB)
-    blocks = [block.block_id for block in rig.pins._pins[rig.gaps.manager.open.jobs()[0]].blocks]
-    assert len(blocks) == 16
+    blocks = [block.block_id for block in rig.pool.blocks if block.ref_cnt and not block.is_null]
+    assert len(blocks) == 16, "pinned, in the order in which they were taken"
     rig.pins.release_all()
     rig.pool.evict_blocks(set(blocks[16 - gone :]))
     rig.ask("t2", prompt + text(40, seed=2), params=JOB)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,9 +21,11 @@ class Counting(StatelessPolicy):
 
     def __init__(self) -> None:
         self.gaps = self.refits = 0
+        self.refitted = threading.Event()
 
     def refit(self) -> None:
         self.refits += 1
+        self.refitted.set()
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.CPU)
@@ -49,10 +52,7 @@ def learned(gaps: int) -> Counting:
 def loaded(folder: Path, name: str = "counting") -> int | None:
     """What an engine that starts finds; None if nothing."""
     policy = Counting()
-    keeper = PolicyState(policy, folder, name)
-    found = keeper.load()
-    keeper._thread.shutdown()
-    return policy.gaps if found else None
+    return policy.gaps if PolicyState(policy, folder, name).load() else None
 
 
 def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -80,8 +80,9 @@ def test_it_is_saved_now_and_then(tmp_path: Path) -> None:
     keeper.refit_if_due(now=999.0 + REFIT_EVERY_S)
     assert list(tmp_path.iterdir()) == []
     keeper.refit_if_due(now=1000.0 + REFIT_EVERY_S)
-    keeper._thread.shutdown()
+    assert policy.refitted.wait(300)
     assert loaded(tmp_path) == 3
+    keeper.close()
     assert policy.refits == 1
 
 

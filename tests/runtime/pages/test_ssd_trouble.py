@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.demotion import MOST_DEMOTING
 from tiered_kv.storage import ssd
 from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
@@ -31,15 +31,8 @@ def test_a_save_given_up_under_way_is_not_flushed(make_rig: MakeRig, tmp_path: P
     """A hook fails while a copy is slow: its blocks are given up, others write into them, and
     the copy ends well, with their bytes in its slots."""
     first = make_rig(extra=tiers(tmp_path, slots=400), max_batched_tokens=512)
-    backend, gate = first.worker.worker_half.backend, threading.Event()
-    copy = backend._copy
-
-    def slow(job: Any) -> Any:
-        if job.direction is Direction.SAVE:
-            assert gate.wait(300)
-        return copy(job)
-
-    backend._copy = slow
+    backend = first.inject(FaultyTransfer)
+    backend.hold(Direction.SAVE)
     first.add("first", CONTEXT)
     for _ in range(8):
         first.step()
@@ -54,7 +47,7 @@ def test_a_save_given_up_under_way_is_not_flushed(make_rig: MakeRig, tmp_path: P
         first.add(f"rival{i}", text(400, seed=5 + i))
     for _ in range(20):
         first.step()
-    gate.set()
+    backend.let_go()
     first.run()
     assert first.count("hook_errors") == 1
     first.close()
@@ -93,7 +86,9 @@ def test_ranks_agree_on_who_survives() -> None:
         reclaims.answer(rank, Proposal(7, keys))
     sent = reclaims.take()
     assert set(sent[0].survivors) == set(sent[1].survivors) == set(keys[:6])
-    assert reclaims._verdicts == {}
+    pages.touch(keys[6:8])
+    reclaims.answer(0, Proposal(8, keys))
+    assert set(reclaims.take()[0].survivors) == set(keys[6:8]), "all ranks had asked: anew"
 
 
 def test_a_reclaim_that_fails_is_asked_for_again(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -125,11 +120,14 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
     assert rig.pool.get_num_free_blocks() == rig.free_at_start
 
 
-def test_a_proposal_of_before_a_reset_is_void(rig: Rig) -> None:
+def test_a_proposal_of_before_a_reset_is_void(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     io = rig.worker.worker_half.stores[SSD].io
-    io._proposal = Proposal(1, (PageKey(b"k" * 48),))
+    monkeypatch.setattr(io.store, "proposal", lambda: Proposal(1, (PageKey(b"k" * 48),)))
+    io.reclaim(segment=0, survivors=())
+    assert io.wait_idle(300)
+    assert io.proposal is not None
     assert rig.scheduler.reset_prefix_cache()
     rig.step()
     rig.wait_for_worker()

@@ -9,7 +9,9 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.turn import Hit
 from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.policies.pins.release_order import PinState, PinValue
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
@@ -109,14 +111,11 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
     rig.step()  # 19 blocks are allocated and being restored
     pool = rig.pool
     grabbed = pool.get_new_blocks(pool.get_num_free_blocks())
-    for block in grabbed:  # stands for pins that were made while the restore was under way
-        rig.pins._held[block.block_id] = 1
-    from tiered_kv.connectors.runtime.pins.pin_table import _Pin
-    from tiered_kv.policies.base import JobKey
-    from tiered_kv.policies.pins.release_order import PinState, PinValue, PinView
-
-    view = PinView(PinValue(PinState.HELD, 0.0, 1.0), len(grabbed), rig.now)
-    rig.pins._pins[JobKey("", "late")] = _Pin(grabbed, rig.now + 60, view)
+    # Stands for pins that were made while the restore was under way.
+    rig.pins.budget = len(grabbed)
+    value = PinValue(PinState.HELD, 0.0, 1.0)
+    assert rig.pins.pin(JobKey("", "late"), grabbed, rig.now + 60, rig.now, value) == len(grabbed)
+    pool.free_blocks(grabbed)
     rig.run()
 
     assert rig.outputs["back"] == expected(back, 4)

@@ -41,7 +41,7 @@ def open_at(options: StoreOptions) -> SegmentStore:
 
 @pytest.fixture
 def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)  # always look
+    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)  # always look
     opened: list[SegmentStore] = []
 
     def open_store(number: int, segments: int = 16) -> SegmentStore:

@@ -32,7 +32,7 @@ CAPACITY = 16 * LEAST
 
 @pytest.fixture(autouse=True)
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
 
 
 LIVES: list[Life] = []

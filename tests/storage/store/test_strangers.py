@@ -29,7 +29,7 @@ Opener = Callable[..., SegmentStore]
 @pytest.fixture
 def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """A store of six segments under ``root``."""
-    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     opened: list[SegmentStore] = []
 
     def open_store(files: FileLayer | None = None, **changes: object) -> SegmentStore:

@@ -275,7 +275,7 @@ def test_a_share_is_given_to_the_last_byte_and_what_survives_has_the_rest(
 def test_each_store_takes_its_share_to_the_last_segment(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     both = [
         store_options(options.root, capacity_bytes=16 * LEAST, rank=rank, ranks=2)
         for rank in (0, 1)
@@ -294,7 +294,7 @@ def test_nothing_is_proposed_while_there_is_room(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when a segment is full, nor when others have all the rest and it is not."""
-    monkeypatch.setattr("tiered_kv.storage.store.capacity._FRESH_S", -1.0)
+    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     store = open_store(options, files=UnsafeFiles())
     name = 0
     while len(segments_of(options)) < 2:
@@ -382,7 +382,7 @@ def test_a_probe_that_a_killed_process_left_hides_nothing(options: StoreOptions)
 def test_a_footer_longer_than_what_is_read_of_the_end_is_read_whole(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv.storage.segment.loader._END_BYTES", 4096)
+    monkeypatch.setattr("tiered_kv.storage.segment.loader.END_BYTES", 4096)
     large = store_options(options.root, capacity_bytes=64 << 20)
     store = open_store(large, files=UnsafeFiles())
     put(store, *range(200))

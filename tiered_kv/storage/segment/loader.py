@@ -19,7 +19,8 @@ from .scanner import scan
 from .sizes import most_segment_bytes
 
 _START_BYTES = 64 << 10
-_END_BYTES = 512 << 10
+END_BYTES = 512 << 10
+"""Read at once from the end of a segment: most footers fit."""
 
 
 class BlankSegment(FormatError):
@@ -86,7 +87,7 @@ def load_segment(
 def _footer(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
     if size % BLOCK:
         raise FormatError("the segment is not sealed")
-    known_from = max(header.header_bytes, size - _END_BYTES)
+    known_from = max(header.header_bytes, size - END_BYTES)
     if known_from >= size:
         raise FormatError("the segment ends with its header")
     end = read_blocks(files, fd, known_from, size - known_from)

@@ -26,7 +26,8 @@ from .folders import begins_like_segment, segment_files, store_folders
 from .locks import LOCK_NAME, is_locked, try_lock
 from .options import StoreOptions
 
-_FRESH_S = 1.0
+FRESH_S = 1.0
+"""Age at which the use of the disk is looked at again, seconds."""
 _KEPT_FREE = 2
 """Segments that are nobody's share."""
 
@@ -182,7 +183,7 @@ class Capacity:
         )
 
     def _fresh(self) -> Usage:
-        if time.monotonic() - self._usage_at > _FRESH_S:
+        if time.monotonic() - self._usage_at > FRESH_S:
             with contextlib.suppress(OSError):
                 self._measure()
         return self._usage

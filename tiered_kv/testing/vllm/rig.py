@@ -304,7 +304,7 @@ class Rig(EngineRig):
 
     def held(self) -> list[str]:
         """Requests that are held back: parked, or in vLLM's own queue."""
-        parked = [request.request_id for request in getattr(self.scheduler, "parked", ())]
+        parked = list(getattr(self.scheduler, "parked", ()))
         return parked or sorted(self.admission.queue.held)
 
     # -- the worker and its model -----------------------------------------------------

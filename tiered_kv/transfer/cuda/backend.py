@@ -114,6 +114,11 @@ class CudaTransfer(TransferBackend):
         self._flights: deque[_Flight] = deque()
         self._reported_early: deque[_Flight] = deque()
 
+    @property
+    def under_way(self) -> int:
+        """Jobs whose copies have not been seen to end; each holds memory of the GPU."""
+        return len(self._flights) + len(self._reported_early)
+
     def takes_kernel(self, job: CopyJob) -> bool:
         """True if the kernel would make this copy."""
         return self._takes_kernel(job, self._sort_out(job))
