@@ -180,8 +180,8 @@ def build_admission(
             pool,
             slots=pages.index.num_slots,
             turns=engine.turns,
-            forecast=gaps.forecast,
-            course=given.course,
+            gap_forecast=gaps.forecast,
+            job_forecast=given.job_forecast,
             clock=clock,
         )
     return AdmissionGroup(

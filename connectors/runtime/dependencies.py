@@ -34,7 +34,7 @@ class Dependencies:
         policy_state: has ``policy`` learn, and saves it; owned.
         eviction: makes the order in which pages leave CPU memory.
         restore_policy: chooses how a restore is made.
-        course: forecasts how jobs go on.
+        job_forecast: forecasts how jobs go on.
         tools: reads tool calls; owned.
         step_timer: measures steps.
         clock: monotonic seconds.
@@ -49,7 +49,7 @@ class Dependencies:
     policy_state: PolicyUpkeep
     eviction: EvictionRule
     restore_policy: RestorePolicy
-    course: JobForecast
+    job_forecast: JobForecast
     tools: ToolCalls
     step_timer: StepTimer
     clock: Clock

@@ -188,7 +188,7 @@ class SchedulerHalf:
             self.gaps.prefills.on_started(turn, self._clock())
 
     def _on_admitted(self, turn: Turn, num_external: int) -> None:
-        """Count a turn that has its first blocks; if they are its job's first, that has begun."""
+        """Count a turn that has its first blocks; if they are its job's first, that has started."""
         self.turns.admit(turn)
         turn.source.cpu_tokens = num_external
         self.gaps.costs.on_admitted(turn)
@@ -197,7 +197,7 @@ class SchedulerHalf:
         turn.source.ssd_tokens = min(num_external, came_up * self.facts.block_size)
         self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
-        self.admission.gate.on_began(turn)
+        self.admission.gate.on_started(turn)
         for request_id in turn.job.running if first and turn.job is not None else ():
             beside = self.turns.by_id.get(request_id)
             if beside is not None and beside.hold.new:
@@ -271,7 +271,7 @@ class SchedulerHalf:
             "pinned blocks": self.admission.pins.held_blocks,
             "free blocks": self._pool.num_free(),
             "orders in flight": self.pages.book.in_flight,
-            "jobs begun": self.admission.gate.begun,
+            "active jobs": self.admission.gate.num_active,
         }
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
         logger.error("the state was: %s", state)

@@ -60,6 +60,6 @@ class Stats:
             "pinned_blocks": self._admission.pins.held_blocks,
             "orders_in_flight": self._pages.book.in_flight,
             "jobs": len(self._gaps.manager.jobs),
-            "jobs_begun": gate.begun,
+            "jobs_begun": gate.num_active,
             "room_percent": round(100 * gate.share),
         }

@@ -124,7 +124,7 @@ class HoldState:
     """The turn before its admission. Written by ``admission.gate``.
 
     Attributes:
-        new: True until its job has begun.
+        new: True until its job has started.
         refused: True if it was held at least once.
         was_dormant: True if its job was taken to have ended.
     """

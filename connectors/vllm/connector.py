@@ -140,7 +140,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             policy_state=saved,
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
-            course=JobForecast(),
+            job_forecast=JobForecast(),
             tools=_tool_reader(vllm_config) if policy.reads_tools else NoTools(),
             step_timer=StepTimer(),
             clock=cls.clock(),

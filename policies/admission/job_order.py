@@ -30,7 +30,7 @@ class Place:
 
 
 def parked_rank(place: Place) -> tuple[bool, float]:
-    """Order in which held requests are let in: those in mid-course, by the start of their jobs,
+    """Order in which held requests are let in: turns of started jobs by the start of their jobs,
     then new jobs as they came."""
     return place.new, place.arrived_at if place.new else place.job_started_at
 

@@ -1,4 +1,4 @@
-"""The working set of jobs: a new one may begin if its own fits beside those already begun.
+"""The working set of jobs: a new one may begin if its own fits beside those already started.
 
 vLLM admits whatever finds free blocks. With more jobs than fit, each job's KV is evicted before
 its next turn, all of them compute their contexts again, and none ends. So a new job waits until
@@ -70,14 +70,14 @@ class Demand:
     A question costs the same however many there are; so does a job that changes, comes or goes.
 
     Args:
-        shares: demand of each job.
+        jobs: demand of each job.
         spread: standard deviation of the time that a turn with its gap takes, over its mean.
     """
 
-    def __init__(self, shares: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
-        self._len = len(shares)
+    def __init__(self, jobs: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
+        self._len = len(jobs)
         self._spread = spread
-        given = np.array(shares, dtype=np.float64).reshape(-1, 7)
+        given = np.array(jobs, dtype=np.float64).reshape(-1, 7)
         moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
@@ -90,12 +90,12 @@ class Demand:
     def __len__(self) -> int:
         return self._len
 
-    def put(self, place: int, share: JobDemand) -> None:
+    def put(self, place: int, demand: JobDemand) -> None:
         """The job at that place, or a new one behind the last, is expected to take this."""
         if place == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
             self._sum_up()
-        row = self._rows_of(np.array([share], dtype=np.float64))[0]
+        row = self._rows_of(np.array([demand], dtype=np.float64))[0]
         self._sums[place // CHUNK + 1 :] += row - self._rows[place]
         self._rows[place] = row
         self._len = max(self._len, place + 1)
@@ -165,7 +165,7 @@ class JobLengths:
         self._sums = None
 
     def left(self, turns: int) -> float:
-        """Turns that follow the ``turns`` that have begun: the mean of the jobs that had more;
+        """Turns that follow the ``turns`` that have started: the mean of the jobs that had more;
         as many again if there was none."""
         if self._sums is None:
             total, sums = 0, [0]
@@ -214,11 +214,11 @@ class JobForecast:
         """Forecast of one job.
 
         Args:
-            turns: turns that it has begun.
+            turns: turns that it has started.
             grown: growth since the first, blocks.
 
         Returns:
-            Growth with a turn in blocks, and number of turns after those that have begun.
+            Growth with a turn in blocks, and number of turns after those that have started.
         """
         return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
 

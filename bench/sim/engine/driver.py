@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from tiered_kv.bench.sim.servers.ordering import Ordering
-from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, KnownCourse, KnownGaps, Server
+from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, KnownGaps, KnownJobs, Server
 from tiered_kv.bench.sim.servers.thunderagent import EVERY_S, Gate
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
 from tiered_kv.policies.base import TurnPolicy
@@ -96,12 +96,12 @@ class _Run:
                 f"a job of {workload.name} grows to {longest} tokens, which {machine.name} cannot "
                 "hold: leave such jobs out with Workload.that_fit"
             )
-        self._course: KnownCourse | None = None
+        self._job_forecast: KnownJobs | None = None
         if server.knowing:
             contexts = {
                 one.name: [turn.prompt + turn.output for turn in one.turns] for one in everyone
             }
-            self._course = KnownCourse(contexts, block)
+            self._job_forecast = KnownJobs(contexts, block)
         self.engine = Engine(
             machine,
             server,
@@ -112,7 +112,7 @@ class _Run:
             cpu_bytes=tiers.cpu,
             ssd_bytes=tiers.ssd,
             policy=policy,
-            course=self._course,
+            job_forecast=self._job_forecast,
         )
         self._gate = Gate(machine.pool_tokens) if server.gated else None
         self._ordering = Ordering(server.order)
@@ -226,8 +226,8 @@ class _Run:
         running.tokens += [number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
         self._asked[request_id] = running
-        if self._course is not None:
-            self._course.asked(job.name, number + 1)
+        if self._job_forecast is not None:
+            self._job_forecast.asked(job.name, number + 1)
         self.engine.add(
             Ask(
                 request_id,

@@ -95,7 +95,7 @@ class Engine:
         pool_blocks: of the pool in VRAM, the null block left out.
         cpu_bytes, ssd_bytes: of those tiers, if the server has them.
         policy: in place of the one that the server's name says.
-        course: in place of the forecast of how jobs go on.
+        job_forecast: in place of the forecast of how jobs go on.
         folder: an empty one, for vLLM's model and the like.
     """
 
@@ -111,7 +111,7 @@ class Engine:
         cpu_bytes: float,
         ssd_bytes: float,
         policy: TurnPolicy | None = None,
-        course: JobForecast | None = None,
+        job_forecast: JobForecast | None = None,
     ) -> None:
         self.machine = machine
         self.now = BEGIN_S
@@ -139,7 +139,7 @@ class Engine:
                 (folder / "ssd").mkdir(parents=True)
                 extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
         config = engine_config(folder / "model", size, extra)
-        self._server, self._policy, self._course = server, policy, course
+        self._server, self._policy, self._job_forecast = server, policy, job_forecast
         with given(lambda: self.now, self._change):
             self.scheduler = make_scheduler(
                 config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
@@ -163,7 +163,7 @@ class Engine:
             found,
             policy=policy,
             policy_state=InlineUpkeep(policy),
-            course=self._course or found.course,
+            job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),
             restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
             if chunk

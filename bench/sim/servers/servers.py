@@ -149,7 +149,7 @@ class KnownGaps(Clairvoyant):
         return super().decide(turn, costs)
 
 
-class KnownCourse(JobForecast):
+class KnownJobs(JobForecast):
     """Knows how many turns every job of a workload takes, and what its longest context will be, to
     which it is taken to grow evenly.
 

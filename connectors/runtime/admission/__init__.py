@@ -1,1 +1,1 @@
-"""Room for new jobs: who has begun, who is held, and in which order they go on."""
+"""Room for new jobs: who has started, who is held, and in which order they go on."""

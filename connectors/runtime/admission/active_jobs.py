@@ -1,8 +1,8 @@
-"""The jobs that have begun, and their projected peak demand (``policies.admission``).
+"""The jobs that have started, and their projected peak demand (``policies.admission``).
 
-A job has *begun* once a turn of it had blocks; then each of its turns *runs* from its arrival to
-its end. Who began first is *older*. A job that may have ended (its client hung up, or has been
-silent for long) is *dormant*: it takes no room. If it returns it has begun, and is the youngest.
+A job has *started* once a turn of it had blocks; then each of its turns *runs* from its arrival to
+its end. Who started first is *older*. A job that may have ended (its client hung up, or has been
+silent for long) is *dormant*: it takes no room. If it returns it has started, and is the youngest.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class ActiveJobs:
 
     Args:
         slots: pages that CPU memory holds.
-        forecast: gives the forecast of the gap of a job that is away; None if there is none.
+        gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
         clock: monotonic seconds.
 
     Attributes:
-        course: forecast of how jobs go on.
+        job_forecast: forecast of how jobs go on.
         cadence: regularity of their turns.
     """
 
@@ -64,15 +64,15 @@ class ActiveJobs:
         facts: EngineFacts,
         pins: PinTable,
         slots: int,
-        forecast: Callable[[JobKey], Forecast | None],
-        course: JobForecast,
+        gap_forecast: Callable[[JobKey], Forecast | None],
+        job_forecast: JobForecast,
         clock: Callable[[], float],
     ) -> None:
-        self.course = course
+        self.job_forecast = job_forecast
         self.cadence = TurnCadence()
         self._facts = facts
         self._pins = pins
-        self._forecast = forecast
+        self._gap_forecast = gap_forecast
         pool = facts.usable_blocks
         self._room = pool, max(pool, slots)  # in VRAM, and anywhere
         self._over_share: dict[str, tuple[float, float]] = {}  # of these, by salt
@@ -113,7 +113,7 @@ class ActiveJobs:
         return True
 
     def on_arrived(self, job: JobKey, turn: Turn) -> None:
-        """Another turn of a job that has begun."""
+        """Another turn of a job that has started."""
         member, now = self._members[job], self._clock()
         if not member.running:
             self._gap_s = _mean(self._gap_s, min(now - member.since, SOON_S))
@@ -123,7 +123,7 @@ class ActiveJobs:
         self._changed[job] = None
         self._runs(member, turn)
 
-    def on_began(self, job: JobKey, turn: Turn) -> None:
+    def on_started(self, job: JobKey, turn: Turn) -> None:
         """The first turn of a job has its first blocks."""
         shared = turn.source.vram_tokens // self._facts.block_size
         hashes = turn.request.block_hashes
@@ -134,13 +134,13 @@ class ActiveJobs:
         self._changed[job] = None
         self._shared.observe(shared)
 
-    def on_went_on(self, job: JobKey) -> None:
+    def on_turn_started(self, job: JobKey) -> None:
         """A further turn has its first blocks."""
         self._members[job].turns += 1
         self._changed[job] = None
 
     def on_joined(self, job: JobKey, turn: Turn) -> None:
-        """A turn arrived before the job had begun, and now it has."""
+        """A turn arrived before the job had started, and now it has."""
         self._changed[job] = None
         self._runs(self._members[job], turn)
 
@@ -162,7 +162,7 @@ class ActiveJobs:
         if member.ended:
             grown = max(0.0, blocks - member.ended)
             member.grown += grown
-            self.course.growth.observe(grown)
+            self.job_forecast.growth.observe(grown)
         member.ended = blocks
         if not member.running:
             member.blocks = blocks
@@ -180,7 +180,7 @@ class ActiveJobs:
         if member is None:
             return False
         self._changed[job] = None
-        self.course.lengths.ended(member.turns)
+        self.job_forecast.lengths.ended(member.turns)
         return True
 
     def _chances(self, now: float) -> dict[JobKey, float]:
@@ -196,11 +196,11 @@ class ActiveJobs:
         return chances
 
     def _set_dormant(self, key: JobKey) -> None:
-        """The job may have ended: it takes no room until it returns, as one that has begun."""
+        """The job may have ended: it takes no room until it returns, as one that has started."""
         silent = self._scopes.of(key).silent
         member = silent[key] = self._members.pop(key)
         self._changed[key] = None
-        self.course.lengths.ended(member.turns)
+        self.job_forecast.lengths.ended(member.turns)
         if len(silent) > MOST_SILENT:
             del silent[next(iter(silent))]
 
@@ -211,7 +211,7 @@ class ActiveJobs:
         if member.running:
             return 1.0
         away_s = now - member.since
-        forecast = self._forecast(key)
+        forecast = self._gap_forecast(key)
         if forecast is None:
             silent = away_s >= max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
             return float(key in self._pins or not silent)
@@ -227,19 +227,19 @@ class ActiveJobs:
         tokens: int = turn.request.num_prompt_tokens
         return tokens / self._facts.block_size + self._output.mean
 
-    def share(self, turn: Turn) -> JobDemand:
+    def demand_of_new(self, turn: Turn) -> JobDemand:
         """Demand of a new job: its unshared blocks in the first turn, and later."""
         job = turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
         need = max(1.0, self._blocks_of(turn) - self._shared.mean)
-        return JobDemand(need, *self.course.ahead(job, 1, 0.0))
+        return JobDemand(need, *self.job_forecast.ahead(job, 1, 0.0))
 
-    def enters(self, request_id: str, share: JobDemand) -> None:
+    def enters(self, request_id: str, demand: JobDemand) -> None:
         """A new job was let in, and takes that from now on."""
-        self._entering[request_id] = share
+        self._entering[request_id] = demand
         self._changed[request_id] = None
 
     def on_entered(self, request_id: str) -> None:
-        """Forget a request that was let in: its job has begun, or never will. Unknown ones are
+        """Forget a request that was let in: its job has started, or never will. Unknown ones are
         ignored."""
         if self._entering.pop(request_id, None) is not None:
             self._changed[request_id] = None
@@ -269,7 +269,7 @@ class ActiveJobs:
     def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
 
-        Those that began after it are left out: room is first theirs who began first.
+        Those that started after it are left out: room is first theirs who started first.
         """
         self._count()
         away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
@@ -310,23 +310,23 @@ class ActiveJobs:
         chances = self._chances(now)
         self._changed.clear()
         self._families.count_all(self._members, chances)
-        shares = [
-            self._share(key, member, chances[key], now) for key, member in self._members.items()
+        demands = [
+            self._demand_of(key, member, chances[key], now) for key, member in self._members.items()
         ]
-        self._demand = Demand([*shares, *self._entering.values()], self.cadence.spread)
+        self._demand = Demand([*demands, *self._entering.values()], self.cadence.spread)
         keys: list[JobKey | str] = [*self._members, *self._entering]
         self._places = {key: place for place, key in enumerate(keys)}
         self._counted_until = now + COUNTED_S * len(keys)
-        self._share_room(shares)
+        self._share_room(demands)
 
-    def _share_room(self, shares: Sequence[JobDemand]) -> None:
+    def _share_room(self, demands: Sequence[JobDemand]) -> None:
         """See which clients leave more waiting than an equal share of the room."""
         left: dict[str, tuple[float, float]] = {}
-        for (key, member), share in zip(self._members.items(), shares, strict=True):
+        for (key, member), demand in zip(self._members.items(), demands, strict=True):
             vram, whole = left.get(key.salt, (0.0, 0.0))
             if not member.running and key not in self._pins:
-                vram += share.weight * share.blocks
-                whole += share.chance * share.blocks
+                vram += demand.weight * demand.blocks
+                whole += demand.chance * demand.blocks
             left[key.salt] = vram, whole
         equal = [room / max(2, len(left)) for room in self._room]
         self._over_share = {
@@ -340,19 +340,19 @@ class ActiveJobs:
         """Something happened to a job: it changed, came or went."""
         place = self._places.get(key)
         if isinstance(key, str):
-            share = self._entering.get(key, NOTHING)
+            demand = self._entering.get(key, NOTHING)
         elif (member := self._members.get(key)) is None:
             left = self._families.leave(key)
-            share = JobDemand(0.0, 0.0, 0.0, shared=left) if left else NOTHING
+            demand = JobDemand(0.0, 0.0, 0.0, shared=left) if left else NOTHING
         else:
-            share = self._share(key, member, self._chance(key, member, now), now)
-        if place is None and share is not NOTHING:
+            demand = self._demand_of(key, member, self._chance(key, member, now), now)
+        if place is None and demand is not NOTHING:
             place = self._places[key] = len(self._demand)
         if place is not None:
-            self._demand.put(place, share)
+            self._demand.put(place, demand)
 
-    def _share(self, key: JobKey, member: ActiveJob, chance: float, now: float) -> JobDemand:
-        grows, left = self.course.ahead(key, member.turns, member.grown)
+    def _demand_of(self, key: JobKey, member: ActiveJob, chance: float, now: float) -> JobDemand:
+        grows, left = self.job_forecast.ahead(key, member.turns, member.grown)
         blocks, present = member.blocks, member.blocks
         if not member.running:
             left, blocks = max(0.0, left - 1), blocks + grows

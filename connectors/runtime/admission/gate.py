@@ -1,12 +1,12 @@
-"""New jobs are held back while those already begun will need the room.
+"""New jobs are held back while those that have started will need the room.
 
-A job is held until its working set fits, beside those of the jobs that have begun (``begun``), into
-VRAM, or with all the others into CPU memory, the engine is idle, or it has waited for as long as a
-client may be left waiting. A turn is *new* until one of its job has had blocks.
+A job is held until its working set fits, beside those of the active jobs, into VRAM, or with all
+the others into CPU memory, the engine is idle, or it has waited for as long as a client may be left
+waiting. A turn is *new* until one of its job has had blocks.
 
-A job in mid-course is never held behind new ones. But jobs grow, and some were let in because they
-had waited for too long: where the contexts of those that began before it leave it no room, its turn
-waits as well, since each of them would lose its KV to the others.
+A job that has started is never held behind new ones. But jobs grow, and some were let in because
+they had waited for too long: where the contexts of those that started before it leave it no room,
+its turn waits as well, since each of them would lose its KV to the others.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Admission:
         pool: the engine's block pool.
         slots: pages that CPU memory holds, those of running jobs too.
         turns: the live requests.
-        forecast: gives the forecast of the gap of a job that is away; None if there is none.
-        course: forecast of how jobs go on.
+        gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
+        job_forecast: forecast of how jobs go on.
         clock: monotonic seconds.
 
     Attributes:
-        jobs: jobs that have begun.
+        jobs: jobs that have started.
         overcommit: share of the pool that is given out.
         refused: number of new jobs that had to wait.
         delayed: number of turns of other jobs that had to.
@@ -58,11 +58,11 @@ class Admission:
         pool: BlockPool,
         slots: int,
         turns: LiveTurns,
-        forecast: Callable[[JobKey], Forecast | None],
-        course: JobForecast,
+        gap_forecast: Callable[[JobKey], Forecast | None],
+        job_forecast: JobForecast,
         clock: Callable[[], float],
     ) -> None:
-        self.jobs = ActiveJobs(facts, pins, slots, forecast, course, clock)
+        self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
         self.overcommit = Overcommit()
         self.refused = self.delayed = 0
         self._facts = facts
@@ -76,8 +76,8 @@ class Admission:
         self._spared_at = -math.inf
 
     @property
-    def begun(self) -> int:
-        """Jobs that have begun."""
+    def num_active(self) -> int:
+        """Number of active jobs."""
         return len(self.jobs)
 
     @property
@@ -88,7 +88,7 @@ class Admission:
     # -- what happens to jobs -----------------------------------------------------------
 
     def on_arrived(self, turn: Turn) -> bool:
-        """Take in a turn: of a job that has begun, or of one that may be held.
+        """Take in a turn: of a job that has started, or of one that may be held.
 
         Returns:
             True if its job was dormant. It is the youngest now.
@@ -103,14 +103,14 @@ class Admission:
             turn.hold.new = True
         return back
 
-    def on_began(self, turn: Turn) -> None:
+    def on_started(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
         self._settled(turn)
         job, size = _job_of(turn), self._facts.block_size
         if job not in self.jobs:
-            self.jobs.on_began(job, turn)
+            self.jobs.on_started(job, turn)
             return
-        self.jobs.on_went_on(job)
+        self.jobs.on_turn_started(job)
         if turn.gap.kept and not turn.hold.was_dormant:  # then no room was kept for it
             source = turn.source
             found, whole = source.vram_tokens + source.cpu_tokens, turn.pages.shared_tokens
@@ -119,7 +119,7 @@ class Admission:
             self.overcommit.returned((whole - lost) / pool, lost / pool)
 
     def on_joined(self, turn: Turn) -> None:
-        """Take in that another turn of the job has begun, and with it the job."""
+        """Take in that another turn of the job has started, and with it the job."""
         self._changed = True
         turn.hold.new = False
         self.jobs.on_joined(_job_of(turn), turn)
@@ -166,7 +166,7 @@ class Admission:
             self._refused_at = now
             self.refuse(turn)
             return True
-        need = self.jobs.share(turn)
+        need = self.jobs.demand_of_new(turn)
         if not patient or self._fits(need, _job_of(turn).salt):
             self._enters(turn, need)
             return False
@@ -189,7 +189,7 @@ class Admission:
 
     def let_in(self, turn: Turn) -> None:
         """A new job may begin: what its first turn needs is taken from now on."""
-        self._enters(turn, self.jobs.share(turn))
+        self._enters(turn, self.jobs.demand_of_new(turn))
 
     def _enters(self, turn: Turn, need: JobDemand) -> None:
         self.jobs.enters(turn.request_id, need)
@@ -203,7 +203,7 @@ class Admission:
         return fits(room, peak, whole)
 
     def _behind_older(self, turn: Turn) -> bool:
-        """True if the jobs that began before a turn's leave its context no room, neither in VRAM
+        """True if the jobs that started before a turn's leave its context no room, neither in VRAM
         nor in CPU memory."""
         job = _job_of(turn)
         room = max(self._facts.usable_blocks, self._slots)
@@ -222,12 +222,12 @@ class Admission:
             self.overcommit.spare()
 
     def demand(self) -> float:
-        """The most blocks that the jobs that have begun, and those let in, are heading for."""
+        """The most blocks that the jobs that have started, and those let in, are heading for."""
         return self.jobs.peak()
 
     def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away;
-        those that began after it are left out."""
+        those that started after it are left out."""
         return self.jobs.peak_with_pin(blocks, job)
 
 

@@ -1,4 +1,4 @@
-"""Records of jobs that have begun, and of their clients."""
+"""Records of jobs that have started, and of their clients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RETURN_DECAY = 0.98
 
 @dataclass(slots=True)
 class ActiveJob:
-    """A job that has begun.
+    """A job that has started.
 
     Attributes:
-        turns: number of turns begun.
+        turns: number of turns started.
         running: number of turns that run now.
         blocks: unshared blocks of its context at the end of the present turn, or of the last.
-        shared: number of blocks that it found in VRAM when it began.
+        shared: number of blocks that it found in VRAM when it started.
         family: hash of the first block that it shares; jobs of one family share the same.
         asked: arrival of its last turn, seconds.
         since: end of the turn that ended last, seconds.

@@ -11,13 +11,13 @@ class NoAdmission:
 
     refused = 0
     delayed = 0
-    begun = 0
+    num_active = 0
     share = 1.0
 
     def on_arrived(self, turn: Turn) -> bool:
         return False
 
-    def on_began(self, turn: Turn) -> None:
+    def on_started(self, turn: Turn) -> None:
         pass
 
     def on_joined(self, turn: Turn) -> None:

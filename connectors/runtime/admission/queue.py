@@ -104,8 +104,8 @@ class JobQueue:
         self._held.pop(request_id, None)
 
     def parked_rank(self, request_id: str) -> tuple[bool, float]:
-        """Rank of a held request: turns of begun jobs by when those began, then new jobs as they
-        came."""
+        """Rank of a held request: turns of started jobs by the start of their jobs, then new
+        jobs as they came."""
         turn = self._turns.get(request_id)
         if turn is None:
             return parked_rank(Place(self._clock(), self._clock(), new=True))
@@ -113,7 +113,7 @@ class JobQueue:
 
     def waiting_rank(self, request: Any) -> tuple[int, float, float]:
         """Rank of a waiting request: those that were preempted, those whose KV is held or on its
-        way, the others; each by when their jobs began."""
+        way, the others; each by when their jobs started."""
         turn = self._turns.get(request.request_id)
         if turn is None:
             return waiting_rank(Place(self._clock(), request.arrival_time))

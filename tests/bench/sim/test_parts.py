@@ -15,7 +15,7 @@ from tiered_kv.bench.sim.engine.links import Link
 from tiered_kv.bench.sim.engine.machines import GPUS, MODELS, machine
 from tiered_kv.bench.sim.engine.worker import SEGMENTS, SsdStore
 from tiered_kv.bench.sim.servers.ordering import Ordering
-from tiered_kv.bench.sim.servers.servers import BASES, KnownCourse, Order, server
+from tiered_kv.bench.sim.servers.servers import BASES, KnownJobs, Order, server
 from tiered_kv.bench.sim.servers.thunderagent import Gate
 from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
 from tiered_kv.bench.sim.study.loads import STEP, Question, closed, highest_stable, search
@@ -182,17 +182,17 @@ def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> N
 
 
 def test_who_is_told_of_a_job_knows_how_far_it_will_grow_and_when_it_ends() -> None:
-    course = KnownCourse({"job": [160, 320, 960, 480]}, block=16)
+    known = KnownJobs({"job": [160, 320, 960, 480]}, block=16)
     job = JobKey("", "job")
-    assert course.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
-    course.asked("job", 2)
-    assert course.ahead(job, 1, 0.0) == ((960 - 320) / 16 / 2, 2.0), "its second turn waits"
-    course.asked("job", 3)
-    assert course.ahead(job, 3, 50.0) == (0.0, 1.0), "it will be cut short"
-    course.asked("job", 4)
-    assert course.ahead(job, 4, 50.0) == (0.0, 0.0)
-    course.lengths.ended(5)
-    assert course.ahead(JobKey("", "inferred"), 1, 0.0) == (0.0, 4.0), "as others do"
+    assert known.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
+    known.asked("job", 2)
+    assert known.ahead(job, 1, 0.0) == ((960 - 320) / 16 / 2, 2.0), "its second turn waits"
+    known.asked("job", 3)
+    assert known.ahead(job, 3, 50.0) == (0.0, 1.0), "it will be cut short"
+    known.asked("job", 4)
+    assert known.ahead(job, 4, 50.0) == (0.0, 0.0)
+    known.lengths.ended(5)
+    assert known.ahead(JobKey("", "inferred"), 1, 0.0) == (0.0, 4.0), "as others do"
 
 
 def test_every_machine_of_the_list_holds_its_model() -> None:

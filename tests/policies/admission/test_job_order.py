@@ -16,7 +16,7 @@ from tiered_kv.policies.admission.job_order import (
 OLD, YOUNG = Place(1.0, 9.0), Place(5.0, 6.0)
 
 
-def test_jobs_in_mid_course_are_let_in_before_new_ones() -> None:
+def test_jobs_that_have_started_are_let_in_before_new_ones() -> None:
     new, newer = Place(0.5, 2.0, new=True), Place(0.1, 3.0, new=True)
     assert sorted([newer, new, YOUNG, OLD], key=parked_rank) == [OLD, YOUNG, new, newer]
 

@@ -22,7 +22,9 @@ from tiered_kv.policies.admission.working_set import (
 )
 
 amounts = st.floats(0, 1000)
-shares = st.tuples(amounts, amounts, st.integers(0, 50).map(float)).map(lambda one: JobDemand(*one))
+demands = st.tuples(amounts, amounts, st.integers(0, 50).map(float)).map(
+    lambda one: JobDemand(*one)
+)
 
 
 def test_jobs_of_one_age_peak_together_and_others_in_turn() -> None:
@@ -33,7 +35,7 @@ def test_jobs_of_one_age_peak_together_and_others_in_turn() -> None:
     assert Demand([grown, ends_soon]).peak() == 40, "when the one is at its end the other is gone"
 
 
-@given(st.lists(shares, max_size=12))
+@given(st.lists(demands, max_size=12))
 def test_the_peak_is_that_of_all_moments(found: list[JobDemand]) -> None:
     moments = [0.0, *(share.left for share in found)]
     wanted = max(sum(one.blocks + one.grows * t for one in found if one.left >= t) for t in moments)
@@ -66,7 +68,7 @@ def test_pace_is_told_by_how_turns_differ() -> None:
     assert pace.spread == pytest.approx(0.5, rel=0.05)
 
 
-@given(st.lists(shares, max_size=8), shares)
+@given(st.lists(demands, max_size=8), demands)
 def test_another_job_never_lowers_the_peak(found: list[JobDemand], more: JobDemand) -> None:
     both = Demand([*found, more])
     assert both.peak() >= Demand(found).peak() * (1 - 1e-9)
@@ -79,7 +81,7 @@ def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
     assert (demand.peak(), demand.peak(anywhere=True)) == (27, 52)
 
 
-@given(st.lists(shares, min_size=1, max_size=150), st.data())
+@given(st.lists(demands, min_size=1, max_size=150), st.data())
 @settings(max_examples=30, deadline=None)
 def test_jobs_that_change_count_as_if_all_were_counted_anew(
     found: list[JobDemand], data: st.DataObject

@@ -55,7 +55,7 @@ def test_without_admission_nobody_is_held(make_rig: MakeRig, in_job_order: bool)
     rig.check_clean()
 
 
-def test_a_job_in_mid_course_is_not_held_however_full_it_is(make_rig: MakeRig) -> None:
+def test_a_job_that_has_started_is_not_held_however_full_it_is(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "a", last=False)
     rig.run()
@@ -78,7 +78,7 @@ def goes_on(rig: Rig, name: str) -> None:
     rig.add(f"{name}2", context, max_tokens=20, params={"job_id": name, "is_last_step": True})
 
 
-def begun(make_rig: MakeRig, *, pin_fraction: float = 0, **settings: Any) -> Rig:
+def after_a_turn(make_rig: MakeRig, *, pin_fraction: float = 0, **settings: Any) -> Rig:
     """Three jobs have had their first turn; their contexts grow beyond the pool of 63 blocks."""
     rig = holding_rig(make_rig, in_job_order=True, pin_fraction=pin_fraction, **settings)
     rig.policy = FixedPin(60.0)
@@ -90,7 +90,7 @@ def begun(make_rig: MakeRig, *, pin_fraction: float = 0, **settings: Any) -> Rig
 
 def test_a_turn_waits_while_older_jobs_leave_its_context_no_room(make_rig: MakeRig) -> None:
     """And new jobs behind it, also those that came before."""
-    rig = begun(make_rig)
+    rig = after_a_turn(make_rig)
     goes_on(rig, "a")
     rig.step()
     begin(rig, "d")
@@ -106,7 +106,7 @@ def test_a_turn_waits_while_older_jobs_leave_its_context_no_room(make_rig: MakeR
 
 
 def test_a_turn_waits_no_longer_than_a_client_does(make_rig: MakeRig) -> None:
-    rig = begun(make_rig, admission_max_wait_s=5)
+    rig = after_a_turn(make_rig, admission_max_wait_s=5)
     for name in "abc":
         goes_on(rig, name)
         rig.step()
@@ -121,7 +121,7 @@ def test_a_turn_waits_no_longer_than_a_client_does(make_rig: MakeRig) -> None:
 
 
 def test_a_new_job_waits_no_longer_because_turns_go_before_it(make_rig: MakeRig) -> None:
-    rig = begun(make_rig, admission_max_wait_s=5)
+    rig = after_a_turn(make_rig, admission_max_wait_s=5)
     goes_on(rig, "a")
     rig.step()
     begin(rig, "d")
@@ -139,7 +139,7 @@ def test_a_new_job_waits_no_longer_because_turns_go_before_it(make_rig: MakeRig)
 
 def test_a_turn_does_not_wait_for_an_older_job_with_a_slow_tool(make_rig: MakeRig) -> None:
     for away_s, waiting in ((AWAY_S - 1, ["c2"]), (AWAY_S + 1, [])):
-        rig = begun(make_rig)
+        rig = after_a_turn(make_rig)
         rig.now += away_s
         goes_on(rig, "a")
         rig.step()
@@ -152,7 +152,7 @@ def test_a_turn_does_not_wait_for_an_older_job_with_a_slow_tool(make_rig: MakeRi
 def test_a_turn_waits_for_an_older_job_whose_kv_is_kept_however_slow_its_tool(
     make_rig: MakeRig,
 ) -> None:
-    rig = begun(make_rig, pin_fraction=0.5)
+    rig = after_a_turn(make_rig, pin_fraction=0.5)
     rig.now += AWAY_S + 1
     goes_on(rig, "a")
     rig.step()
@@ -170,7 +170,7 @@ def test_a_turn_waits_for_an_older_job_whose_kv_is_kept_however_slow_its_tool(
 
 
 def test_a_turn_does_not_wait_while_cpu_memory_has_room_for_the_others(make_rig: MakeRig) -> None:
-    rig = begun(make_rig, cpu_gib=100 * 16 * 8 / 2**30)
+    rig = after_a_turn(make_rig, cpu_gib=100 * 16 * 8 / 2**30)
     for name in "abc":
         goes_on(rig, name)
         rig.step()
@@ -331,8 +331,8 @@ def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig
     for name in "ba":
         context = rig.prompts[name] + rig.outputs[name]
         rig.add(f"{name}2", context, params={"job_id": name, "is_last_step": True})
-    begun = [key for key, _ in rig.gate.jobs.items()]
-    for order in (begun, rig.gaps.manager.jobs.oldest_first()):
+    active = [key for key, _ in rig.gate.jobs.items()]
+    for order in (active, rig.gaps.manager.jobs.oldest_first()):
         assert [key.name for key in order] == ["young", "b", "a"]
     rig.run()
 

@@ -96,9 +96,9 @@ def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
         patch.setattr(rig.admission.queue, "holds", lambda _: True)
         rig.step()
     assert rig.held() == ["both2", "c"], "it goes before new jobs now"
-    begun = len(rig.gate.jobs)
+    active = len(rig.gate.jobs)
     rig.abort("both2")
-    assert len(rig.gate.jobs) == begun, "both1 runs"
+    assert len(rig.gate.jobs) == active, "both1 runs"
     rig.run()
 
 

@@ -57,7 +57,7 @@ class Halves(Offload):
             policy_state=state,
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
-            course=JobForecast(),
+            job_forecast=JobForecast(),
             tools=NoTools(),
             step_timer=StepTimer(),
             clock=clock,

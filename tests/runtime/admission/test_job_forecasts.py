@@ -32,7 +32,7 @@ def test_a_job_that_ended_tells_how_many_turns_jobs_have(rig: Rig) -> None:
     for number in range(3):
         turn(rig, number, 160 + 16 * number, last=number == 2)
     assert len(jobs(rig)) == 0
-    assert jobs(rig).course.lengths.left(1) == 2
+    assert jobs(rig).job_forecast.lengths.left(1) == 2
 
 
 def test_so_does_one_whose_client_hung_up(rig: Rig) -> None:
@@ -43,7 +43,7 @@ def test_so_does_one_whose_client_hung_up(rig: Rig) -> None:
     rig.step()
     rig.abort("t4")
     assert len(jobs(rig)) == 0
-    assert jobs(rig).course.lengths.left(1) == 4
+    assert jobs(rig).job_forecast.lengths.left(1) == 4
 
 
 def test_contexts_grow_by_what_a_turn_adds_and_never_shrink(rig: Rig) -> None:
@@ -51,7 +51,7 @@ def test_contexts_grow_by_what_a_turn_adds_and_never_shrink(rig: Rig) -> None:
     for number, (tokens, mean) in enumerate([(160, 0.0), (240, 5.0), (80, 2.5), (80, 5 / 3)]):
         turn(rig, number, tokens)
         ((_, member),) = jobs(rig).items()
-        assert jobs(rig).course.growth.mean == pytest.approx(mean, rel=0.03), "of all turns"
+        assert jobs(rig).job_forecast.growth.mean == pytest.approx(mean, rel=0.03), "of all turns"
         assert member.grown == min(number, 1) * 5.0
 
 
