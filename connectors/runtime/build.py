@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
-from tiered_kv.connectors.runtime.admission.queue import TIGHT_TOKENS, JobQueue
+from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
@@ -31,6 +31,7 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.tier_index import make_index
+from tiered_kv.policies.admission.job_order import prefill_blocks
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
@@ -193,7 +194,7 @@ def build_admission(
             gate,
             pins,
             pool,
-            tight_blocks=TIGHT_TOKENS // facts.block_size,
+            prefill_blocks=prefill_blocks(facts.block_size),
             clock=clock,
         ),
     )

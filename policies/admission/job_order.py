@@ -5,7 +5,14 @@ Each rank sorts ascending: the least is first.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+MOST_HELD_IN_QUEUE = 8
+"""New jobs held at once in the engine's own queue: it looks each one's prefix up in every step."""
+TIGHT_TOKENS = 4096
+"""Room in free blocks, beside one for each running request, below which the order of victims
+matters: a step's prefills may take as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +55,28 @@ def running_rank(place: Place) -> tuple[bool, float]:
     return not place.is_last_step, place.job_started_at
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Blocks for contexts.
-
-    Attributes:
-        vram: blocks of VRAM.
-        cpu: slots in CPU memory; 0 without that tier.
-        share: part of it that may be given out.
-    """
-
-    vram: int
-    cpu: int
-    share: float = 1.0
-
-
-def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
-    """True if a new job has room.
-
-    It needs VRAM for what is needed at the same time, and a place for all of it in VRAM or CPU
-    memory; or all of it in CPU memory, from where what VRAM lacks comes back.
+def one_too_many(held: Collection[str]) -> str | None:
+    """The request to let in of those held in the engine's own queue: the one that has been held
+    the longest; None while they are few enough.
 
     Args:
-        peak: blocks of VRAM that all jobs are heading for, the new one included.
-        peak_anywhere: blocks of VRAM and CPU memory, those of jobs that are away included.
+        held: their ids, the longest held first.
     """
-    in_vram = peak <= room.share * room.vram
-    if not room.cpu:
-        return in_vram
-    in_cpu = peak_anywhere <= min(1.0, room.share) * room.cpu
-    return in_cpu or (in_vram and peak_anywhere <= max(room.vram, room.cpu))
+    return next(iter(held)) if len(held) > MOST_HELD_IN_QUEUE else None
+
+
+def prefill_blocks(block_size: int) -> int:
+    """Blocks that a step's prefills may take."""
+    return TIGHT_TOKENS // block_size
+
+
+def is_tight(free: int, running: int, prefills: int) -> bool:
+    """True if one of this many running requests may be preempted in this step, so that their order
+    matters.
+
+    Args:
+        free: free blocks.
+        running: running requests, each of which may take one.
+        prefills: see ``prefill_blocks``.
+    """
+    return free < prefills + running

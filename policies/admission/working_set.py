@@ -38,6 +38,8 @@ MOST, LEAST = 1.25, 0.5
 has been seen to ask for more than jobs then take."""
 UP = 1.001
 """Factor of that share for a second in which a job is held beside free blocks."""
+LEARN_EVERY_S = 1.0
+"""Time between two rises of it: a job is looked at more often while others come and go."""
 
 
 class JobDemand(NamedTuple):
@@ -253,6 +255,7 @@ class Overcommit:
 
     def __init__(self) -> None:
         self.share = 1.0
+        self._raised_at = -math.inf
 
     def returned(self, found: float, lost: float) -> None:
         """A context that was to stay for its job: shares of the pool that were, and were not,
@@ -262,6 +265,12 @@ class Overcommit:
         elif self.share < 1.0:
             self.share += (1.0 - self.share) * min(1.0, found)
 
-    def spare(self) -> None:
-        """A job is held, and more is free than it needs."""
-        self.share = min(MOST, self.share * UP)
+    def spare(self, now: float) -> None:
+        """A job is held, and more is free than it needs.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if now - self._raised_at >= LEARN_EVERY_S:
+            self._raised_at = now
+            self.share = min(MOST, self.share * UP)

@@ -1,4 +1,4 @@
-"""Demotion ahead of eviction: the pages that go down, and how many at a time. Pure.
+"""Demotion ahead of eviction, and at the end: the pages that go down, and how many at a time. Pure.
 
 A page that is evicted before it is in a lower tier is lost, and a demotion is reported a step
 after it was ordered. So pages go down while there is still room.
@@ -6,7 +6,10 @@ after it was ordered. So pages go down while there is still room.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from tiered_kv.keys import PageKey
 
 MOST_AHEAD = 4096
 """Pages next in line for eviction that are kept in a tier as well, at most; three quarters of
@@ -59,3 +62,17 @@ class LookAhead:
 def next_pause_s(pause_s: float) -> float:
     """Pause after one more failure."""
     return min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def last_flush(slots: dict[int, PageKey], stored: Collection[PageKey]) -> list[tuple[PageKey, int]]:
+    """Pages to write before an engine ends, with their slots: those that are nowhere else, the
+    newest first, since time may be too short for all.
+
+    Args:
+        slots: pages that slots hold, the newest last.
+        stored: pages that the tier has.
+    """
+    newest: dict[PageKey, int] = {}
+    for slot, key in reversed(slots.items()):
+        newest.setdefault(key, slot)
+    return [(key, slot) for key, slot in newest.items() if key not in stored]

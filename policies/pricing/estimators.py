@@ -168,9 +168,17 @@ class ShadowPrice:
         self._seen_at = now
 
     @staticmethod
-    def of(demand: float, blocks: int) -> float:
-        """Return λ where the jobs' projected demand is known, pins included."""
-        return min(TOP_PRICE, max(0.0, PRICE_SLOPE * (demand / blocks - 1)))
+    def of(demand: float, blocks: int, held_up: float = 1.0) -> float:
+        """Return λ where the jobs' projected demand is known, pins included.
+
+        Args:
+            demand: blocks that jobs are heading for.
+            blocks: blocks of the pool.
+            held_up: requests that lose B without a pin, which U counts once. 0 if nothing is
+                lost, at any price.
+        """
+        price = min(TOP_PRICE, max(0.0, PRICE_SLOPE * (demand / blocks - 1)))
+        return price / (held_up or 1.0)
 
     def price(self, blocks: int, pinned: int, own: int = 0) -> float:
         """Return λ with ``pinned`` of the pool's ``blocks`` pinned.

@@ -61,6 +61,27 @@ def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 
 
+def held_up(
+    copy_s: float, recompute_s: float, *, wait_s: float, survival: float, running: int
+) -> float:
+    """Requests that lose B without a pin, the job's own included.
+
+    KV that is computed again holds up every other request of the batch as well; waiting and copies
+    hold up none.
+
+    Args:
+        copy_s: time to copy the context back from CPU memory, seconds.
+        recompute_s: time to compute it again, seconds.
+        wait_s: T η, wait for admission that a pin saves, seconds.
+        survival: share of the KV outside VRAM that is still there when it is needed.
+        running: running requests.
+    """
+    copied = survival if copy_s <= recompute_s else 0.0
+    alone_s = wait_s + copied * copy_s
+    computed_s = (1 - copied) * recompute_s
+    return (alone_s + max(1, running) * computed_s) / max(alone_s + computed_s, SHORTEST_S)
+
+
 def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:
     """SLOW if no wait pays, FAST if waiting for all of B pays, else UNCERTAIN."""
     if best_wait_s <= 0:

@@ -1,16 +1,15 @@
 """The pages of a tier below CPU memory, as the scheduler half knows them.
 
 A page is here once its bytes are in the store of every rank. The stores own the bytes, and
-report when pages are gone or when a segment should die; the index picks the pages of a dying
-segment that are worth writing again. A tier that others write to as well is known by its
-answers only, and an answer grows old.
+report when pages are gone. A tier that others write to as well is known by its answers only, and
+an answer grows old.
 
 One thread, no locks, O(1) per page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiered_kv.keys import PageKey
@@ -18,8 +17,6 @@ from tiered_kv.tiers import Knowledge, TierSpec
 
 ASSUMED_BANDWIDTH = 1e9
 """Bytes of pages per second that a rank promotes, until the worker has measured it."""
-LIKELY = 0.5
-"""Chance of a return that is worth a second write."""
 PRESENT_S, ABSENT_S = 5.0, 10.0
 """Ages at which an answer is asked for again: a page that was there may be evicted by others, one
 that was not may be written by others."""
@@ -71,26 +68,17 @@ class TierIndex:
             if key in used:
                 used[key] = True
 
-    def survivors(
-        self, dying: Sequence[PageKey], chance: Callable[[PageKey], float]
-    ) -> tuple[PageKey, ...]:
-        """Pages of a dying segment to be written again: those that a waiting job is likely to
-        come back for, and those that were used.
+    def was_used(self, key: PageKey) -> bool:
+        """True if the page is in the tier and was used since it was last written."""
+        return self._used.get(key, False)
 
-        At most half of them, the likeliest and then the last written ones, so that a segment's
-        death frees at least half a segment. A used page must be used again to survive again.
-
-        Args:
-            chance: probability that somebody comes back for a page; 0 if unknown.
-        """
-        chances = {key: chance(key) for key in dying}
-        kept = [key for key in dying if self._used.get(key) or chances[key] >= LIKELY]
-        kept.sort(key=chances.__getitem__)
-        chosen = set(kept[len(kept) - min(len(kept), len(dying) // 2) :])
-        for key in chosen:
-            if key in self._used:
-                self._used[key] = False
-        return tuple(key for key in dying if key in chosen)
+    def on_rewritten(self, keys: Iterable[PageKey]) -> None:
+        """Mark pages as unused, since they are written once more: each must be used again to
+        survive again. Those not in the tier are passed over."""
+        used = self._used
+        for key in keys:
+            if key in used:
+                used[key] = False
 
     def clear(self) -> None:
         """Drop every page."""

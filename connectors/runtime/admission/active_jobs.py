@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.policies.admission.fair_share import Blocks, FairShare
+from tiered_kv.policies.admission.holding import Room, leaves_room
+from tiered_kv.policies.admission.job_demand import TurnPace, away_demand, running_demand
 from tiered_kv.policies.admission.working_set import (
     Demand,
     Growth,
@@ -22,28 +25,15 @@ from tiered_kv.policies.admission.working_set import (
 )
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
+from tiered_kv.policies.jobs.silence import has_ended, soon_chance, unforecast_chance, unlikely
 
 from .families import Families
 from .members import MOST_SILENT, ActiveJob, Scopes
 
-SOON_S = 60.0
-"""A job takes room while it is away by its chance to return in this time: for one that comes later
-a new one need not wait."""
-LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
-"""A job that has less of one, and was silent for so long, is taken to have ended until it
-returns."""
-SILENT_TIMES = 8.0
-"""Without a forecast: so is one that is away for so many times the mean gap, of which none counts
-for more than ``SOON_S``: what one client does must not hold others up."""
 COUNTED_S = 2e-4
 """Seconds per job before all jobs are counted again: to count one takes some microseconds. Jobs
 that changed are counted anew whenever somebody asks."""
-AWAY_S = 10.0
-"""A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
-tool is one of the slow ones."""
 NOTHING = JobDemand(0.0, 0.0, 0.0)
-MEAN_DECAY = 0.9
-"""Weight of the old mean when a new time is averaged in."""
 
 
 class ActiveJobs:
@@ -74,15 +64,14 @@ class ActiveJobs:
         self._pins = pins
         self._gap_forecast = gap_forecast
         pool = facts.usable_blocks
-        self._room = pool, max(pool, slots)  # in VRAM, and anywhere
-        self._over_share: dict[str, tuple[float, float]] = {}  # of these, by salt
-        self._over_all = 0.0, 0.0
+        self._room = Blocks(pool, max(pool, slots))
+        self._fair = FairShare()
         self._clock = clock
         self._members: dict[JobKey, ActiveJob] = {}
         self._scopes = Scopes()
         self._output = Growth()
         self._shared = Growth()
-        self._turn_s = self._gap_s = 0.0
+        self._pace = TurnPace()
         self._entering: dict[str, JobDemand] = {}  # let in, without blocks yet; by request
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # in that
@@ -116,8 +105,8 @@ class ActiveJobs:
         """Another turn of a job that has started."""
         member, now = self._members[job], self._clock()
         if not member.running:
-            self._gap_s = _mean(self._gap_s, min(now - member.since, SOON_S))
-            self._scopes.of(job).record(returned=True)
+            self._pace.on_gap(now - member.since)
+            self._scopes.of(job).returns.observe(returned=True)
         self.cadence.observe(now - member.asked)
         member.asked = now
         self._changed[job] = None
@@ -167,7 +156,7 @@ class ActiveJobs:
         if not member.running:
             member.blocks = blocks
         self._output.observe(turn.request.num_output_tokens / self._facts.block_size)
-        self._turn_s = _mean(self._turn_s, now - turn.arrived_at)
+        self._pace.on_turn(now - turn.arrived_at)
         if turn.job is None or (over and not member.running):
             self.on_over(job)
         elif gone and not member.running:
@@ -187,10 +176,10 @@ class ActiveJobs:
         """Each job's chance to need its blocks soon, without those that may have ended: clients
         may have gone without a word. What these have pinned goes before all other pins."""
         chances = {key: self._chance(key, member, now) for key, member in self._members.items()}
-        for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
+        for key in unlikely(chances):
             self._pins.devalue(key)
-            if now - self._members[key].since >= LEAST_SILENCE_S:
-                self._scopes.of(key).record(returned=False)
+            if has_ended(now - self._members[key].since):
+                self._scopes.of(key).returns.observe(returned=False)
                 self._set_dormant(key)
                 del chances[key]
         return chances
@@ -205,20 +194,15 @@ class ActiveJobs:
             del silent[next(iter(silent))]
 
     def _chance(self, key: JobKey, member: ActiveJob, now: float) -> float:
-        """Chance that the job needs its blocks soon: 1 if it does now, else that it returns in
-        ``SOON_S``, given for how long it has been silent, and how often its client's jobs return
-        at all."""
+        """Chance that the job needs its blocks soon: 1 if it does now, else that it returns,
+        given for how long it has been silent, and how often its client's jobs return at all."""
         if member.running:
             return 1.0
         away_s = now - member.since
         forecast = self._gap_forecast(key)
         if forecast is None:
-            silent = away_s >= max(SILENT_TIMES * self._gap_s, LEAST_SILENCE_S)
-            return float(key in self._pins or not silent)
-        gone, goes_on = forecast.within(away_s), self._scopes.of(key).goes_on
-        later = goes_on * (1 - gone) + 1 - goes_on
-        soon = forecast.within(away_s + SOON_S) - gone
-        return goes_on * soon / later if soon > 0 else 0.0
+            return unforecast_chance(away_s, self._pace.gap_s, pinned=key in self._pins)
+        return soon_chance(forecast, away_s, self._scopes.of(key).returns.share)
 
     # -- what they take -------------------------------------------------------------------
 
@@ -263,8 +247,7 @@ class ActiveJobs:
         peak = self._demand.peak(more, anywhere=anywhere)
         if salt is None:
             return peak
-        own = self._over_share.get(salt, (0.0, 0.0))
-        return peak - (self._over_all[anywhere] - own[anywhere])
+        return peak - self._fair.of_others(salt, anywhere=anywhere)
 
     def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
         """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
@@ -272,20 +255,20 @@ class ActiveJobs:
         Those that started after it are left out: room is first theirs who started first.
         """
         self._count()
-        away = 1 - self._turn_s / (self._turn_s + self._gap_s) if self._turn_s else 0.0
+        away = 1 - self._pace.vram_share(0.0)
         place = self._places.get(job) if job in self._members else None
         first = place + 1 if place is not None else None
         return self._demand.peak(first=first) + away * blocks
 
-    def leave_room(self, job: JobKey, room: float) -> bool:
+    def leave_room(self, job: JobKey, room: Room) -> bool:
         """True if the older jobs, but for those away with a slow tool, leave the context room.
 
         Args:
             room: blocks for all contexts.
         """
         self._count()
-        taken = self._demand.now(self._places[job])
-        return not taken or self._families.blocks + taken + self._members[job].blocks <= room
+        older, own = self._demand.now(self._places[job]), self._members[job].blocks
+        return leaves_room(room, older=older, own=own, shared=self._families.blocks)
 
     def loose(self) -> float:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
@@ -321,20 +304,14 @@ class ActiveJobs:
 
     def _share_room(self, demands: Sequence[JobDemand]) -> None:
         """See which clients leave more waiting than an equal share of the room."""
-        left: dict[str, tuple[float, float]] = {}
+        waiting: dict[str, Blocks] = {}
         for (key, member), demand in zip(self._members.items(), demands, strict=True):
-            vram, whole = left.get(key.salt, (0.0, 0.0))
+            vram, anywhere = waiting.get(key.salt, (0.0, 0.0))
             if not member.running and key not in self._pins:
                 vram += demand.weight * demand.blocks
-                whole += demand.chance * demand.blocks
-            left[key.salt] = vram, whole
-        equal = [room / max(2, len(left)) for room in self._room]
-        self._over_share = {
-            salt: (max(0.0, vram - equal[0]), max(0.0, whole - equal[1]))
-            for salt, (vram, whole) in left.items()
-        }
-        over = self._over_share.values()
-        self._over_all = sum(vram for vram, _ in over), sum(whole for _, whole in over)
+                anywhere += demand.chance * demand.blocks
+            waiting[key.salt] = Blocks(vram, anywhere)
+        self._fair = FairShare.of(waiting, self._room)
 
     def _count_one(self, key: JobKey | str, now: float) -> None:
         """Something happened to a job: it changed, came or went."""
@@ -353,22 +330,22 @@ class ActiveJobs:
 
     def _demand_of(self, key: JobKey, member: ActiveJob, chance: float, now: float) -> JobDemand:
         grows, left = self.job_forecast.ahead(key, member.turns, member.grown)
-        blocks, present = member.blocks, member.blocks
-        if not member.running:
-            left, blocks = max(0.0, left - 1), blocks + grows
-            if now - member.since >= AWAY_S and not self._pins.worth_a_wait(key):
-                present = 0.0
         shared = self._families.counted_with(key, member)
-        weight = chance * self._weight(key, member, now)
-        return JobDemand(blocks, grows, left, weight, chance, shared, present)
+        if member.running:
+            return running_demand(member.blocks, grows, left, shared)
+        return away_demand(
+            member.blocks,
+            grows,
+            left,
+            shared,
+            chance=chance,
+            vram_share=self._weight(key, member, now),
+            away_s=now - member.since,
+            kept=self._pins.worth_a_wait(key),
+        )
 
     def _weight(self, key: JobKey, member: ActiveJob, now: float) -> float:
         """Share of the time until its next turn has ended in which the job needs VRAM."""
         if member.running or key in self._pins:
             return 1.0
-        cycle_s = self._turn_s + max(self._gap_s, now - member.since)
-        return self._turn_s / cycle_s if self._turn_s else 1.0
-
-
-def _mean(old: float, new: float) -> float:
-    return MEAN_DECAY * old + (1 - MEAN_DECAY) * new if old else new
+        return self._pace.vram_share(now - member.since)

@@ -2,7 +2,8 @@
 
 A job is held until its working set fits, beside those of the active jobs, into VRAM, or with all
 the others into CPU memory, the engine is idle, or it has waited for as long as a client may be left
-waiting. A turn is *new* until one of its job has had blocks.
+waiting. A turn is *new* until one of its job has had blocks. The rules are in
+``policies.admission.holding``.
 
 A job that has started is never held behind new ones. But jobs grow, and some were let in because
 they had waited for too long: where the contexts of those that started before it leave it no room,
@@ -18,17 +19,19 @@ from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.policies.admission.job_order import Room, fits
+from tiered_kv.policies.admission.holding import (
+    Room,
+    fits,
+    gives_too_little,
+    is_overdue,
+    is_settled,
+    may_wait,
+)
 from tiered_kv.policies.admission.working_set import JobDemand, JobForecast, Overcommit
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
 from .active_jobs import ActiveJobs
-
-LOOK_EVERY_S = 0.1
-"""A job that was held is looked at again when something changed, or after so long."""
-LEARN_EVERY_S = 1.0
-"""Between two signs that too little was given out."""
 
 
 class Admission:
@@ -73,7 +76,6 @@ class Admission:
         self._clock = clock
         self._refused_at = -math.inf
         self._changed = True
-        self._spared_at = -math.inf
 
     @property
     def num_active(self) -> int:
@@ -156,8 +158,8 @@ class Admission:
             return False
         now = self._clock()
         idle = not (self._turns.running or self.jobs.entering)
-        patient = not (idle or self._waited(turn, now))
-        if patient and not self._changed and now - self._refused_at < LOOK_EVERY_S:
+        patient = may_wait(now - turn.arrived_at, self._max_wait_s, idle=idle)
+        if patient and is_settled(now - self._refused_at, changed=self._changed):
             return True
         self._changed = False
         if not turn.hold.new:
@@ -172,20 +174,18 @@ class Admission:
             return False
         self._refused_at = now
         self.refuse(turn)
-        if self._pool.num_free() > 2 * need.blocks + self.jobs.loose():
-            self._spare()
+        free = self._pool.num_free()
+        if gives_too_little(free=free, need=need.blocks, loose=self.jobs.loose()):
+            self.overcommit.spare(now)
         return True
 
     def lets_overdue_in(self, turn: Turn) -> bool:
         """Let a turn in that was held for as long as it may be; whether it was."""
-        if not self._waited(turn, self._clock()):
+        if not is_overdue(self._clock() - turn.arrived_at, self._max_wait_s):
             return False
         if turn.hold.new:
             self.let_in(turn)
         return True
-
-    def _waited(self, turn: Turn, now: float) -> bool:
-        return now - turn.arrived_at >= self._max_wait_s
 
     def let_in(self, turn: Turn) -> None:
         """A new job may begin: what its first turn needs is taken from now on."""
@@ -197,17 +197,18 @@ class Admission:
 
     def _fits(self, need: JobDemand, salt: str) -> bool:
         """True if a new job has room."""
-        room = Room(self._facts.usable_blocks, self._slots, self.overcommit.share)
         peak = self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
-        return fits(room, peak, whole)
+        return fits(self._room, peak, whole)
 
     def _behind_older(self, turn: Turn) -> bool:
-        """True if the jobs that started before a turn's leave its context no room, neither in VRAM
-        nor in CPU memory."""
+        """True if the jobs that started before a turn's leave its context no room."""
         job = _job_of(turn)
-        room = max(self._facts.usable_blocks, self._slots)
-        return job in self.jobs and not self.jobs.leave_room(job, room)
+        return job in self.jobs and not self.jobs.leave_room(job, self._room)
+
+    @property
+    def _room(self) -> Room:
+        return Room(self._facts.usable_blocks, self._slots, self.overcommit.share)
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""
@@ -215,11 +216,6 @@ class Admission:
             turn.hold.refused = True
             self.refused += turn.hold.new
             self.delayed += not turn.hold.new
-
-    def _spare(self) -> None:
-        if self._clock() - self._spared_at >= LEARN_EVERY_S:
-            self._spared_at = self._clock()
-            self.overcommit.spare()
 
     def demand(self) -> float:
         """The most blocks that the jobs that have started, and those let in, are heading for."""

@@ -6,12 +6,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.jobs.silence import ReturnRate
 
 MOST_SILENT = 1024
 """Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
 of, is forgotten first."""
-RETURN_DECAY = 0.98
-"""Share of a client's record that is kept with the next job that returned, or did not."""
 
 
 @dataclass(slots=True)
@@ -47,21 +46,11 @@ class Scope:
 
     Attributes:
         silent: those that may have ended.
+        returns: how often they return.
     """
 
     silent: dict[JobKey, ActiveJob] = field(default_factory=dict)
-    _returned: float = 19.0
-    _gone: float = 1.0
-
-    def record(self, *, returned: bool) -> None:
-        """A job that was away has returned, or is taken to have ended without a word."""
-        self._returned = RETURN_DECAY * self._returned + returned
-        self._gone = RETURN_DECAY * self._gone + (not returned)
-
-    @property
-    def goes_on(self) -> float:
-        """The chance that a turn that was not said to be the last is not."""
-        return self._returned / (self._returned + self._gone)
+    returns: ReturnRate = field(default_factory=ReturnRate)
 
 
 class Scopes:

@@ -14,6 +14,8 @@ from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.policies.admission.job_order import (
     Place,
+    is_tight,
+    one_too_many,
     parked_rank,
     running_rank,
     waiting_rank,
@@ -22,13 +24,6 @@ from tiered_kv.policies.admission.job_order import (
 from .gate import Admission
 from .no_admission import NoAdmission
 
-MOST_HELD_IN_QUEUE = 8
-"""New jobs held at once in the engine's own queue: it looks each one's prefix up in every step."""
-
-TIGHT_TOKENS = 4096
-"""Room in free blocks, beside one for each running request, below which the order of victims
-matters: a step's prefills may take as much."""
-
 
 class JobQueue:
     """Answers about the live requests. One thread.
@@ -36,7 +31,7 @@ class JobQueue:
     Args:
         turns: the live requests.
         pool: the engine's block pool.
-        tight_blocks: blocks that a step's prefills may take.
+        prefill_blocks: blocks that a step's prefills may take.
         clock: monotonic seconds.
 
     Attributes:
@@ -51,7 +46,7 @@ class JobQueue:
         admission: Admission | NoAdmission,
         pins: PinTable,
         pool: BlockPool,
-        tight_blocks: int,
+        prefill_blocks: int,
         clock: Callable[[], float],
     ) -> None:
         self.parks = self.ranks_changed = False
@@ -59,7 +54,7 @@ class JobQueue:
         self._admission = admission
         self._pins = pins
         self._pool = pool
-        self._tight_blocks = tight_blocks
+        self._prefill_blocks = prefill_blocks
         self._clock = clock
         self._held: dict[str, None] = {}  # in the engine's queue, the longest held first
 
@@ -88,8 +83,7 @@ class JobQueue:
             self.on_left(turn.request_id)
             return False
         self._held.setdefault(turn.request_id)
-        if len(self._held) > MOST_HELD_IN_QUEUE:
-            longest = next(iter(self._held))
+        if (longest := one_too_many(self._held)) is not None:
             self._admission.let_in(self._turns[longest])
             self.on_left(longest)
         return True
@@ -126,7 +120,7 @@ class JobQueue:
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""
-        return self._pool.num_free() < self._tight_blocks + running
+        return is_tight(self._pool.num_free(), running, self._prefill_blocks)
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
         """Rank of a running request by its loss if preempted: a last turn, then the oldest job."""

@@ -14,13 +14,13 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
-    SHORTEST_S,
     Memoryfulness,
     PrefillFit,
     QueueDelay,
     ShadowPrice,
     Survival,
 )
+from tiered_kv.policies.pricing.pin_value import held_up
 
 
 class CostModel:
@@ -92,7 +92,13 @@ class CostModel:
         copy_s = planner.copy_seconds(blocks)
         # Unknown, it is no reason to do without a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
-        held_up = self.held_up(copy_s, recompute_s)
+        lost_by = held_up(
+            copy_s,
+            recompute_s,
+            wait_s=self.queue.mean_s * self.memoryfulness.value,
+            survival=self.survival.share,
+            running=self._turns.running,
+        )
         return Costs(
             recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
@@ -103,29 +109,17 @@ class CostModel:
             },
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self._price(blocks, job, held_up),
-            held_up=held_up,
+            vram_price=self._price(blocks, job, lost_by),
+            held_up=lost_by,
             cpu_stay_s=planner.index.stay_s(),
             survival=self.survival.share,
         )
 
-    def held_up(self, copy_s: float, recompute_s: float) -> float:
-        """Requests that lose B without a pin, the job's own included.
-
-        KV that is computed again holds up every other request of the batch as well; waiting and
-        copies hold up none.
-        """
-        copied = self.survival.share if copy_s <= recompute_s else 0.0
-        alone_s = self.queue.mean_s * self.memoryfulness.value + copied * copy_s
-        computed_s = (1 - copied) * recompute_s
-        running = max(1, self._turns.running)
-        return (alone_s + running * computed_s) / max(alone_s + computed_s, SHORTEST_S)
-
-    def _price(self, blocks: int, job: JobKey | None, held_up: float) -> float:
-        """λ for a turn's blocks, of which a pin saves B for ``held_up`` requests."""
+    def _price(self, blocks: int, job: JobKey | None, lost_by: float) -> float:
+        """λ for a turn's blocks, of which a pin saves B for ``lost_by`` requests."""
         pool = self._facts.usable_blocks
         mine = min(blocks, self._pins.budget)
         demand = self._gate.demand_with_pin(mine, job)
         if demand is None:
             return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
-        return self.price.of(demand, pool) / (held_up or 1.0)  # 0: nothing is lost, at any price
+        return self.price.of(demand, pool, lost_by)

@@ -22,10 +22,10 @@ from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.cache.promotion import IDLE_AHEAD_S
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
-from tiered_kv.policies.pins.release_order import PinState, PinValue
-from tiered_kv.policies.pricing.pin_value import saved_per_second, saved_s
+from tiered_kv.policies.pins.pin_terms import pin_value, provisional_s, was_to_stay
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 
@@ -36,11 +36,6 @@ from .policy_state import PolicyUpkeep
 from .prefetch_queue import PrefetchQueue
 from .tools import ToolCalls
 from .turn_log import TurnLog
-
-PROVISIONAL_S = 2.0
-"""Seconds that a turn is pinned at most while its tool call is being read."""
-IDLE_AHEAD_S = 3600.0
-"""An engine that falls idle orders what is due in this time ahead: no hook may run until then."""
 
 
 class Arrival(NamedTuple):
@@ -131,7 +126,7 @@ class GapManager:
             shared = gap.sketch.common_blocks(sketch)
             if not shared and gap.sketch.hashes and sketch.hashes:
                 self._release(key)  # of another text: it would gap for its own pin
-        kept = _to_stay(gap, gap_s)
+        kept = was_to_stay(gap.decision, gap_s, pinned=gap.pinned > 0, saved=gap.saved)
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
 
     def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
@@ -189,7 +184,7 @@ class GapManager:
         """Carry the decision out; returns the blocks that are pinned."""
         decision = gap.decision
         if gap.unread:  # the blocks are gone right after this hook
-            return self._pin(job, turn, gap, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
+            return self._pin(job, turn, gap, provisional_s(decision.ttl_s))
         if decision.tier is Tier.PIN:
             return self._pin(job, turn, gap, decision.ttl_s)
         self._release(job.key)
@@ -202,9 +197,8 @@ class GapManager:
             for block in self._pool.blocks_of(turn.request_id)
             if block.block_hash is not None and not block.is_null
         ]
-        pinned = self._pins.pin(
-            job.key, blocks, self._clock() + ttl_s, job.started_at, _value(gap, ttl_s)
-        )
+        value = pin_value(gap.decision.forecast, gap.costs, ttl_s)
+        pinned = self._pins.pin(job.key, blocks, self._clock() + ttl_s, job.started_at, value)
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
         return pinned
@@ -256,7 +250,7 @@ class GapManager:
             self._trace.decision(gap)
             made = gap.decision
             if made.tier is Tier.PIN:
-                value = _value(gap, made.ttl_s)
+                value = pin_value(made.forecast, gap.costs, made.ttl_s)
                 self._pins.revise(gap.end.job, gap.since + made.ttl_s, value)
             else:
                 self._release(gap.end.job)
@@ -292,26 +286,6 @@ class GapManager:
         """Wait for nobody any longer. Idempotent."""
         for job in self.open.jobs():
             self.give_up(job)
-
-
-def _value(gap: OpenGap, ttl_s: float) -> PinValue:
-    """Value of a pin of ``ttl_s``."""
-    forecast, costs = gap.decision.forecast, gap.costs
-    if forecast is None:
-        return PinValue(PinState.UNPRICED)
-    return PinValue(
-        PinState.HELD,
-        saved_s(forecast, costs.benefit_s, ttl_s),
-        saved_per_second(forecast, costs, ttl_s),
-    )
-
-
-def _to_stay(gap: OpenGap, gap_s: float) -> bool:
-    """True if some tier was to hold the context still, ``gap_s`` after its turn's end."""
-    made = gap.decision
-    if made.tier is Tier.PIN and gap.pinned and gap_s < made.ttl_s:
-        return True
-    return gap.saved and made.tier is not Tier.DROP
 
 
 def _turn_end(turn: Turn, now: float) -> TurnEnd:

@@ -17,6 +17,7 @@ from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S, LookAhead, next_pause_s
+from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled
 from tiered_kv.tiers import StoreId, TierSpec
 
 from .reclaims import Reclaims
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 NOW = 0.0
 """Due at once, on any machine's clock."""
-STALLED_S = 5.0
-"""Seconds after which an order that a turn no longer waits for stops further ones: the store
-does not answer, and each would keep CPU slots reserved."""
 
 
 class LowerTier:
@@ -133,7 +131,7 @@ class LowerTier:
             return True
         self._given_up = {o: at for o, at in self._given_up.items() if self._book.under_way(o)}
         now = self._clock()
-        return all(now - at < STALLED_S for at in self._given_up.values())
+        return not any(is_stalled(now - at) for at in self._given_up.values())
 
     def give_up(self, order_id: OrderId) -> None:
         """Note that no turn waits for the order any longer."""
@@ -163,9 +161,9 @@ class LowerTier:
         self._expedited.append(order_id)
 
     def refused(self) -> None:
-        """Forget a little of the measured bandwidth: nothing is learned from what is not done."""
-        known = self.pages.bandwidth
-        self.pages.bandwidth = max(known, min(1.1 * known, self._expected_bandwidth))
+        """Forget a little of the measured bandwidth: a promotion was refused for want of it."""
+        known, expected = self.pages.bandwidth, self._expected_bandwidth
+        self.pages.bandwidth = bandwidth_after_refusal(known, expected)
 
     # -- down ---------------------------------------------------------------------
 

@@ -18,23 +18,22 @@ from tiered_kv.metrics import Counters
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder, SaveOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.policies.cache.promotion import Promotion, worth_promoting
+from tiered_kv.policies.cache.lookup import LOOKUPS, answer_wait_s, pages_asked
+from tiered_kv.policies.cache.promotion import (
+    TRIES,
+    Promotion,
+    pages_without,
+    room_ahead,
+    room_for_turns,
+    slowest_store,
+    worth_promoting,
+)
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.tiers import Knowledge, StoreId
 
 from .lower_tier import NOW, LowerTier
 
 logger = logging.getLogger(__name__)
-
-AHEAD_SHARE = 4
-"""One slot in this many may be reserved for promotions that are not due yet."""
-TRIES = 2
-"""Promotions planned for a turn: when it arrives, and when it is asked for if that was
-not enough (slots were short, or the pages were evicted again)."""
-FIRST_LOOKUP = 64
-"""Pages of a turn that a store is asked for first; the others once all of these are there."""
-LOOKUP_S = 0.05
-"""Seconds that a turn waits for a store's answer; less if computing takes less."""
 
 
 class LowerTiers:
@@ -88,7 +87,7 @@ class LowerTiers:
         """
         if not self._tiers:  # first, since this is called for every request that arrives
             return
-        room = max(1, self._index.num_slots // 2) - self._unclaimed
+        room = room_for_turns(self._index.num_slots, self._unclaimed)
         if turn.tiers.promotions == TRIES or room <= 0:
             return
         if self._asked and self._ask(turn, prefill):
@@ -123,10 +122,9 @@ class LowerTiers:
         to order, or no slots."""
         index, book = self._index, self._book
         if due > self._clock():
-            # Their slots are of no use to anybody until then: nothing is evicted for them.
-            room = min(index.free_slots, index.num_slots // AHEAD_SHARE - book.ahead())
+            room = room_ahead(index.num_slots, index.free_slots, book.ahead())
         else:
-            room = max(1, index.num_slots // 2) - self._unclaimed
+            room = room_for_turns(index.num_slots, self._unclaimed)
         if room <= 0:
             return False
         ordered = 0
@@ -171,9 +169,9 @@ class LowerTiers:
             )
             if worth_promoting(promotion):
                 return promotion, fresh
-            slowest = max(seconds, key=seconds.__getitem__)
+            slowest = slowest_store(seconds)
             self._tiers[slowest].refused()
-            kept = wanted.index(fresh[slowest][0]) if slowest in fresh else 0
+            kept = pages_without(slowest, wanted, fresh)
             tokens = tokens * kept // len(wanted)
             del wanted[kept:]
         return None, {}
@@ -233,7 +231,7 @@ class LowerTiers:
     def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
         """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
         True if the turn waits for an answer."""
-        if turn.tiers.lookups == 2:
+        if turn.tiers.lookups == LOOKUPS:
             return False
         keys = turn.page_keys()
         size, limit = self._facts.block_size, turn.request.num_tokens - 1
@@ -241,11 +239,11 @@ class LowerTiers:
         end, somewhere = self._in_vram(turn, stop), self._somewhere()
         while end < stop and somewhere(keys[end]):
             end += 1
-        unknown = keys[end : min(stop, end + FIRST_LOOKUP) if turn.tiers.lookups == 0 else stop]
+        unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
         if not unknown:
             return False
         compute_s = prefill.seconds(end * size, len(unknown) * size)
-        wait_s = min(LOOKUP_S, compute_s) if prefill.measured else LOOKUP_S
+        wait_s = answer_wait_s(compute_s if prefill.measured else None)
         asked = {tier: tier.ask(unknown, wait_s) for tier in self._asked if tier.answers}
         orders = {order for order in asked.values() if order is not None}
         if not orders:

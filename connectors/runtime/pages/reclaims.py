@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal, Reclaim
 from tiered_kv.pages.tier_index import TierIndex
+from tiered_kv.policies.cache.survivors import survivors
 
 REPEAT_S = 5.0
 """Seconds after which a proposal that stays is answered again: the store has not done it."""
@@ -77,18 +78,19 @@ class Reclaims:
 
     def _survivors(self, rank: int, dying: Sequence[PageKey]) -> tuple[PageKey, ...]:
         fresh = [key for key in dying if key not in self._verdicts]
-        kept = set(self._pages.survivors(fresh, self._chance))
+        kept = set(survivors(fresh, self._pages.was_used, self._chance))
+        self._pages.on_rewritten(kept)
         everybody = range(self._ranks)
         self._verdicts.update({key: _Verdict(key in kept, set(everybody)) for key in fresh})
-        survivors = []
+        surviving = []
         for key in dying:
             verdict = self._verdicts[key]
             verdict.waiting.discard(rank)
             if not verdict.waiting:
                 del self._verdicts[key]
             if verdict.survives:
-                survivors.append(key)
-        return tuple(survivors)
+                surviving.append(key)
+        return tuple(surviving)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Drop the verdicts on pages that are gone."""

@@ -12,13 +12,9 @@ from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
+from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
 
 logger = logging.getLogger(__name__)
-
-PAGES_A_STEP = 4096
-"""Pages ordered in a step, after which no further restore begins in it: to order them, and for the
-engine to find blocks for them, takes time, and to bring them takes longer than steps do."""
 
 
 class Restores:
@@ -64,8 +60,8 @@ class Restores:
         return refused
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
-        """True if a restore for the turn is better ordered in the next step."""
-        if self._pages < PAGES_A_STEP:
+        """True if a restore for the turn is left to the next step."""
+        if not begins_later(self._pages):
             return False
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         return first < len(keys) and self._index.readable(keys[first])

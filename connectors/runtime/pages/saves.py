@@ -1,9 +1,7 @@
 """Saves: blocks are copied to CPU memory as they fill, each once.
 
-Looking at every running request in every step would cost more than the saves. A decoding
-request fills one token a step, so it is known at which step its next block can be full at
-the earliest: a calendar holds who must be looked at when. Short blocks are saved a few at
-a time, and the requests of a few steps are looked at together, so that orders are few.
+A calendar holds who must be looked at when (``policies.cache.saving``). Short blocks are saved a
+few at a time, and the requests of a few steps are looked at together, so that orders are few.
 """
 
 from __future__ import annotations
@@ -18,12 +16,7 @@ from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
-
-STRIDE_TOKENS = 256
-"""A decoding request is looked at once it may have filled this many tokens' blocks..."""
-TOGETHER = 16
-"""...in a step that is a multiple of this. What it filled since is saved when it finishes,
-and lost when it is preempted: at most 272 tokens or a block."""
+from tiered_kv.policies.cache.saving import SaveStride, is_tail_worth_a_slot
 
 
 class Saves:
@@ -49,6 +42,7 @@ class Saves:
         self._tails = tails
         self._counters = counters
         self._pool = pool
+        self._stride = SaveStride.of(facts.block_size)
         self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
         self.unsent: list[SaveOrder] = []
         self.over = 0
@@ -83,8 +77,6 @@ class Saves:
             return
         due = self._calendar.pop(step)
         filled: dict[PageKey, int] = {}
-        size = self._facts.block_size
-        stride = max(size, STRIDE_TOKENS // size * size)
         for turn in due:
             if turn.save.due != step or turn.pages.fingerprint is None:
                 continue
@@ -94,10 +86,10 @@ class Saves:
                 continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
             filled.update(self._newly_filled(turn, tokens))
-            look = step + 1  # a prefill may fill many blocks in the next step
-            if tokens >= request.num_tokens:
-                look += max(0, turn.save.cursor * size + stride - tokens - 1)
-                look += -look % TOGETHER
+            known = request.num_tokens
+            look = self._stride.next_look(
+                step, saved=turn.save.cursor, computed=tokens, known=known
+            )
             self.watch(turn, look)
         self._order(filled)
 
@@ -120,7 +112,7 @@ class Saves:
         pages = dict(self._newly_filled(turn, computed))
         block, length = divmod(computed, size)
         place = None
-        worth_it = block > 0 or turn.job is not None  # else a slot for a few stray tokens
+        worth_it = is_tail_worth_a_slot(block, of_job=turn.job is not None)
         if length and worth_it and block == turn.save.cursor and block < len(block_ids):
             place = turn.tail_place(block, size)
         self._remember_prompt_end(turn)

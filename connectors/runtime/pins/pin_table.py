@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.pins.pin_terms import within_budget
 from tiered_kv.policies.pins.release_order import PinState, PinValue, PinView, release_order
 
 
@@ -92,14 +93,7 @@ class PinTable:
         room, held = self.budget - len(self._held), self._held
         if len(blocks) <= room:
             return list(blocks)
-        kept: list[Block] = []
-        for block in blocks:
-            if block.block_id not in held:
-                if room <= 0:
-                    break
-                room -= 1
-            kept.append(block)
-        return kept
+        return list(blocks[: within_budget((block.block_id in held for block in blocks), room)])
 
     def revise(self, job: JobKey, deadline: float, value: PinValue) -> None:
         """Change a pin's deadline and value. Ignored if the job has none."""

@@ -18,14 +18,14 @@ from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.pins.patience import (
+    needs_one_more,
+    waiter_started_at,
+    worth_waiting_for_saves,
+)
 
 from .pin_table import PinTable
-
-SAVES_PATIENCE_S = 1.0
-"""Seconds that a running request waits for saves while none of them ends, before others are
-preempted for it: a worker that is gone never reports."""
 
 
 class PinPressure:
@@ -36,8 +36,7 @@ class PinPressure:
         clock: monotonic seconds.
 
     Attributes:
-        in_job_order: True if the engine is given waiting requests in the order of their jobs. In
-            any other, an older one may be behind the one that waits.
+        in_job_order: True if the engine is given waiting requests in the order of their jobs.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class PinPressure:
         if self._saves.over != self._saves_over or step > self._waited_at + 1:
             self._saves_over, self._waits_since = self._saves.over, now
         self._waited_at = step
-        return now - self._waits_since < SAVES_PATIENCE_S
+        return worth_waiting_for_saves(now - self._waits_since)
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
@@ -117,21 +116,18 @@ class PinPressure:
             free = self._free(step)
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
-        waiter = self._waiter_started_at(turn)
+        waiter = waiter_started_at(
+            job_started_at(turn),
+            preempted=turn.request.num_preemptions > 0,
+            somebody_runs=any(self._pool.tables.values()),
+            in_job_order=self.in_job_order,
+            new=turn.hold.new,
+        )
         released = self._pins.make_room(enough, spare, waiter)
         self._counters.add("pins_released", released)
-        hit = turn.restore.hit
-        if asked_before and not released and hit is not None and hit.mode is RestoreMode.ASYNC:
-            # Refused in the step before although its blocks were free: an async restore
-            # must leave what running prefills still need. Give way one by one.
+        mode = turn.restore.hit.mode if turn.restore.hit is not None else None
+        if needs_one_more(mode, refused=asked_before, released=released):
             self._release_one(spare, waiter)
-
-    def _waiter_started_at(self, turn: Turn) -> float | None:
-        """Start of the job of a turn that waits for pins, seconds; None if it does not wait, since
-        nobody is there who would give blocks back."""
-        if turn.request.num_preemptions or not any(self._pool.tables.values()):
-            return None
-        return job_started_at(turn) if self.in_job_order or turn.hold.new else None
 
     def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""

@@ -16,6 +16,7 @@ from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.orders import OrderId, OrderReport, SaveOrder
 from tiered_kv.page_group import PageGroup
+from tiered_kv.policies.cache.demotion import last_flush
 from tiered_kv.storage.base import PageStore, StoreSite, StoreTier
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.tiers import Knowledge
@@ -150,11 +151,8 @@ class TierWorker:
         """
         last: list[tuple[PageKey, int]] = []
         if self._lasting and self._known:
-            stored = set(self.io.store.keys())
-            newest: dict[PageKey, int] = {}
-            for slot, (key, _) in reversed(self._holds.items()):
-                newest.setdefault(key, slot)
-            last = [(key, slot) for key, slot in newest.items() if key not in stored]
+            held = {slot: key for slot, (key, _) in self._holds.items()}
+            last = last_flush(held, set(self.io.store.keys()))
         written = self.io.close(last, FLUSH_S, discard=not self._lasting)
         if last:
             logger.info("flushed %d of %d pages to tier %s", written, len(last), self.name)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiered_kv.policies.admission.job_order import (
+    MOST_HELD_IN_QUEUE,
     Place,
-    Room,
-    fits,
+    is_tight,
+    one_too_many,
     parked_rank,
+    prefill_blocks,
     running_rank,
     waiting_rank,
 )
@@ -33,21 +37,21 @@ def test_the_victim_is_the_youngest_job_that_goes_on() -> None:
     assert max([OLD, last], key=running_rank) == OLD
 
 
+@given(st.lists(st.text(max_size=3), max_size=2 * MOST_HELD_IN_QUEUE, unique=True))
+def test_the_engines_queue_holds_a_few_and_the_longest_held_is_let_in(came: list[str]) -> None:
+    held: list[str] = []
+    for request in came:
+        held.append(request)
+        if (longest := one_too_many(held)) is not None:
+            held.remove(longest)
+    assert held == came[-MOST_HELD_IN_QUEUE:]
+
+
 @pytest.mark.parametrize(
-    ("cpu", "share", "peak", "anywhere", "has_room"),
-    [
-        (0, 1.0, 100, 500, True),
-        (0, 1.0, 101, 101, False),
-        (0, 0.5, 51, 51, False),
-        (0, 1.25, 125, 125, True),
-        (200, 1.0, 100, 200, True),
-        (200, 1.0, 300, 200, True),  # CPU memory takes all of it
-        (200, 1.0, 100, 201, False),
-        (50, 1.0, 100, 100, True),  # CPU memory is the smaller one
-        (50, 1.0, 100, 101, False),
-        (200, 0.5, 300, 101, False),
-        (200, 1.25, 300, 201, False),  # no more than there is
-    ],
+    ("block_size", "free", "running", "tight"),
+    [(16, 263, 8, True), (16, 264, 8, False), (512, 8, 0, False), (8192, 0, 1, True)],
 )
-def test_what_fits(cpu: int, share: float, peak: float, anywhere: float, has_room: bool) -> None:
-    assert fits(Room(vram=100, cpu=cpu, share=share), peak, anywhere) is has_room
+def test_the_order_of_victims_matters_while_a_step_may_take_all_that_is_free(
+    block_size: int, free: int, running: int, tight: bool
+) -> None:
+    assert is_tight(free, running, prefill_blocks(block_size)) is tight

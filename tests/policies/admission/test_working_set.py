@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.policies.admission.working_set import (
     JOBS,
+    LEARN_EVERY_S,
     LEAST,
     MOMENTS,
     MOST,
@@ -153,14 +154,23 @@ def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() ->
     overcommit.returned(found=0.1, lost=0.02)
     fallen = overcommit.share
     assert fallen == pytest.approx(0.98), "by what was lost of the pool"
-    overcommit.spare()
+    overcommit.spare(0.0)
     assert fallen < overcommit.share < 1
     for _ in range(100):
         overcommit.returned(found=0.1, lost=0.02)
     assert overcommit.share == LEAST
-    for _ in range(1000):
-        overcommit.spare()
+    for second in range(1, 1000):
+        overcommit.spare(second * LEARN_EVERY_S)
     assert overcommit.share == MOST > 1
+
+
+def test_the_share_rises_once_a_second_however_often_a_job_is_looked_at() -> None:
+    often, seldom = Overcommit(), Overcommit()
+    for look in range(41):
+        often.spare(look * LEARN_EVERY_S / 4)
+    for second in range(11):
+        seldom.spare(second * LEARN_EVERY_S)
+    assert often.share == seldom.share > 1
 
 
 @pytest.mark.parametrize("context", [0.01, 0.1, 1.0, 3.0])

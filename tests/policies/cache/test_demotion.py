@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tiered_kv.keys import PageKey
 from tiered_kv.policies.cache.demotion import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MOST_AHEAD,
     MOST_DEMOTING,
     LookAhead,
+    last_flush,
     next_pause_s,
 )
 
@@ -53,3 +55,9 @@ def test_pauses_grow_up_to_a_bound() -> None:
         seen.append(pause_s)
     assert seen == [2, 4, 8, 16, 32, 60]
     assert next_pause_s(pause_s) == LONGEST_PAUSE_S
+
+
+def test_the_last_flush_writes_the_newest_pages_first_and_each_once() -> None:
+    old, new, stored = (PageKey(name) for name in (b"old", b"new", b"stored"))
+    slots = {3: old, 1: stored, 4: new, 2: old, 5: new}
+    assert last_flush(slots, {stored}) == [(new, 5), (old, 2)]

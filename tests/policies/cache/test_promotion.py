@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tiered_kv.policies.cache.promotion import UNKNOWN_WAIT_S, Promotion, worth_promoting
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.cache.promotion import (
+    STALLED_S,
+    UNKNOWN_WAIT_S,
+    Promotion,
+    bandwidth_after_refusal,
+    is_stalled,
+    pages_without,
+    room_ahead,
+    room_for_turns,
+    slowest_store,
+    worth_promoting,
+)
+from tiered_kv.tiers import StoreId, TierId
+
+FAST, SLOW = StoreId(TierId("fast"), 0), StoreId(TierId("slow"), 0)
 
 
 @pytest.mark.parametrize(
@@ -21,3 +38,32 @@ def test_a_promotion_slower_than_computing_is_not_made(
 def test_nobody_waits_longer_than_computing_would_take() -> None:
     assert Promotion(0.1, 2.0).longest_wait_s == 2.0
     assert Promotion(0.1, 0.0).longest_wait_s == UNKNOWN_WAIT_S
+
+
+def test_what_is_not_worth_it_is_tried_without_the_slowest_tier() -> None:
+    """A page is of no use without all before it."""
+    pages = [PageKey(bytes([n])) for n in range(6)]
+    assert slowest_store({FAST: 0.1, SLOW: 2.0}) == SLOW
+    fresh = {FAST: [pages[0], pages[3]], SLOW: [pages[2], pages[4]]}
+    assert pages_without(SLOW, pages, fresh) == 2
+    assert pages_without(SLOW, pages, {FAST: pages}) == 0, "all of its pages are on their way"
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000))
+def test_promotions_leave_slots_to_what_is_saved(num_slots: int, free: int, ordered: int) -> None:
+    assert room_for_turns(num_slots, ordered) + ordered <= max(1, num_slots / 2)
+    assert room_ahead(num_slots, free, ordered) <= free, "nothing is evicted before it is due"
+    assert room_ahead(num_slots, free, ordered) + ordered <= max(ordered + free, num_slots / 4)
+
+
+def test_a_store_that_keeps_an_order_for_long_is_stalled() -> None:
+    assert not is_stalled(STALLED_S / 2)
+    assert is_stalled(STALLED_S)
+
+
+def test_a_tier_that_was_slow_once_is_tried_again() -> None:
+    bandwidth = 1e6
+    for _ in range(100):
+        bandwidth = bandwidth_after_refusal(bandwidth, 1e9)
+    assert bandwidth == 1e9
+    assert bandwidth_after_refusal(2e9, 1e9) == 2e9, "it is faster than expected"

@@ -134,6 +134,14 @@ def test_the_price_rises_with_the_shortage_up_to_a_top() -> None:
     assert prices[-1] == TOP_PRICE
 
 
+def test_the_price_of_a_known_demand_is_shared_by_those_who_lose_without_a_pin() -> None:
+    assert ShadowPrice.of(1250.0, 1000) == pytest.approx(1.0), "a quarter too much"
+    assert ShadowPrice.of(1250.0, 1000, held_up=4.0) == pytest.approx(0.25)
+    assert ShadowPrice.of(1250.0, 1000, held_up=0.0) == pytest.approx(1.0), "nothing is lost"
+    assert ShadowPrice.of(900.0, 1000) == 0.0
+    assert ShadowPrice.of(1e6, 1000) == TOP_PRICE
+
+
 def test_a_burst_is_remembered_for_a_while() -> None:
     price = ShadowPrice()
     price.observe(900, now=0.0)

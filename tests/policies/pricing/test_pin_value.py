@@ -14,6 +14,7 @@ from tiered_kv.policies.pricing.pin_value import (
     WORTHWHILE,
     best_wait,
     gap_class,
+    held_up,
     saved_per_second,
     utility,
 )
@@ -114,3 +115,31 @@ def test_a_pin_earns_nothing_by_letting_its_job_go_before_others() -> None:
     # Four others run while it is computed, and none while it queues: (10 + 5 * 6) / (10 + 6).
     computed = Costs(recompute_s=6.0, queue_s=10.0, held_up=40 / 16)
     assert saved_per_second(soon, computed, 60.0) == pytest.approx(5 * 6.0 / soon.held(60.0))
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "survival", "wait_s", "expected"),
+    [
+        (0.5, 1.0, 5.0, 1.0),  # all of it is copied
+        (0.5, 0.0, 0.0, 8.0),  # all of it is computed
+        (0.0, 0.5, 5.0, (5 + 8 * 5) / 10),
+        (20.0, 1.0, 0.0, 8.0),  # to copy it takes longer
+    ],
+)
+def test_what_is_computed_again_holds_up_all_that_run(
+    copy_s: float, survival: float, wait_s: float, expected: float
+) -> None:
+    found = held_up(copy_s, 10.0, wait_s=wait_s, survival=survival, running=8)
+    assert found == pytest.approx(expected)
+
+
+@given(st.floats(0, 60), st.floats(1e-3, 60), benefits, st.floats(0, 1), st.integers(0, 100))
+def test_a_restore_holds_up_its_own_job_at_least_and_no_more_than_run(
+    copy_s: float, recompute_s: float, wait_s: float, survival: float, running: int
+) -> None:
+    found = held_up(copy_s, recompute_s, wait_s=wait_s, survival=survival, running=running)
+    assert 0.999 < found < max(1, running) * 1.001
+
+
+def test_where_nothing_takes_time_nobody_is_held_up() -> None:
+    assert held_up(0.0, 0.0, wait_s=0.0, survival=1.0, running=8) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.admission.admitting import BLOCKS, TOKENS, begin, holding_rig, running
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.admission.active_jobs import AWAY_S
+from tiered_kv.policies.admission.job_demand import AWAY_S
 from tiered_kv.policies.admission.working_set import MOST
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.testing.checked_kv import expected, text

@@ -198,17 +198,15 @@ def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig)
 
 
 def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -> None:
-    """λ for a pin while 8 requests run, by what becomes of KV without one."""
+    """While 8 requests run, by what becomes of KV without a pin."""
     prices = rig.gaps.costs
     rig.gaps.prefills.fit.observe(0, 320, 10.0)
     rig.turns.running = 8
-    assert prices.held_up(0.01, 10.0) == pytest.approx(1.0)
+    assert prices.costs(320).held_up == pytest.approx(1.0)
     prices.survival.share = 0.0
-    assert prices.held_up(0.01, 10.0) == pytest.approx(8.0)
+    assert prices.costs(320).held_up == pytest.approx(8.0)
     prices.survival.share = 0.5
-    assert 7.9 < prices.held_up(0.01, 10.0) < 8.0, "almost all seconds are computing"
-    prices.queue.mean_s = 5.0
-    assert prices.held_up(0.0, 10.0) == pytest.approx((5 + 8 * 5) / 10)
+    assert 7.9 < prices.costs(320).held_up < 8.0, "almost all seconds are computing"
 
 
 def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:

@@ -1,0 +1,94 @@
+"""Room for contexts: a new job is held until it has some, a turn while older jobs leave it none.
+Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOOK_EVERY_S = 0.1
+"""A turn that was held is looked at again when something changed, or after so long: chances to
+return change with time alone."""
+SPARE_TIMES = 2.0
+"""Blocks that are free beside a held job, over those of its first turn, from which on too little
+of the pool is given out. With less, one that is let in would crowd those that are about to grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Blocks for contexts.
+
+    Attributes:
+        vram: blocks of VRAM.
+        cpu: slots in CPU memory; 0 without that tier.
+        share: part of it that may be given out.
+    """
+
+    vram: int
+    cpu: int
+    share: float = 1.0
+
+
+def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
+    """True if a turn may have to wait: not while nothing else runs that would give room back, and
+    no longer than a client may be left waiting.
+
+    Args:
+        longest_s: that time, seconds.
+        idle: True if no other turn has blocks or was let in.
+    """
+    return not (idle or is_overdue(waited_s, longest_s))
+
+
+def is_overdue(waited_s: float, longest_s: float) -> bool:
+    """True if a turn has waited for as long as a client may be left waiting."""
+    return waited_s >= longest_s
+
+
+def is_settled(refused_s: float, *, changed: bool) -> bool:
+    """True if a turn is held as before, without another look.
+
+    Args:
+        refused_s: time since a turn was last found without room, seconds.
+        changed: True if jobs came, started, ended or went since then.
+    """
+    return not changed and refused_s < LOOK_EVERY_S
+
+
+def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
+    """True if a new job has room.
+
+    It needs VRAM for what is needed at the same time, and a place for all of it in VRAM or CPU
+    memory; or all of it in CPU memory, from where what VRAM lacks comes back.
+
+    Args:
+        peak: blocks of VRAM that all jobs are heading for, the new one included.
+        peak_anywhere: blocks of VRAM and CPU memory, those of jobs that are away included.
+    """
+    in_vram = peak <= room.share * room.vram
+    if not room.cpu:
+        return in_vram
+    in_cpu = peak_anywhere <= min(1.0, room.share) * room.cpu
+    return in_cpu or (in_vram and peak_anywhere <= max(room.vram, room.cpu))
+
+
+def leaves_room(room: Room, *, older: float, own: float, shared: float) -> bool:
+    """True if the jobs that started before a job leave its context room, in VRAM or in CPU memory.
+
+    Args:
+        older: unshared blocks that they do not leave to younger jobs; with none, nobody is there
+            to wait for.
+        own: unshared blocks of the job's context.
+        shared: blocks that jobs share.
+    """
+    return not older or shared + older + own <= max(room.vram, room.cpu)
+
+
+def gives_too_little(*, free: int, need: float, loose: float) -> bool:
+    """True if a new job is held beside blocks that nobody will want.
+
+    Args:
+        free: free blocks.
+        need: blocks of its first turn.
+        loose: free blocks that jobs which are away are expected to want back.
+    """
+    return free > SPARE_TIMES * need + loose

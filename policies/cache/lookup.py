@@ -1,0 +1,32 @@
+"""Lookups: the pages that a store which others write to as well is asked for, and the longest wait
+for its answer. Pure."""
+
+from __future__ import annotations
+
+LOOKUPS = 2
+"""Times that stores are asked for a turn's pages: for the first ones, and for the others."""
+FIRST_LOOKUP = 64
+"""Pages of a turn that a store is asked for first; the others once all of these are there."""
+LOOKUP_S = 0.05
+"""Seconds that a turn waits for a store's answer; less if computing takes less."""
+
+
+def pages_asked(lookups: int, unknown: int) -> int:
+    """Number of a turn's unknown pages that stores are asked for now, the first ones.
+
+    Args:
+        lookups: times that they were asked for the turn before.
+        unknown: pages of which nobody knows whether a store has them.
+    """
+    if lookups >= LOOKUPS:
+        return 0
+    return min(unknown, FIRST_LOOKUP) if lookups == 0 else unknown
+
+
+def answer_wait_s(compute_s: float | None) -> float:
+    """Longest wait for the answer, seconds.
+
+    Args:
+        compute_s: time to compute the pages' tokens, seconds; None if unknown.
+    """
+    return LOOKUP_S if compute_s is None else min(LOOKUP_S, compute_s)

@@ -1,0 +1,61 @@
+"""Saves: when a turn is looked at for blocks to save, and what of its end is saved. Pure.
+
+Looking at every running request in every step would cost more than the saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STRIDE_TOKENS = 256
+"""A decoding request is looked at once it may have filled this many tokens' blocks..."""
+TOGETHER = 16
+"""...in a step that is a multiple of this. What it filled since is saved when it finishes,
+and lost when it is preempted: at most 272 tokens or a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStride:
+    """The blocks of a decoding request that are saved together.
+
+    Attributes:
+        block_size: tokens of a block.
+        tokens: tokens of those blocks: one block at least.
+    """
+
+    block_size: int
+    tokens: int
+
+    @classmethod
+    def of(cls, block_size: int) -> SaveStride:
+        """The stride of an engine with blocks of that size."""
+        return cls(block_size, max(block_size, STRIDE_TOKENS // block_size * block_size))
+
+    def next_look(self, step: int, *, saved: int, computed: int, known: int) -> int:
+        """The step at which a turn is looked at again.
+
+        A prefill may fill many blocks in the next step. A decoding request fills one token a
+        step, so it is known when its next blocks can be full at the earliest.
+
+        Args:
+            step: the present step.
+            saved: blocks that were saved so far.
+            computed: tokens that are computed once the step has run.
+            known: tokens of the prompt and of the answer so far.
+        """
+        look = step + 1
+        if computed >= known:
+            look += max(0, saved * self.block_size + self.tokens - computed - 1)
+            look += -look % TOGETHER
+        return look
+
+
+def is_tail_worth_a_slot(blocks: int, *, of_job: bool) -> bool:
+    """True if the partial block at the end of a turn's context is saved. A few stray tokens are
+    not.
+
+    Args:
+        blocks: full blocks before it.
+        of_job: True if the turn belongs to a job, which may go on.
+    """
+    return blocks > 0 or of_job

@@ -1,0 +1,97 @@
+"""A turn waits for room, but not for ever, and not where nobody would give it any."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.policies.admission.holding import (
+    LOOK_EVERY_S,
+    Room,
+    fits,
+    gives_too_little,
+    is_overdue,
+    is_settled,
+    leaves_room,
+    may_wait,
+)
+
+ROOM = Room(vram=100, cpu=200)
+blocks = st.floats(0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "idle", "waits"),
+    [(0.0, False, True), (59.9, False, True), (60.0, False, False), (0.0, True, False)],
+    ids=["came now", "patient", "for as long as it may", "nothing else runs"],
+)
+def test_how_long_a_turn_waits(waited_s: float, idle: bool, waits: bool) -> None:
+    assert may_wait(waited_s, 60.0, idle=idle) is waits
+    assert is_overdue(waited_s, 60.0) is (waited_s == 60.0)
+
+
+def test_a_held_turn_is_looked_at_again_when_something_changed_or_after_a_while() -> None:
+    assert is_settled(0.0, changed=False)
+    assert not is_settled(0.0, changed=True)
+    assert not is_settled(LOOK_EVERY_S, changed=False)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "share", "peak", "anywhere", "has_room"),
+    [
+        (0, 1.0, 100, 500, True),
+        (0, 1.0, 101, 101, False),
+        (0, 0.5, 51, 51, False),
+        (0, 1.25, 125, 125, True),
+        (200, 1.0, 100, 200, True),
+        (200, 1.0, 300, 200, True),  # CPU memory takes all of it
+        (200, 1.0, 100, 201, False),
+        (50, 1.0, 100, 100, True),  # CPU memory is the smaller one
+        (50, 1.0, 100, 101, False),
+        (200, 0.5, 300, 101, False),
+        (200, 1.25, 300, 201, False),  # no more than there is
+    ],
+)
+def test_what_fits(cpu: int, share: float, peak: float, anywhere: float, has_room: bool) -> None:
+    assert fits(Room(vram=100, cpu=cpu, share=share), peak, anywhere) is has_room
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), blocks, blocks, blocks)
+def test_a_job_has_room_wherever_a_larger_one_has(
+    vram: int, cpu: int, peak: float, more: float, elsewhere: float
+) -> None:
+    room = Room(vram, cpu)
+    if fits(room, peak + more, peak + elsewhere + more):
+        assert fits(room, peak, peak + elsewhere)
+        assert fits(Room(vram + 1, cpu + 1), peak + more, peak + elsewhere + more)
+
+
+@pytest.mark.parametrize(
+    ("older", "own", "shared", "room", "left"),
+    [
+        (150.0, 40.0, 10.0, ROOM, True),
+        (150.0, 41.0, 10.0, ROOM, False),
+        (50.0, 50.0, 0.0, Room(vram=100, cpu=0), True),
+        (0.0, 500.0, 0.0, ROOM, True),
+    ],
+    ids=["just so", "a block too much", "in VRAM alone", "nobody is older"],
+)
+def test_what_older_jobs_leave(
+    older: float, own: float, shared: float, room: Room, left: bool
+) -> None:
+    assert leaves_room(room, older=older, own=own, shared=shared) is left
+
+
+@given(blocks, blocks, blocks)
+def test_older_jobs_leave_a_smaller_context_room_wherever_they_leave_a_larger_one(
+    older: float, own: float, more: float
+) -> None:
+    if leaves_room(ROOM, older=older, own=own + more, shared=0.0):
+        assert leaves_room(ROOM, older=older, own=own, shared=0.0)
+
+
+def test_too_little_is_given_out_if_nobody_wants_what_is_free_beside_a_held_job() -> None:
+    assert not gives_too_little(free=20, need=10.0, loose=0.0)
+    assert gives_too_little(free=21, need=10.0, loose=0.0)
+    assert not gives_too_little(free=21, need=10.0, loose=1.0), "a job that is away comes back"

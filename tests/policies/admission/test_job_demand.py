@@ -1,0 +1,72 @@
+"""A job takes its whole context while it runs, and less the longer it is away."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.policies.admission.job_demand import (
+    AWAY_S,
+    TurnPace,
+    away_demand,
+    running_demand,
+)
+from tiered_kv.policies.admission.working_set import JobDemand
+from tiered_kv.policies.jobs.silence import SOON_S
+
+times = st.lists(st.floats(0, 1e4))
+
+
+def away(away_s: float, *, left: float = 3.0, kept: bool = False) -> JobDemand:
+    return away_demand(10.0, 2.0, left, 4.0, chance=0.5, vram_share=0.25, away_s=away_s, kept=kept)
+
+
+def test_a_job_that_runs_needs_all_of_its_context() -> None:
+    assert running_demand(10.0, 2.0, 3.0, 4.0) == JobDemand(
+        10.0, 2.0, 3.0, weight=1.0, chance=1.0, shared=4.0, now=10.0
+    )
+
+
+def test_a_job_that_is_away_is_counted_as_it_comes_back() -> None:
+    assert away(1.0) == JobDemand(12.0, 2.0, 2.0, weight=0.125, chance=0.5, shared=4.0, now=10.0)
+    assert away(1.0, left=0.0).left == 0.0, "perhaps it does not"
+
+
+def test_a_slow_tool_keeps_no_younger_job_waiting_but_by_a_pin() -> None:
+    assert away(AWAY_S - 0.1).now == 10.0
+    assert away(AWAY_S).now == 0.0
+    assert away(AWAY_S, kept=True).now == 10.0
+
+
+def test_before_the_first_turn_ended_jobs_are_taken_to_need_vram_all_the_time() -> None:
+    assert TurnPace().vram_share(100.0) == 1.0
+
+
+def test_a_job_needs_vram_for_its_turns() -> None:
+    pace = TurnPace()
+    pace.on_turn(2.0)
+    pace.on_gap(6.0)
+    assert pace.vram_share(0.0) == 0.25
+    assert pace.vram_share(18.0) == pytest.approx(0.1), "it has been away for longer than most"
+
+
+def test_what_one_client_leaves_open_does_not_make_gaps_long() -> None:
+    pace = TurnPace()
+    for _ in range(100):
+        pace.on_gap(1e6)
+    assert pace.gap_s == pytest.approx(SOON_S)
+
+
+@given(
+    st.lists(st.floats(0, 1e4)), st.lists(st.floats(0, 1e4)), st.floats(0, 1e6), st.floats(0, 1e6)
+)
+def test_a_job_needs_vram_the_less_the_longer_it_is_away(
+    turns: list[float], gaps: list[float], away_s: float, more_s: float
+) -> None:
+    pace = TurnPace()
+    for seconds in turns:
+        pace.on_turn(seconds)
+    for seconds in gaps:
+        pace.on_gap(seconds)
+    assert 0 <= pace.vram_share(away_s + more_s) <= pace.vram_share(away_s) <= 1

@@ -1,0 +1,33 @@
+"""A store is asked for a context in two parts, and not waited for when computing is faster."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.policies.cache.lookup import (
+    FIRST_LOOKUP,
+    LOOKUP_S,
+    LOOKUPS,
+    answer_wait_s,
+    pages_asked,
+)
+
+
+def test_a_store_that_lacks_the_beginning_is_not_asked_for_the_rest() -> None:
+    assert pages_asked(0, 8192) == FIRST_LOOKUP
+    assert pages_asked(1, 8192 - FIRST_LOOKUP) == 8192 - FIRST_LOOKUP
+    assert pages_asked(0, 5) == 5
+
+
+@given(st.integers(0, 5), st.integers(0, 10_000))
+def test_nobody_is_asked_for_what_is_known_or_more_than_twice(lookups: int, unknown: int) -> None:
+    asked = pages_asked(lookups, unknown)
+    assert 0 <= asked <= unknown
+    assert asked > 0 or not unknown or lookups >= LOOKUPS
+
+
+def test_an_answer_is_not_waited_for_longer_than_computing_takes() -> None:
+    assert answer_wait_s(LOOKUP_S / 2) == LOOKUP_S / 2
+    assert answer_wait_s(10.0) == LOOKUP_S
+    assert answer_wait_s(None) == LOOKUP_S

@@ -1,0 +1,56 @@
+"""A decoding request is looked at when its next blocks may be full, and not before."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.policies.cache.saving import (
+    STRIDE_TOKENS,
+    TOGETHER,
+    SaveStride,
+    is_tail_worth_a_slot,
+)
+
+sizes = st.integers(1, 1024)
+
+
+@pytest.mark.parametrize(("block_size", "tokens"), [(16, 256), (48, 240), (512, 512)])
+def test_as_many_blocks_are_saved_together_as_256_tokens_have_or_one(
+    block_size: int, tokens: int
+) -> None:
+    assert SaveStride.of(block_size).tokens == tokens
+
+
+@given(sizes)
+def test_a_stride_is_of_whole_blocks(block_size: int) -> None:
+    stride = SaveStride.of(block_size).tokens
+    assert stride % block_size == 0
+    assert stride == block_size or stride <= STRIDE_TOKENS < stride + block_size
+
+
+@given(sizes, st.integers(0, 10_000), st.integers(0, 100), st.integers(0, 2_000))
+def test_a_request_that_decodes_is_looked_at_in_time(
+    block_size: int, step: int, saved: int, further: int
+) -> None:
+    """Not before its next blocks are full, and no more than a few steps after; with others."""
+    stride = SaveStride.of(block_size)
+    computed = saved * block_size + further % stride.tokens
+    look = stride.next_look(step, saved=saved, computed=computed, known=computed)
+    full = step + saved * block_size + stride.tokens - computed
+    assert full <= look < full + TOGETHER
+    assert look > step
+    assert look % TOGETHER == 0
+
+
+@given(sizes, st.integers(0, 10_000), st.integers(1, 10_000))
+def test_a_prefill_is_looked_at_in_every_step(block_size: int, step: int, left: int) -> None:
+    stride = SaveStride.of(block_size)
+    assert stride.next_look(step, saved=0, computed=5, known=5 + left) == step + 1
+
+
+def test_a_few_stray_tokens_are_not_worth_a_slot() -> None:
+    assert not is_tail_worth_a_slot(0, of_job=False)
+    assert is_tail_worth_a_slot(0, of_job=True)
+    assert is_tail_worth_a_slot(1, of_job=False)

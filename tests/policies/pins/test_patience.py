@@ -1,0 +1,52 @@
+"""A turn waits for a pin that is worth it, if somebody is there who will give blocks back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.pins.patience import (
+    SAVES_PATIENCE_S,
+    needs_one_more,
+    waiter_started_at,
+    worth_waiting_for_saves,
+)
+
+STARTED_AT = 7.0
+
+
+@pytest.mark.parametrize(
+    ("preempted", "somebody_runs", "in_job_order", "new", "waits"),
+    [
+        (False, True, True, False, True),
+        (False, True, False, False, False),  # an older job may be behind it
+        (False, True, False, True, True),
+        (True, True, True, True, False),  # it goes before all others
+        (False, False, True, True, False),  # nobody would give blocks back
+    ],
+    ids=["in job order", "in any other", "a new job", "preempted", "nothing runs"],
+)
+def test_which_turns_wait(
+    preempted: bool, somebody_runs: bool, in_job_order: bool, new: bool, waits: bool
+) -> None:
+    found = waiter_started_at(
+        STARTED_AT,
+        preempted=preempted,
+        somebody_runs=somebody_runs,
+        in_job_order=in_job_order,
+        new=new,
+    )
+    assert found == (STARTED_AT if waits else None)
+
+
+def test_a_worker_that_is_gone_is_not_waited_for() -> None:
+    assert worth_waiting_for_saves(SAVES_PATIENCE_S / 2)
+    assert not worth_waiting_for_saves(SAVES_PATIENCE_S)
+
+
+def test_pins_go_one_by_one_for_an_async_restore_that_is_refused_beside_free_blocks() -> None:
+    assert needs_one_more(RestoreMode.ASYNC, refused=True, released=0)
+    assert not needs_one_more(RestoreMode.ASYNC, refused=True, released=2), "it may do now"
+    assert not needs_one_more(RestoreMode.ASYNC, refused=False, released=0)
+    assert not needs_one_more(RestoreMode.SYNC, refused=True, released=0)
+    assert not needs_one_more(None, refused=True, released=0)
