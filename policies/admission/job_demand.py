@@ -56,16 +56,23 @@ def running_demand(blocks: float, grows: float, left: float, shared: float) -> J
     return JobDemand(blocks, grows, left, 1.0, 1.0, shared, blocks)
 
 
+def is_waited_for(away_s: float) -> bool:
+    """True if younger jobs leave a job that is away its room, even if its pin is not worth that.
+
+    Args:
+        away_s: time since its last turn ended, seconds.
+    """
+    return away_s < AWAY_S
+
+
 def away_demand(
     blocks: float,
     grows: float,
     left: float,
     shared: float,
-    *,
     chance: float,
-    vram_share: float,
-    away_s: float,
-    kept: bool,
+    weight: float,
+    waited_for: bool,
 ) -> JobDemand:
     """Demand of a job between two turns, of which the next one counts as the present.
 
@@ -75,13 +82,12 @@ def away_demand(
         left: number of turns after the last.
         shared: blocks that it counts for its family.
         chance: that it returns soon.
-        vram_share: share of the time in which it needs VRAM; 1 if it is pinned.
-        away_s: time since its last turn ended, seconds.
-        kept: True if it has a pin for which a younger job's turn may have to wait.
+        weight: share of its blocks that VRAM must have on average: the chance to return, times
+            the share of the time in which it then needs them (all of it under a pin).
+        waited_for: True if younger jobs leave it its room.
     """
-    present = blocks if kept or away_s < AWAY_S else 0.0
-    left = max(0.0, left - 1)
-    return JobDemand(blocks + grows, grows, left, chance * vram_share, chance, shared, present)
+    present = blocks if waited_for else 0.0
+    return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared, present)
 
 
 def _mean(old: float, new: float) -> float:

@@ -15,7 +15,12 @@ from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.fair_share import Blocks, FairShare
 from tiered_kv.policies.admission.holding import Room, leaves_room
-from tiered_kv.policies.admission.job_demand import TurnPace, away_demand, running_demand
+from tiered_kv.policies.admission.job_demand import (
+    TurnPace,
+    away_demand,
+    is_waited_for,
+    running_demand,
+)
 from tiered_kv.policies.admission.working_set import (
     Demand,
     Growth,
@@ -274,7 +279,9 @@ class ActiveJobs:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
         now = self._clock()
         return sum(
-            member.blocks * self._chance(key, member, now) * self._weight(key, member, now)
+            member.blocks
+            * self._chance(key, member, now)
+            * self._pace.vram_share(now - member.since)
             for key, member in self._members.items()
             if not (member.running or key in self._pins)
         )
@@ -333,19 +340,14 @@ class ActiveJobs:
         shared = self._families.counted_with(key, member)
         if member.running:
             return running_demand(member.blocks, grows, left, shared)
+        away_s = now - member.since
+        vram_share = 1.0 if key in self._pins else self._pace.vram_share(away_s)
         return away_demand(
             member.blocks,
             grows,
             left,
             shared,
-            chance=chance,
-            vram_share=self._weight(key, member, now),
-            away_s=now - member.since,
-            kept=self._pins.worth_a_wait(key),
+            chance,
+            chance * vram_share,
+            is_waited_for(away_s) or self._pins.worth_a_wait(key),
         )
-
-    def _weight(self, key: JobKey, member: ActiveJob, now: float) -> float:
-        """Share of the time until its next turn has ended in which the job needs VRAM."""
-        if member.running or key in self._pins:
-            return 1.0
-        return self._pace.vram_share(now - member.since)

@@ -10,6 +10,7 @@ from tiered_kv.policies.admission.job_demand import (
     AWAY_S,
     TurnPace,
     away_demand,
+    is_waited_for,
     running_demand,
 )
 from tiered_kv.policies.admission.working_set import JobDemand
@@ -18,8 +19,8 @@ from tiered_kv.policies.jobs.silence import SOON_S
 times = st.lists(st.floats(0, 1e4))
 
 
-def away(away_s: float, *, left: float = 3.0, kept: bool = False) -> JobDemand:
-    return away_demand(10.0, 2.0, left, 4.0, chance=0.5, vram_share=0.25, away_s=away_s, kept=kept)
+def away(*, left: float = 3.0, waited_for: bool = True) -> JobDemand:
+    return away_demand(10.0, 2.0, left, 4.0, chance=0.5, weight=0.125, waited_for=waited_for)
 
 
 def test_a_job_that_runs_needs_all_of_its_context() -> None:
@@ -29,14 +30,18 @@ def test_a_job_that_runs_needs_all_of_its_context() -> None:
 
 
 def test_a_job_that_is_away_is_counted_as_it_comes_back() -> None:
-    assert away(1.0) == JobDemand(12.0, 2.0, 2.0, weight=0.125, chance=0.5, shared=4.0, now=10.0)
-    assert away(1.0, left=0.0).left == 0.0, "perhaps it does not"
+    assert away() == JobDemand(12.0, 2.0, 2.0, weight=0.125, chance=0.5, shared=4.0, now=10.0)
+    assert away(left=0.0).left == 0.0, "perhaps it does not"
 
 
-def test_a_slow_tool_keeps_no_younger_job_waiting_but_by_a_pin() -> None:
-    assert away(AWAY_S - 0.1).now == 10.0
-    assert away(AWAY_S).now == 0.0
-    assert away(AWAY_S, kept=True).now == 10.0
+def test_only_a_job_that_is_waited_for_takes_room_at_once() -> None:
+    assert away(waited_for=True).now == 10.0
+    assert away(waited_for=False).now == 0.0
+
+
+def test_a_slow_tool_keeps_no_younger_job_waiting() -> None:
+    assert is_waited_for(AWAY_S - 0.1)
+    assert not is_waited_for(AWAY_S)
 
 
 def test_before_the_first_turn_ended_jobs_are_taken_to_need_vram_all_the_time() -> None:
