@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis profiles, what is left out, and no thread left behind."""
+"""Hypothesis profiles, tests that are left out, and the rule that no thread is left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long is not run by a selection of something else."""
+    """Leave long tests out of a selection of something else."""
     for name in ("nightly", "peer"):
         if name in config.option.markexpr:
             continue

@@ -183,6 +183,7 @@ def borrowed_name(module: Module) -> Iterator[str]:
             yield from (f"{source} does not define {name}" for name in strange)
 
 
+QUESTION = re.compile(r"(What|How|Of|Whether)\b")
 NO_SUBJECT = re.compile(
     r"(After|And|As|Before|But|By|For|From|How|If|In|Is|It|No|Not|Nothing|Of|On|Once|So|Somebody|"
     r"Such|That|These|They|This|Those|To|Until|What|Whatever|When|Where|Whether|Which|While|Who|"
@@ -192,12 +193,11 @@ NO_SUBJECT = re.compile(
 
 
 def docstring_without_subject(module: Module) -> Iterator[str]:
-    """A public docstring begins with a noun phrase or an imperative: what it is, or what it does.
-    Names of tests are their sentences."""
-    if module.is_test:
-        return
+    """A public docstring begins with a noun phrase or an imperative: what it is, or what it
+    does. That of a test may go on with the sentence that is its name."""
+    wrong = QUESTION if module.is_test else NO_SUBJECT
     for name, text in _docstrings(ast.parse(module.text)):
-        if NO_SUBJECT.match(text.strip()):
+        if wrong.match(text.strip()):
             yield f"{name or 'the module'}: {text.strip().partition(chr(10))[0]}"
 
 
@@ -268,6 +268,29 @@ def import_circle(all_modules: list[Module]) -> Iterator[str]:
             yield f"{folder}: {' → '.join(reversed(error.args[1]))}"
 
 
+def contract_without_suite(all_modules: list[Module]) -> Iterator[str]:
+    """A contract that others implement has a suite that takes their class. The engine's port has
+    stories, which are told on two engines."""
+    suites = [m for m in all_modules if m.package == "tiered_kv.testing.conformance"]
+    tested = {
+        alias.name
+        for suite in suites
+        for node in ast.walk(ast.parse(suite.text))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for module in all_modules:
+        if module.name.endswith(".base") and module.package != "tiered_kv.connectors.runtime":
+            contracts = {
+                node.name
+                for node in ast.parse(module.text).body
+                if isinstance(node, ast.ClassDef)
+                and {"ABC", "Protocol"} & {ast.unparse(base) for base in node.bases}
+            }
+            if contracts and not contracts & tested:
+                yield f"{module.name}: {', '.join(sorted(contracts))}"
+
+
 Rule = Callable[[Module], Iterator[str]]
 RULES: dict[Rule, Module] = {
     absolute_sibling: Module("tiered_kv.codecs.zstd", "from tiered_kv.codecs.base import Codec"),
@@ -293,6 +316,10 @@ WHOLE_RULES: dict[WholeRule, list[Module]] = {
     import_circle: [
         Module("tiered_kv.pages.index", "from tiered_kv.codecs.raw import RawCodec"),
         Module("tiered_kv.codecs.raw", "from tiered_kv.pages.index import PageIndex"),
+    ],
+    contract_without_suite: [
+        Module("tiered_kv.codecs.base", "class Codec(Protocol): ..."),
+        Module("tiered_kv.testing.conformance.codec", ""),
     ],
     shared_name: [Module("tiered_kv.pages.index", ""), Module("tiered_kv.storage.index", "")],
 }

@@ -33,7 +33,7 @@ def code_blocks() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """What the page exports."""
+    """The names that the page exports."""
     return dict(re.findall(r"^export (\w+)=(\S+)$", PAGE, re.MULTILINE))
 
 

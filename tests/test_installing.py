@@ -80,7 +80,7 @@ def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: 
 def test_installing_it_changes_nothing_that_vllm_brought(
     tmp_path: Path, build: str, version: str
 ) -> None:
-    """What a package index would have them install: first vLLM alone, then both."""
+    """The versions that a package index would have them install: vLLM alone first, then both."""
     alone = resolved(tmp_path, f"{build}=={version}")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     both = resolved(tmp_path, *(f"{n}=={v}" for n, v in alone.items()), *project["dependencies"])

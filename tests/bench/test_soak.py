@@ -1,4 +1,4 @@
-"""What a soak makes of what it saw."""
+"""Conclusions that a soak draws."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ OTHER = bytes(15) + b"\1"
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """What a command prints on standard output."""
+    """Standard output of a command."""
     result = CliRunner().invoke(app, ["store", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

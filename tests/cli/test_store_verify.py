@@ -175,7 +175,7 @@ def test_a_segment_that_lost_its_end_is_found(disk: Disk, lost: int) -> None:
 
 
 def test_a_segment_without_a_page_yet_is_not_bad(disk: Disk, live: SegmentStore) -> None:
-    """What a process leaves that dies before it writes the header, or has not come to it."""
+    """The file of a process that dies before it writes the header, or is about to."""
     for number, size in ((2, 0), (3, 1 << 20)):
         path = live.options.folder / f"{number:08}.seg"
         path.touch()

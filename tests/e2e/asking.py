@@ -18,10 +18,10 @@ BLOCKS, BLOCK = 160, 32
 """KV pool of the servers that ``usage_in_gap`` is asked of: blocks, and tokens of each."""
 
 PATIENCE_S = 540.0
-"""How long a server is waited for: on a slow or busy machine it takes minutes to start."""
+"""Seconds to wait for a server: on a slow or busy machine it takes minutes to start."""
 
 EVENT_S = 120.0
-"""How long something is waited for that comes soon after an answer."""
+"""Seconds to wait for an event that comes soon after an answer."""
 
 counter = itertools.count()
 

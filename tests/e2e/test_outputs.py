@@ -51,7 +51,7 @@ def stock(small_model: Path) -> Stock:
 
 
 def twice(on: Engine, texts: list[list[int]]) -> list[Answer]:
-    """What is answered when the same was asked just before."""
+    """The answer if the same was asked just before."""
     on.generate(texts)
     return on.generate(texts)
 
@@ -144,12 +144,12 @@ def test_eight_at_a_time_agree_as_closely_as_stock_with_itself(ours: Engine, sto
 
 
 def unlike(a: list[Answer], b: list[Answer]) -> int:
-    """How many texts were answered with other tokens."""
+    """Number of texts that were answered with other tokens."""
     return sum(one.tokens != other.tokens for one, other in zip(a, b, strict=True))
 
 
 def agrees(stock: Stock, answers: list[Answer]) -> bool:
-    """Whether answers are as close to stock's, eight at a time, as stock's own runs are."""
+    """True if answers are as close to stock's, eight at a time, as stock's own runs are."""
     runs = [stock.company, stock.hits]
     if unlike(stock.eights, answers) > max(unlike(stock.eights, run) for run in runs):
         return False

@@ -18,7 +18,7 @@ from tiered_kv.bench.restore import texts
 pytestmark = pytest.mark.e2e
 
 CONTEXTS, TOKENS = 6, 18 * 32 + 1
-"""Of full blocks and one token: a hit in VRAM and a restore from SSD both compute that token
+"""Full blocks and one token: a hit in VRAM and a restore from SSD both compute that token
 alone, so that even a tie of two answers, which bf16 breaks by the batch's shape, is broken
 in the same way. The full blocks must then hold the same bits."""
 CONTEXT_GIB = TOKENS * 30 * 2 * 3 * 64 * (4 if machine_dtype().name == "float32" else 2) / 2**30

@@ -66,7 +66,7 @@ class OrdersMachine(World):
         self.pass_time(data)
 
     def fill_blocks(self, order: SaveOrder, keys: list[PageKey]) -> None:
-        """What the step computes, in time for the copy behind it."""
+        """Do the step's computation, in time for the copy behind it."""
         flight = self.flights[order.order_id] = Flight(order, [])
         for key, block, slot in zip(keys, order.blocks, order.slots, strict=True):
             self.serial += 1
@@ -176,7 +176,7 @@ class OrdersMachine(World):
         raise AssertionError("an unreadable page was ordered")
 
     def report_from_nowhere(self, _: PageKey) -> None:
-        """Of a restore that was made to fail (id 0), or of an order of another life."""
+        """Report a restore that was made to fail (id 0), or an order of another life."""
         report = OrderReport(self.world, frozenset({0}), 0, 0.0)
         assert self.planner.settle({OrderId(0): report, OrderId(1 << 40): report}) == []
 
@@ -281,7 +281,7 @@ class OrdersMachine(World):
             self.check_settled(done, flight)
 
     def transported(self, content: bytes) -> bytes:
-        """What arrives of a page that is copied; an honest worker changes nothing."""
+        """Bytes that arrive of a page that is copied; an honest worker changes nothing."""
         return content
 
     def check_settled(self, done: Settled, flight: Flight) -> None:

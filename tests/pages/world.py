@@ -27,7 +27,7 @@ PageOrder: TypeAlias = SaveOrder | LoadOrder | DemoteOrder | PromoteOrder
 
 @dataclass(eq=False)
 class Page:
-    """What the model knows of a page: which bytes it must hold, and where.
+    """Knowledge of a page: the bytes that it must hold, and where.
 
     ``bytes_of`` a rank differ from those of every other save that ever was.
     """

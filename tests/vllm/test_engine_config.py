@@ -1,4 +1,4 @@
-"""What the connector refuses at start, and in which words. No vLLM needed."""
+"""Refusals of the connector at start, and their words. No vLLM needed."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ async def drive(
 
 @dataclass(slots=True)
 class _Played:
-    """What is known of a job so far."""
+    """Knowledge of a job so far."""
 
     job: Job
     began_s: float
@@ -165,7 +165,7 @@ async def _play(played: _Played, ask: _Asking, on_turn: Callable[[], None]) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """How turns are asked in one run."""
+    """Settings of the turns of one run."""
 
     client: AsyncOpenAI
     model: str

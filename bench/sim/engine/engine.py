@@ -155,7 +155,7 @@ class Engine:
             self._introduce()
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """What the connector is given, but for what the simulation has its own of."""
+        """The connector's parts, but for those that the simulation has its own of."""
         found.policy_state.close()
         policy = self._policy or found.policy
         chunk = self._server.chunk

@@ -121,7 +121,7 @@ def _engine(folder: Path, crowd: Crowd) -> Rig:
 
 
 def _all_run(rig: Rig) -> bool:
-    """Whether every request is past its prompt."""
+    """True if every request is past its prompt."""
     return all(one.num_output_tokens for one in rig.scheduler.requests.values())
 
 

@@ -59,8 +59,10 @@ class PinPressure:
         """Set when pins were released for running requests, or are spared for blocks on their way:
         vLLM ends its loop over them, and the waiting loop of the same step must not take what is
         theirs."""
-        self._coming, self._coming_at = 0, -1
-        self._saves_over, self._waits_since, self._waited_at = 0, 0.0, -1
+        self._coming = 0
+        self._coming_at: int | None = None
+        self._saves_over, self._waits_since = 0, 0.0
+        self._waited_at: int | None = None
 
     def freed_late(self, blocks: int, step: int) -> None:
         """Count blocks of a turn that has ended and that are free only once the step scheduled
@@ -95,7 +97,8 @@ class PinPressure:
         if not self._saves.free_some():
             return False
         now = self._clock()
-        if self._saves.over != self._saves_over or step > self._waited_at + 1:
+        goes_on = self._waited_at in (step - 1, step)
+        if self._saves.over != self._saves_over or not goes_on:
             self._saves_over, self._waits_since = self._saves.over, now
         self._waited_at = step
         return worth_waiting_for_saves(now - self._waits_since)

@@ -1,4 +1,4 @@
-"""What a command says and exits with, however it ends."""
+"""Words and exit status of a command, however it ends."""
 
 from __future__ import annotations
 

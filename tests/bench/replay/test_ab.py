@@ -41,7 +41,7 @@ PACE = {"stock": 2.0, "tiered": 1.2, "bound": 1.0}
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:
-    """Of a server that collapses."""
+    """Record of a server that collapses."""
     return float(1 + PACE[server] * (jobs_per_s / 0.15) ** 2.5)
 
 

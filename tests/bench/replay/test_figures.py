@@ -64,7 +64,7 @@ def with_wrong_page(right: Run, at: int) -> Run:
 
 
 def with_a_page_that_matters_little(right: Run, at: int) -> Run:
-    """What a page of zeros in the middle of a context did to SmolLM2: the mean of a turn's
+    """A page of zeros in the middle of a context, and its effect on SmolLM2: the mean of a turn's
     differences rose from 0.02 to 0.23 nats, their median only to 0.06."""
     (job,) = right.jobs
     moved = np.random.default_rng(9).weibull(0.5, TOKENS) * 0.11

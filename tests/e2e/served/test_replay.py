@@ -61,7 +61,7 @@ def complete(client: httpx.Client, prompt: list[int], **body: Any) -> httpx.Resp
 
 
 def scored(client: httpx.Client, prompt: list[int], answer: tuple[int, ...]) -> list[float]:
-    """What the model, asked for nothing but to read, thinks of an answer's tokens."""
+    """Probabilities of an answer's tokens, by the model, asked for nothing but to read."""
     asked = complete(client, [*prompt, *answer], max_tokens=1, prompt_logprobs=0)
     read = asked.raise_for_status().json()["choices"][0]["prompt_logprobs"][len(prompt) :]
     return [at[str(token)]["logprob"] for at, token in zip(read, answer, strict=True)]

@@ -1,4 +1,4 @@
-"""What a client leaves waiting keeps others out up to an equal share, and itself without bound."""
+"""A client's waiting jobs keep others out up to an equal share, and itself without bound."""
 
 from __future__ import annotations
 

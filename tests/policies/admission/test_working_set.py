@@ -1,4 +1,4 @@
-"""How much the jobs that have begun are heading for, and how much of the pool is given out."""
+"""The demand that active jobs are heading for, and the share of the pool that is given out."""
 
 from __future__ import annotations
 

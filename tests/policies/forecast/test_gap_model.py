@@ -1,4 +1,4 @@
-"""How long gaps take is learned from the general to the particular, and per job."""
+"""Gaps are learned from the general to the particular, and for each job."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ KINDS = {"check": 20.0, "show": 0.2, "install": 60.0}
 
 
 def command(rng: random.Random, kind: str) -> ToolUse:
-    """Of a program of its own: only what it is told to do says how long it takes."""
+    """A program of its own: nothing but its task says how long it takes."""
     program = f"prog{rng.randint(0, 10**6)}"
     text = f"{program} {kind} --color target{rng.randint(0, 99)}"
     return ToolUse(("bash", program, f"{program} {kind} <text>"), command=text)

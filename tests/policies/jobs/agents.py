@@ -10,7 +10,7 @@ BLOCK = 4
 SYSTEM = list(range(100, 141))
 """A system prompt that ends within a block."""
 ASSISTANT = [1, 2, 3, 4, 5]
-"""How a chat template closes a question, in as many tokens as ChatML does."""
+"""End of a question in a chat template, in as many tokens as ChatML has."""
 TOOL = [50, 51, 52, 53, 54, 55, 56]
 
 

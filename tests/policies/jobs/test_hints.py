@@ -1,4 +1,4 @@
-"""What clients say is read without trusting it."""
+"""Hints of clients are read without trusting them."""
 
 from __future__ import annotations
 

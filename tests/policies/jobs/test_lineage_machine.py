@@ -16,7 +16,7 @@ from tiered_kv.policies.jobs.lineage import Inferred
 
 @dataclass
 class Conversation:
-    """What the lineage should make of a client: its prompts, and who they were given to."""
+    """The lineage's task with one client: its prompts, and the job that each belongs to."""
 
     salt: str
     prompts: list[list[int]]
@@ -108,7 +108,7 @@ class Conversations(RuleBasedStateMachine):
             self.ask_anew(salt, prompt)
 
     def waiting_for(self, salt: str, prompt: list[int]) -> bool:
-        """Whether the prompt may be what comes next in some conversation."""
+        """True if the prompt may be the next one of some conversation."""
         return any(
             one.salt == salt
             and not one.running

@@ -1,4 +1,4 @@
-"""How long a pin stays, how much of a context it holds, and what it is worth."""
+"""Terms of a pin: its time, its part of a context, and its worth."""
 
 from __future__ import annotations
 

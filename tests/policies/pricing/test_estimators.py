@@ -1,4 +1,4 @@
-"""What restores and VRAM cost, learned from what an engine goes through."""
+"""Costs of restores and of VRAM, learned from the engine's own work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long to wait, and what a wait is worth."""
+"""The best time to wait, and the worth of a wait."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def soups(pieces: list[str]) -> st.SearchStrategy[str]:
 
 
 def passes(read: Callable[[str], object], text: str) -> float:
-    """How often this thread could have taken ``text`` apart by characters while it read it once.
+    """Times that this thread could have taken ``text`` apart by characters while it read it once.
 
     The best of some rounds, each with its own yardstick beside it: a slow machine is slow at both.
     A short text counts as one of 1,000 tokens.

@@ -1,4 +1,4 @@
-"""What everybody knows of tools, before anything was seen."""
+"""Common knowledge of tools, before anything was seen."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tiered_kv.policies.tools.wrappers import LONGEST_S, SOME_TIMES, program, se
 
 
 def programs(command: str) -> list[str]:
-    """What runs, in its order."""
+    """Programs that run, in their order."""
     return [segment.words[0] for segment in take_apart(command).segments]
 
 

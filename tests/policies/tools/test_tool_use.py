@@ -1,4 +1,4 @@
-"""Of all that a turn calls, what is waited for decides."""
+"""A turn with several calls is decided by the one that is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How jobs go on is learned from those that were there; and what the room is that they need."""
+"""The way jobs go on is learned from earlier ones, and gives the room that they need."""
 
 from __future__ import annotations
 

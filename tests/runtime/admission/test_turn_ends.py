@@ -1,4 +1,4 @@
-"""How turns end: by a stop string, by a client that hangs up, not for long, or not at all."""
+"""Turns end by a stop string, by a client that hangs up, not for long, or not at all."""
 
 from __future__ import annotations
 

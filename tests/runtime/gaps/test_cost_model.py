@@ -1,4 +1,4 @@
-"""What each tier costs: measured at start, and from what requests go through."""
+"""The cost of each tier is measured at start, and learned from the requests that go through."""
 
 from __future__ import annotations
 

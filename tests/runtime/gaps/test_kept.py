@@ -76,7 +76,7 @@ def test_what_was_saved_and_is_gone_was_a_loss(
 
 @pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
 def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: bool) -> None:
-    """Of 16 blocks that are known to agree; the one of the last token may lack in any case."""
+    """Blocks that are known to agree, 16 in all; the one of the last token may be missing."""
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     prompt = text(256, seed=1)

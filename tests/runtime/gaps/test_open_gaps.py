@@ -1,4 +1,4 @@
-"""How far a prompt agrees with what its job waited with, and what its pages are worth then."""
+"""A prompt that agrees with the context of its job, and the worth of the job's pages then."""
 
 from __future__ import annotations
 

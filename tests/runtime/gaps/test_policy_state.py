@@ -1,4 +1,4 @@
-"""What a policy learned outlives the engine, and nothing wrong is ever learned from a file."""
+"""The knowledge of a policy outlives the engine, and no file teaches it anything wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def learned(gaps: int) -> Counting:
 
 
 def loaded(folder: Path, name: str = "counting") -> int | None:
-    """What an engine that starts finds; None if nothing."""
+    """The state that an engine finds at its start; None without one."""
     policy = Counting()
     return policy.gaps if PolicyState(policy, folder, name).load() else None
 

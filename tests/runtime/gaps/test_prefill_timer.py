@@ -1,4 +1,4 @@
-"""What computing a prompt token costs, learned from the engine's own requests."""
+"""The cost of computing a prompt token is learned from the engine's own requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What VRAM and CPU memory are asked for: how much at a time, and how fast."""
+"""Rates at which VRAM and CPU memory are asked for, and how much is at a time."""
 
 from __future__ import annotations
 

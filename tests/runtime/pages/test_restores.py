@@ -1,4 +1,4 @@
-"""What comes back from CPU memory is what was saved, or is computed again."""
+"""A context comes back from CPU memory as it was saved, or is computed again."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_restores_that_cannot_be_ordered_do_not_take_each_other_s_place(
 def test_a_turn_whose_async_restore_failed_is_saved_like_any_other(
     make_rig: MakeRig, ahead: bool
 ) -> None:
-    """What it computes instead is right: vLLM did not begin before it knew."""
+    """The rest is computed right: vLLM did not begin before it knew."""
     rig = make_rig(ahead=ahead)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     faulty = rig.inject(FaultyTransfer)

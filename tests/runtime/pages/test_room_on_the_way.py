@@ -1,4 +1,4 @@
-"""How much of CPU memory what comes up from SSD, and goes down to it, may take at a time."""
+"""Pages on their way up from SSD, or down to it, take a part of CPU memory only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong once, or nearly: errors half-way, ranks that disagree, stores too small."""
+"""Errors half-way, ranks that disagree, stores too small: each went wrong once, or nearly."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
 
 
 def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
-    """What is refused teaches nothing, so the estimate recovers by itself."""
+    """A refused promotion teaches nothing, so the estimate recovers by itself."""
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.gaps.prefills.fit.observe(0, 1000, 1e-3)

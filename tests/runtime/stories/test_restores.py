@@ -1,4 +1,4 @@
-"""What comes back from CPU memory is what was saved, or is computed again."""
+"""A context comes back from CPU memory as it was saved, or is computed again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_memory_begins_at_a_page_and_large_memory_at_a_huge_one(nbytes: int) -> 
 
 
 def may_be_huge(address: int) -> bool:
-    """Whether the kernel was asked for huge pages there."""
+    """True if the kernel was asked for huge pages there."""
     asked = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

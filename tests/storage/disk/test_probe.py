@@ -1,4 +1,4 @@
-"""What a disk can do, measured with a file that is gone afterwards."""
+"""The speed of a disk, measured with a file that is gone afterwards."""
 
 from __future__ import annotations
 

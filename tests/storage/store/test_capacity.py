@@ -54,7 +54,7 @@ def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open
 
 
 def fill(store: SegmentStore, first: int, puts: int = 1, pages: int = 8) -> int:
-    """How many pages were refused."""
+    """Number of refused pages."""
     refused = 0
     for put in range(puts):
         keys = [page_key(first + put * pages + i) for i in range(pages)]

@@ -49,7 +49,7 @@ def open_store(
 
 @dataclass
 class Moment:
-    """What was acknowledged when so many steps had been made.
+    """Pages that were acknowledged after so many steps.
 
     Attributes:
         stored: version of each page that must be there.
@@ -138,7 +138,7 @@ def found_in(store: SegmentStore) -> dict[int, bytes]:
 
 
 def check(found: dict[int, bytes], before: Moment, after: Moment) -> None:
-    """What is there is what was acknowledged, or what was on its way."""
+    """The pages found are those acknowledged, and at most those under way."""
     for name in before.stored.keys() & after.stored.keys():
         assert name in found, f"page {name} was durable and is lost"
     for name, page in found.items():

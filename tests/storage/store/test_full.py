@@ -65,7 +65,7 @@ class Life:
         )
 
     def put(self, count: int = 8) -> int:
-        """How many of so many new pages are stored."""
+        """Number of these new pages that are stored."""
         keys = [page_key(self.next_name + i) for i in range(count)]
         self.next_name += count
         pages = [(key, page_bytes(key)) for key in keys]
@@ -74,7 +74,7 @@ class Life:
         return count - len(failed)
 
     def make_room(self, survivors: int = 2) -> int:
-        """How many survivors were lost."""
+        """Number of lost survivors."""
         lost = 0
         while (proposal := self.store.proposal()) is not None:
             kept = proposal.keys[:survivors]

@@ -122,7 +122,7 @@ def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
 
 
 def check(options: StoreOptions) -> int:
-    """How many pages a store serves; every one must be right."""
+    """Number of pages that a store serves; every one must be right."""
     (info,) = list_stores(options.root).stores
     for path in info.segments:
         with contextlib.suppress(FormatError):

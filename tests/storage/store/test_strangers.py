@@ -1,4 +1,4 @@
-"""What lies under a root and is no store's is not read, followed, counted or deleted."""
+"""Strangers' files under a root are not read, followed, counted or deleted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options_of(folder: Path, **changes: object) -> StoreOptions:
 
 
 def put(store: SegmentStore, *names: int) -> int:
-    """How many pages are stored."""
+    """Number of stored pages."""
     keys = [page_key(name) for name in names]
     return len(keys) - len(store.put([(key, page_bytes(key)) for key in keys]))
 
@@ -314,7 +314,7 @@ def test_a_number_at_the_end_of_the_range_hides_no_segment_behind_it(
 def test_a_store_that_has_run_out_of_numbers_begins_anew(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it wrote for a thousand years or somebody made such a segment, it goes on."""
+    """A store goes on after a segment of any age, written by itself or made by somebody."""
     monkeypatch.setattr("tiered_kv.storage.store.segment_folder.NEARLY_LAST_NUMBER", 3)
     monkeypatch.setattr("tiered_kv.storage.store.recovery.NEARLY_LAST_NUMBER", 3)
     store = open_store()

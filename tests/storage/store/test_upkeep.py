@@ -1,4 +1,4 @@
-"""What a store does beside keeping pages: it tidies up, counts, waits a moment, and learns once."""
+"""A store's other work: it tidies up, counts, waits a moment, and learns once."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def launch(
     run: Run, move: Move, piece_bytes: int, grid: tuple[int, int], lead: int
 ) -> tuple[Counts, Bytes, Bytes]:
-    """What the kernel makes of a job; ``lead`` bytes lie before each memory."""
+    """Memories after the kernel's job; ``lead`` bytes lie before each."""
     storage, slab = (aligned(memory.reshape(-1), lead) for memory in (move.storage, move.slab))
     pieces = cut(page_runs(move.layout, move.layout.page_bytes), piece_bytes)
     table = np.stack([pieces.offset, pieces.stride, pieces.start, pieces.nbytes], axis=1)

@@ -26,7 +26,7 @@ def job(name: str = "a", salt: str = "", turns: tuple[Turn, ...] = TWO_TURNS) ->
 
 
 def spoken(body: Body) -> list[int]:
-    """What the server under test says: what is forced, or tokens of its own."""
+    """Tokens that the server under test says: those forced, or its own."""
     forced: list[int] = (body.get("vllm_xargs") or {}).get(XARG) or [99] * body["max_tokens"]
     return forced
 

@@ -20,7 +20,7 @@ from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, XARG, server_env
 
 VOCABULARY = 50
 OWN = 7
-"""What the model itself would say, always."""
+"""Tokens that the model itself would say, always."""
 
 
 def params(forced: Any = None) -> SamplingParams:
@@ -34,7 +34,7 @@ class Request:
 
     @property
     def next(self) -> int:
-        """What it should say now."""
+        """Tokens that it should say now."""
         at = len(self.output)
         return self.forced[at] if self.forced and at < len(self.forced) else OWN
 

@@ -20,7 +20,7 @@ PLACE = Machine("here", 200_000, 23_040, 8_192, TRUE, 4e9, batched_tokens=4_096,
 
 
 def played(jobs: tuple[SimJob, ...]) -> Run:
-    """What a server with those costs does, as a replay would have recorded it."""
+    """A replay's record of a server with those costs."""
     outcome = simulate(PLACE, server("fcfs"), Workload("known", jobs, Hints.RIGHT), Tiers())
     done = []
     for job in outcome.jobs:

@@ -1,4 +1,4 @@
-"""What held jobs cost: measured on engines in which they really are held."""
+"""The cost of held jobs, measured on engines in which they really are held."""
 
 from __future__ import annotations
 
