@@ -26,7 +26,7 @@ class Run:
         below: runs that follow it.
         ends: contexts that end with its last page.
         end: number of its pages behind the last of which none is in CPU memory.
-        rank: number of the ranking that the next two belong to; -1 for none.
+        rank: number of the ranking that the next two belong to; None for none.
         owner: context with which it goes in that ranking.
         at: number of its pages that are still to go.
     """
@@ -38,7 +38,7 @@ class Run:
     below: dict[Run, None] = field(default_factory=dict)
     ends: dict[Context, None] = field(default_factory=dict)
     end: int = 0
-    rank: int = -1
+    rank: int | None = None
     owner: Context | None = None
     at: int = 0
 
@@ -201,11 +201,11 @@ class ContextTree:
         return gone
 
     def _changed(self, run: Run) -> None:
-        run.rank = -1
+        run.rank = None
         self.changed[run] = None
 
     def _forget(self, run: Run) -> None:
-        run.rank = -1
+        run.rank = None
         self.changed.pop(run, None)
 
 
