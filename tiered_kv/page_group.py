@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 
+from .kv_reach import KvReach
 from .layout import PageLayout
 
 
@@ -23,6 +24,7 @@ class PageGroup:
         block_size: length of a page, tokens.
         layout: places of a block's bytes.
         element: type of the elements.
+        reach: tokens that a hit needs.
         arrangement: description of what decides how K, V, heads and tokens lie within a block; a
             backend may arrange them as it likes, and sizes do not tell.
     """
@@ -31,6 +33,7 @@ class PageGroup:
     block_size: int
     layout: PageLayout
     element: ElementType = ElementType.OPAQUE
+    reach: KvReach = KvReach()
     arrangement: str = ""
 
     @property
@@ -42,6 +45,10 @@ class PageGroup:
     def page_format(self) -> PageFormat:
         """Format of a page in a store."""
         return PageFormat(self.element, self.page_bytes, self.block_size)
+
+    def needs(self, tokens: int) -> range:
+        """Blocks that a hit of ``tokens`` needs; the last may be filled in part."""
+        return self.reach.blocks(tokens, self.block_size)
 
     def describe(self) -> str:
         """Stable text for a fingerprint: what the bytes of a page are."""
