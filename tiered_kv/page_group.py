@@ -25,6 +25,7 @@ class PageGroup:
         layout: places of a block's bytes.
         element: type of the elements.
         reach: tokens that a hit needs.
+        draft_tokens: tokens behind one on which its KV in layers of a drafter depends.
         arrangement: description of what decides how K, V, heads and tokens lie within a block; a
             backend may arrange them as it likes, and sizes do not tell.
     """
@@ -34,6 +35,7 @@ class PageGroup:
     layout: PageLayout
     element: ElementType = ElementType.OPAQUE
     reach: KvReach = WHOLE
+    draft_tokens: int = 0
     arrangement: str = ""
 
     @property

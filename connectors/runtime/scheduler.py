@@ -86,13 +86,19 @@ class SchedulerHalf:
             logger.exception("dropping pins and saves before a cache reset failed")
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
-        """Learn how fast the ranks are, and which pages they have from before."""
+        """Learn what the ranks have, each with its own layers: how fast they are, how many pages
+        they hold, and which they have from before."""
+        pages = self.pages
+        if self.facts.groups and said:
+            pages.index.limit(min(one.slots for one in said.values()))
+            for one in said.values():
+                pages.book.on_page_bytes(one.page_bytes)
         if copies := [one.speeds.copy for one in said.values() if one.speeds.copy]:
-            self.pages.book.bandwidth = min(copies)
+            pages.book.bandwidth = min(copies)
         flops = sum(one.speeds.flops for one in said.values())
         if self._given.prefill_work is not None and flops:
             self.gaps.prefills.fit.suppose(*self._given.prefill_work.estimate(flops))
-        self.pages.tiers.on_handshake(said)
+        pages.tiers.on_handshake(said)
 
     def take_over_queue(self, *, in_job_order: bool) -> None:
         """Have the engine's scheduler ask ``admission.queue`` who is held.

@@ -51,8 +51,24 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
         layout=page_layout(placements, kv_cache_config.num_blocks),
         element=ElementType.OPAQUE if reach.kind is KvKind.STATE else _element(vllm_config),
         reach=reach,
+        draft_tokens=0
+        if reach.kind is KvKind.STATE  # drafters have none
+        else _draft_tokens(vllm_config, kv_cache_config, index),
         arrangement=_arrangement(vllm_config, kv_cache_config),
     )
+
+
+def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
+    """Tokens behind one on which its KV in layers of the drafter depends: EAGLE and MTP take the
+    next token in. vLLM takes all groups for such if it knows of none."""
+    drafter = vllm_config.speculative_config
+    if drafter is None or not drafter.use_eagle():
+        return 0
+    groups = kv_cache_config.kv_cache_groups
+    known = [bool(getattr(group, "is_eagle_group", False)) for group in groups]
+    if any(known) and not known[index]:
+        return 0
+    return max(1, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
 
 
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:

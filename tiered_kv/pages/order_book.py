@@ -139,6 +139,11 @@ class OrderBook:
         """Pages on their way up to CPU memory, and the orders that bring them."""
         return self._promoting
 
+    def on_page_bytes(self, page_bytes: Sequence[int]) -> None:
+        """Take in the size of a page of each group on a rank; the largest counts."""
+        known = self._page_bytes
+        self._page_bytes = [max(pair) for pair in zip(known, page_bytes, strict=True)]
+
     def copy_seconds(self, pages: int, group: int = CONTEXT) -> float:
         """Time one rank needs to copy that many pages, at the bandwidth seen so far."""
         return pages * self._page_bytes[group] / self.bandwidth
