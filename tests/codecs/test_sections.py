@@ -15,7 +15,8 @@ from tiered_kv.codecs.autotune import choose, synthetic_page
 from tiered_kv.codecs.base import CodecError, ElementType, EncodedPage, PageFormat, Section
 from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.codecs.registry import from_table, parse
-from tiered_kv.codecs.sections import HEADER, SectionsCodec, make_table, part_formats
+from tiered_kv.codecs.section_table import HEADER, SECTION, SectionTable
+from tiered_kv.codecs.sections import PART_BYTES, SectionsCodec, divide, part_format
 from tiered_kv.codecs.zstd import ZstdCodec
 from tiered_kv.testing.conformance.codec import CodecConformance
 
@@ -128,7 +129,7 @@ def test_any_page_of_any_sections_comes_back(
 
 def test_each_type_has_the_codec_that_suits_it() -> None:
     codec = SectionsCodec(FORMATS["odd"])
-    assert part_formats(FORMATS["odd"]) == [
+    assert [part_format(codec.page_format, part) for part in codec.parts] == [
         PageFormat(FP32, 646, 16),
         PageFormat(BF16, 333, 16),
         PageFormat(FP16, 7, 16),
@@ -139,7 +140,7 @@ def test_each_type_has_the_codec_that_suits_it() -> None:
     assert (type(opaque), type(bf16)) == (ZstdCodec, CentredCodec)
 
 
-def test_sections_of_one_type_are_a_page_of_that_type() -> None:
+def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
     """So that a type costs one frame and one table, however many layers there are."""
     page = synthetic_page(STATE)
     stored = SectionsCodec(STATE).encode(page)
@@ -153,6 +154,22 @@ def test_sections_of_one_type_are_a_page_of_that_type() -> None:
     frames = np.concatenate([part.frame for part in parts])
     assert np.array_equal(stored.plane, planes)
     assert np.array_equal(stored.frame[16:], frames)
+
+
+def test_long_sections_are_parts_of_their_own() -> None:
+    """So that they need not be copied together."""
+    long, short = (FP32, PART_BYTES), (BF16, PART_BYTES // 2)
+    assert list(divide(mixed(short, long, short, long, short))) == [(1,), (0, 2), (3,), (4,)]
+    assert list(divide(mixed((FP32, PART_BYTES - 1), (BF16, 1), long))) == [(0, 2), (1,)]
+    page_format = mixed(short, long, short, long, short)
+    assert len(SectionsCodec(page_format).codecs) == 4
+    page = synthetic_page(page_format)
+    codec = SectionsCodec(page_format).trained([page])
+    reader = from_table(codec.codec_id, codec.table, page_format.outline)
+    assert reader == codec
+    out = np.empty_like(page)
+    reader.decode(codec.encode(page), out)
+    assert np.array_equal(out, page)
 
 
 def test_a_state_learns_nothing_and_kv_does() -> None:
@@ -255,14 +272,14 @@ def replaced(at: int, *new: int) -> Callable[[bytes], bytes]:
     return lambda body: body[:at] + bytes(new) + body[at + len(new) :]
 
 
-ROW, PARTS = HEADER.size, HEADER.size + 3 * 9
+ROW, PARTS = HEADER.size, HEADER.size + 3 * SECTION.size
 WRONG: dict[str, Callable[[bytes], bytes]] = {
     "another version": replaced(4, 2),
-    "fewer parts": replaced(5, 1),
-    "more parts": replaced(5, 3),
-    "no parts": replaced(5, 0),
-    "more parts than there is room for": replaced(5, 255),
-    "reserved bytes": replaced(6, 1),
+    "reserved bytes": replaced(5, 1),
+    "fewer parts": replaced(6, 1),
+    "more parts": replaced(6, 3),
+    "no parts": replaced(6, 0),
+    "more parts than there is room for": replaced(6, 255, 255),
     "other tokens": replaced(8, 8),
     "pages of another size": replaced(12, 0x92),
     "fewer sections": replaced(20, 2),
@@ -271,9 +288,12 @@ WRONG: dict[str, Callable[[bytes], bytes]] = {
     "a section of another type": replaced(ROW, 2),
     "a section of no type": replaced(ROW, 6),
     "a section of the type of its neighbour": replaced(ROW, 0),
-    "a longer section": replaced(ROW + 1, 0x81),
-    "a section of 2**63 bytes": replaced(ROW + 8, 0x80),
-    "an empty section": replaced(ROW + 9 + 1, 0),
+    "a section in a part of another type": replaced(ROW + 1, 1),
+    "a section in a part that is not there": replaced(ROW + 1, 2),
+    "a part without a section": replaced(ROW + SECTION.size + 1, 0),
+    "a longer section": replaced(ROW + 3, 0x81),
+    "a section of 2**63 bytes": replaced(ROW + 10, 0x80),
+    "an empty section": replaced(ROW + SECTION.size + 3, 0),
     "another codec": replaced(PARTS, 1),
     "a codec that is not for parts": replaced(PARTS, 3),
     "a codec that nobody knows": replaced(PARTS, 0x34, 0x12),
@@ -324,6 +344,8 @@ def test_a_table_of_other_sections_is_refused() -> None:
             SectionsCodec.from_table(other, TABLE)
 
 
-def test_the_table_is_that_of_the_codecs() -> None:
-    codec = SectionsCodec(KV)
-    assert codec.table == make_table(KV, codec.codecs)
+def test_a_table_is_read_as_it_was_packed() -> None:
+    table = SectionTable.read(TABLE)
+    assert table.page_format == KV
+    assert [part.sections for part in table.parts] == [(0, 2), (1,)]
+    assert table.pack() == TABLE

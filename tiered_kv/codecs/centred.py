@@ -38,8 +38,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
-from .symbols import ELEMENT_BYTES, decode, encode, kernels, symbols_of
+from .base import Bytes, CodecError, ElementType, EncodedPage, PageFormat
+from .symbols import ELEMENT_BYTES, REST_BYTES, decode, encode, kernels, symbols_of
 
 ELEMENTS = (
     ElementType.BF16,
@@ -106,7 +106,7 @@ class CentredCodec:
     stores_in_place = False
 
     @classmethod
-    def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
+    def from_table(cls, page_format: PageFormat, table: bytes) -> CentredCodec:
         try:
             return cls(page_format, table)
         except ValueError as error:
@@ -124,15 +124,28 @@ class CentredCodec:
     def wants_training(self) -> bool:
         return not self.table and channel_count(self.page_format) > 0
 
-    def encode(self, page: Bytes) -> EncodedPage:
+    @property
+    def most_plane_bytes(self) -> int:
+        """Size of the longest plane of a page, bytes."""
+        return REST_BYTES[self.page_format.element] * self._centres.size
+
+    def encode(self, page: Bytes, plane: Bytes | None = None) -> EncodedPage:
+        """Encode a page.
+
+        Args:
+            plane: memory for the plane, which is its beginning, of ``most_plane_bytes`` or more;
+                new memory if None.
+        """
         self._check_page(page)
-        return encode(self.page_format.element, page, self._centres)
+        if plane is None:
+            plane = np.empty(self.most_plane_bytes, dtype=np.uint8)
+        return encode(self.page_format.element, page, self._centres, plane)
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         self._check_page(out)
         decode(self.page_format.element, encoded, self._centres, out)
 
-    def trained(self, pages: list[Bytes]) -> Codec:
+    def trained(self, pages: list[Bytes]) -> CentredCodec:
         """Make a codec with the centres of these pages; the first 64 are looked at.
 
         It takes from a tenth of a second to a few, mostly without the interpreter lock.

@@ -1,7 +1,8 @@
 """The codec of pages whose elements are of several types: each type by what suits it.
 
-The sections of one type are taken together, in the order of the page, as if they were a page of
-that type: a *part*. The centred codec serves the parts whose elements it knows, zstd the others.
+Sections of one type are coded together, in *parts* of half a MiB or one longer section, as if each
+part were a page: many short sections cost one frame, and a long one is coded where it lies. The
+centred codec serves the parts whose elements it knows, zstd the others.
 
 A stored page is the planes of the parts, one behind the other, and a frame (little-endian):
 
@@ -9,62 +10,30 @@ A stored page is the planes of the parts, one behind the other, and a frame (lit
     0       8*p    of each part: bytes of its plane u32, bytes of its frame u32
     8*p            frames of the parts, one behind the other
 
-The table names the sections, so that pages can be read by who knows no more than their size:
-
-    offset  bytes  field
-    0       4      magic b"TKVS"
-    4       1      version, 1
-    5       1      parts, p: one for each type, in the order of their first sections
-    6       2      zero
-    8       4      tokens of a page
-    12      8      bytes of a page
-    20      4      sections, s: none empty, no neighbours of one type
-    24      9*s    of each section: element type u8, as in ``ELEMENTS``; bytes u64
-    ...     6*p    of each part: codec u16; bytes of its table u32
-    ...            tables of the parts, one behind the other
-    end-4   4      CRC-32 of all of the above
+``section_table`` has the format of the table.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from .base import (
-    Bytes,
-    Codec,
-    CodecClass,
-    CodecError,
-    ElementType,
-    EncodedPage,
-    PageFormat,
-    Section,
-)
+from .base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
 from .centred import CentredCodec
 from .scratch import Scratch
+from .section_table import SectionTable, StoredPart
 from .zstd import ZstdCodec
 
-ELEMENTS = (
-    ElementType.OPAQUE,
-    ElementType.BF16,
-    ElementType.FP16,
-    ElementType.FP8_E4M3,
-    ElementType.FP8_E5M2,
-    ElementType.FP32,
-)
-"""Types of elements, in the order of their numbers in the table."""
+PartCodec: TypeAlias = CentredCodec | ZstdCodec
+"""Codec of a part. Neither gives its page itself as a plane: what is stored must not alias it."""
 
-PART_CODECS: Sequence[CodecClass] = (CentredCodec, ZstdCodec)
-"""Codecs of parts. None gives its page itself as a plane: what is stored must not alias it."""
+PART_BYTES = 512 << 10
+"""Size at which a part takes no more sections. fp32 has one Huffman code for so many bytes."""
 
-HEADER = struct.Struct("<4sBBHIQI")
-MAGIC, VERSION = b"TKVS", 1
-SECTION = struct.Struct("<BQ")
-PART = struct.Struct("<HI")
 SIZES = struct.Struct("<II")
 
 
@@ -73,11 +42,13 @@ class SectionsCodec:
     """Stores the sections of each element type by a codec of their own.
 
     Args:
-        codecs: codecs of the parts; without any, untrained ones.
+        parts: numbers of the sections of each part; without any, in parts of ``PART_BYTES``.
+        codecs: codec of each part; without any, untrained ones.
     """
 
     page_format: PageFormat
-    codecs: tuple[Codec, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
+    codecs: tuple[PartCodec, ...] = ()
     table: bytes = field(init=False, repr=False, compare=False)
     _spans: list[list[slice]] = field(init=False, repr=False, compare=False)
     codec_id = 3
@@ -91,20 +62,28 @@ class SectionsCodec:
         Args:
             page_format: format of the pages, or its outline.
         """
-        told, tables = read_table(table)
-        if page_format not in (told, told.outline):
+        told = SectionTable.read(table)
+        if page_format not in (told.page_format, told.page_format.outline):
             raise CodecError(f"a table of sections for other pages than {page_format}")
-        formats = part_formats(told)
-        if len(tables) != len(formats):
-            raise CodecError(f"a table of {len(tables)} parts for {len(formats)} types of elements")
-        parts = zip(formats, tables, strict=True)
-        return cls(told, tuple(_codec_of(part, *stored) for part, stored in parts))
+        codecs = tuple(
+            _stored_codec(part_format(told.page_format, part.sections), part) for part in told.parts
+        )
+        return cls(told.page_format, tuple(part.sections for part in told.parts), codecs)
 
     def __post_init__(self) -> None:
-        codecs = self.codecs or tuple(map(_untrained, part_formats(self.page_format)))
+        parts = self.parts or tuple(divide(self.page_format))
+        codecs = self.codecs or tuple(
+            _untrained(part_format(self.page_format, part)) for part in parts
+        )
+        stored = [
+            StoredPart(part, codec.codec_id, codec.table)
+            for part, codec in zip(parts, codecs, strict=True)
+        ]
+        places = _places(self.page_format)
+        object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "codecs", codecs)
-        object.__setattr__(self, "table", make_table(self.page_format, codecs))
-        object.__setattr__(self, "_spans", list(_spans(self.page_format).values()))
+        object.__setattr__(self, "table", SectionTable(self.page_format, stored).pack())
+        object.__setattr__(self, "_spans", [[places[one] for one in part] for part in parts])
 
     @property
     def wants_training(self) -> bool:
@@ -112,13 +91,21 @@ class SectionsCodec:
 
     def encode(self, page: Bytes) -> EncodedPage:
         self._check_page(page)
-        stored = [
-            codec.encode(_gather(page, spans, _scratch.bytes))
-            for codec, spans in zip(self.codecs, self._spans, strict=True)
-        ]
-        sizes = b"".join(SIZES.pack(one.plane.nbytes, one.frame.nbytes) for one in stored)
-        frames = [np.frombuffer(sizes, np.uint8), *(one.frame for one in stored)]
-        return EncodedPage(_joined([one.plane for one in stored]), _joined(frames))
+        centred = [codec for codec in self.codecs if isinstance(codec, CentredCodec)]
+        planes, at = _fresh(sum(codec.most_plane_bytes for codec in centred)), 0
+        sizes, frames = bytearray(), []
+        for codec, spans in zip(self.codecs, self._spans, strict=True):
+            part = _gather(page, spans, _scratch.bytes)
+            if isinstance(codec, CentredCodec):
+                stored = codec.encode(part, planes[at:])
+            else:
+                stored = codec.encode(part)  # without a plane
+            sizes += SIZES.pack(stored.plane.nbytes, stored.frame.nbytes)
+            frames.append(stored.frame)
+            at += stored.plane.nbytes
+        return EncodedPage(
+            planes[:at], np.concatenate([np.frombuffer(sizes, dtype=np.uint8), *frames])
+        )
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         self._check_page(out)
@@ -146,7 +133,7 @@ class SectionsCodec:
             else codec
             for codec, spans in zip(self.codecs, self._spans, strict=True)
         )
-        return SectionsCodec(self.page_format, tuple(codecs))
+        return SectionsCodec(self.page_format, self.parts, tuple(codecs))
 
     def _split(self, encoded: EncodedPage) -> list[EncodedPage]:
         """The stored parts.
@@ -154,7 +141,7 @@ class SectionsCodec:
         Raises:
             CodecError: they are not as long as the plane and the frame.
         """
-        plane, frame = 0, SIZES.size * len(self.codecs)
+        plane, frame = 0, SIZES.size * len(self.parts)
         if encoded.frame.nbytes < frame:
             raise CodecError("a page of sections without their sizes")
         parts = []
@@ -176,26 +163,33 @@ class SectionsCodec:
             raise ValueError(f"{page.nbytes} bytes where pages have {self.page_format.page_bytes}")
 
 
-# -- parts ------------------------------------------------------------------------
+def divide(page_format: PageFormat) -> Iterator[tuple[int, ...]]:
+    """Divide the sections of a page into parts of one type each."""
+    open_parts: dict[ElementType, list[int]] = {}
+    sizes: dict[ElementType, int] = {}
+    for number, section in enumerate(page_format.sections):
+        element = section.element
+        open_parts.setdefault(element, []).append(number)
+        sizes[element] = sizes.get(element, 0) + section.nbytes
+        if sizes[element] >= PART_BYTES:
+            yield tuple(open_parts.pop(element))
+            del sizes[element]
+    yield from map(tuple, open_parts.values())
 
 
-def part_formats(page_format: PageFormat) -> list[PageFormat]:
-    """Format of each part, in the order of their first sections."""
-    return [
-        PageFormat(element, sum(span.stop - span.start for span in spans), page_format.tokens)
-        for element, spans in _spans(page_format).items()
-    ]
+def part_format(page_format: PageFormat, part: Sequence[int]) -> PageFormat:
+    """Format of a part, as if it were a page."""
+    sections = [page_format.sections[number] for number in part]
+    return PageFormat.of(sections, page_format.tokens)
 
 
-def _spans(page_format: PageFormat) -> dict[ElementType, list[slice]]:
-    """Places of the sections of each type."""
-    spans: dict[ElementType, list[slice]] = {}
-    begin = 0
+def _places(page_format: PageFormat) -> list[slice]:
+    """Place of each section in a page."""
+    places, begin = [], 0
     for section in page_format.sections:
-        span = slice(begin, begin + section.nbytes)
-        spans.setdefault(section.element, []).append(span)
-        begin = span.stop
-    return spans
+        places.append(slice(begin, begin + section.nbytes))
+        begin += section.nbytes
+    return places
 
 
 def _gather(page: Bytes, spans: Sequence[slice], memory: Callable[[int], Bytes]) -> Bytes:
@@ -210,102 +204,23 @@ def _fresh(count: int) -> Bytes:
     return np.empty(count, dtype=np.uint8)
 
 
-def _joined(pieces: Sequence[Bytes]) -> Bytes:
-    """One array of all; the only one that is not empty if there is no other."""
-    full = [piece for piece in pieces if piece.nbytes]
-    return full[0] if len(full) == 1 else np.concatenate(pieces)
-
-
-def _untrained(part: PageFormat) -> Codec:
+def _untrained(part: PageFormat) -> PartCodec:
     try:
         return CentredCodec(part)
     except ValueError:  # no elements that it knows, or no whole number of them
         return ZstdCodec(part)
 
 
-def _codec_of(part: PageFormat, codec_id: int, table: bytes) -> Codec:
+def _stored_codec(part: PageFormat, stored: StoredPart) -> PartCodec:
     """Make the codec of a part.
 
     Raises:
         CodecError: there is none of that number, or with that table.
     """
-    for cls in PART_CODECS:
-        if cls.codec_id == codec_id:
-            return cls.from_table(part, table)
-    raise CodecError(f"codec {codec_id} is none of sections")
-
-
-# -- tables -----------------------------------------------------------------------
-
-
-def make_table(page_format: PageFormat, codecs: Sequence[Codec]) -> bytes:
-    """Make the table of these codecs of parts."""
-    sections = page_format.sections
-    head = HEADER.pack(
-        MAGIC,
-        VERSION,
-        len(codecs),
-        0,
-        page_format.tokens,
-        page_format.page_bytes,
-        len(sections),
-    )
-    body = b"".join(
-        [
-            head,
-            *(SECTION.pack(ELEMENTS.index(one.element), one.nbytes) for one in sections),
-            *(PART.pack(codec.codec_id, len(codec.table)) for codec in codecs),
-            *(codec.table for codec in codecs),
-        ]
-    )
-    return body + struct.pack("<I", zlib.crc32(body))
-
-
-def read_table(table: bytes) -> tuple[PageFormat, list[tuple[int, bytes]]]:
-    """Read the format of the pages, and the codec and table of each part.
-
-    Raises:
-        CodecError: damaged, or of another version.
-    """
-    if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
-        raise CodecError("this is no table of sections")
-    body = table[:-4]
-    if struct.unpack("<I", table[-4:])[0] != zlib.crc32(body):
-        raise CodecError("a table of sections is damaged")
-    _, version, parts, zero, tokens, page_bytes, count = HEADER.unpack_from(body)
-    if version != VERSION or zero:
-        raise CodecError(f"a table of sections of version {version} where {VERSION} is known")
-    parts_from = HEADER.size + SECTION.size * count
-    at = parts_from + PART.size * parts
-    if at > len(body):
-        raise CodecError("a table of sections is cut off")
-    sections = _sections(SECTION.iter_unpack(body[HEADER.size : parts_from]))
-    page_format = PageFormat.of(sections, tokens) if sections else None
-    if page_format is None or page_format.sections != sections:
-        raise CodecError("a table of sections that are not as they should be cut")
-    if page_format.page_bytes != page_bytes:
-        raise CodecError(f"sections of {page_format.page_bytes} bytes for pages of {page_bytes}")
-    tables = []
-    for codec_id, nbytes in PART.iter_unpack(body[parts_from:at]):
-        tables.append((codec_id, body[at : at + nbytes]))
-        at += nbytes
-    if at != len(body):
-        raise CodecError("a table of sections with tables of other lengths than it says")
-    return page_format, tables
-
-
-def _sections(rows: Iterable[tuple[int, int]]) -> tuple[Section, ...]:
-    """Read sections.
-
-    Raises:
-        CodecError: one is of an unknown type.
-    """
-    found = []
-    for element, nbytes in rows:
-        if element >= len(ELEMENTS):
-            raise CodecError(f"a section of elements of the unknown type {element}")
-        found.append(Section(ELEMENTS[element], nbytes))
-    return tuple(found)
+    for cls in (CentredCodec, ZstdCodec):
+        if cls.codec_id == stored.codec_id:
+            return cls.from_table(part, stored.table)
+    raise CodecError(f"codec {stored.codec_id} is none of sections")
 
 
 _scratch = Scratch()

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Bytes, CodecError, ElementType, EncodedPage
-from .raw import NOTHING
 from .scratch import Scratch
 from .zstd import compress_symbols, decompress
 
@@ -42,6 +41,17 @@ ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
 PLANES = 3
 """Planes of the rest of fp32."""
 
+REST_BYTES: Mapping[ElementType, int] = MappingProxyType(
+    {
+        ElementType.BF16: 1,
+        ElementType.FP16: 1,
+        ElementType.FP8_E4M3: 0,
+        ElementType.FP8_E5M2: 0,
+        ElementType.FP32: PLANES,
+    }
+)
+"""Most bytes that an element of each type has in the plane of a stored page."""
+
 SAMPLE = 2048
 """Elements that are looked at to decide which planes are coded."""
 
@@ -50,12 +60,18 @@ CODED_BITS = 7.0
 that decoding a page takes: it must save more than a little."""
 
 
-def encode(element: ElementType, page: Bytes, centres: Bytes) -> EncodedPage:
-    """Split a page, and code its symbols less their centres."""
+def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
+    """Split a page, and code its symbols less their centres.
+
+    Args:
+        plane: memory for the plane, which is its beginning; ``REST_BYTES`` for each element or
+            more.
+    """
     if element is ElementType.FP32:
-        return _encode_fp32(page, centres)
+        return _encode_fp32(page, centres, plane)
     symbols = _scratch.bytes(centres.size)
-    rest = _split(element, page, centres, symbols)
+    rest = plane[: REST_BYTES[element] * centres.size]
+    _split(element, page, centres, symbols, rest)
     return EncodedPage(rest, compress_symbols(symbols))
 
 
@@ -68,10 +84,10 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
     if element is ElementType.FP32:
         _decode_fp32(encoded, centres, out)
         return
-    count, wide = centres.size, ELEMENT_BYTES[element] == 2
-    if encoded.plane.nbytes != (count if wide else 0):
+    count = centres.size
+    if encoded.plane.nbytes != REST_BYTES[element] * count:
         raise CodecError(f"{encoded.plane.nbytes} raw bytes beside {count} symbols")
-    if not wide:
+    if not REST_BYTES[element]:
         decompress(encoded.frame, out)
         kernels().merge_fp8(out, centres)
         return
@@ -85,34 +101,31 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
 def symbols_of(element: ElementType, page: Bytes) -> Bytes:
     """Symbols of a page as they are, in memory of their own."""
     symbols = np.empty(page.nbytes // ELEMENT_BYTES[element], dtype=np.uint8)
-    centres = np.zeros_like(symbols)
-    if element is ElementType.FP32:
-        planes = _scratch.bytes(PLANES * symbols.size)
-        kernels().split_fp32(page, centres, symbols, *_cut(planes, symbols.size))
-    else:
-        _split(element, page, centres, symbols)
+    rest = _scratch.bytes(REST_BYTES[element] * symbols.size)
+    _split(element, page, np.zeros_like(symbols), symbols, rest)
     return symbols
 
 
-def _split(element: ElementType, page: Bytes, centres: Bytes, symbols: Bytes) -> Bytes:
-    """Fill ``symbols``; give the rest."""
-    if ELEMENT_BYTES[element] == 1:
-        kernels().split_fp8(page, centres, symbols)
-        return NOTHING
-    rest = np.empty_like(symbols)
-    bf16 = element is ElementType.BF16
-    split = kernels().split_bf16 if bf16 else kernels().split_fp16
-    split(page, centres, symbols, rest)
-    return rest
+def _split(element: ElementType, page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
+    """Fill ``symbols`` and ``rest``."""
+    match element:
+        case ElementType.BF16:
+            kernels().split_bf16(page, centres, symbols, rest)
+        case ElementType.FP16:
+            kernels().split_fp16(page, centres, symbols, rest)
+        case ElementType.FP32:
+            kernels().split_fp32(page, centres, symbols, *_cut(rest, symbols.size))
+        case _:
+            kernels().split_fp8(page, centres, symbols)
 
 
 # -- fp32 -------------------------------------------------------------------------
 
 
-def _encode_fp32(page: Bytes, centres: Bytes) -> EncodedPage:
+def _encode_fp32(page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
     count, chosen = centres.size, _worth_coding(page)
     coded = _cut(_scratch.bytes((1 + chosen.bit_count()) * count), count)
-    plane = np.empty((PLANES - chosen.bit_count()) * count, dtype=np.uint8)
+    plane = plane[: (PLANES - chosen.bit_count()) * count]
     kernels().split_fp32(page, centres, *_in_order(chosen, coded, _cut(plane, count)))
     frames = [compress_symbols(piece) for piece in coded]
     head = struct.pack(f"<B{len(frames)}I", chosen, *(frame.nbytes for frame in frames))
