@@ -187,7 +187,8 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 class MambaSpec(FullAttentionSpec):
     mamba_cache_mode = "align"
-    shapes = ((3, 4),)
+    shapes = ((4,), (2, 5))
+    dtypes = (SimpleNamespace(itemsize=2), SimpleNamespace(itemsize=4))
     real_page_size_bytes = 48
 
 
@@ -315,7 +316,7 @@ def test_groups_say_what_a_hit_needs_and_full_attention_comes_first() -> None:
         [12],
     ]
     assert groups[3].page_bytes == 2 * 48, "not the padding"
-    assert groups[3].element is ElementType.OPAQUE
+    assert [section.nbytes for section in groups[3].sections] == [8, 40, 8, 40]
 
 
 @pytest.mark.usefixtures("without_vllm")
