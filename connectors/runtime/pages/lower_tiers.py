@@ -205,13 +205,15 @@ class LowerTiers:
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.FULL:
                 stride, block = strides[at], 0
-                stop = min(end // group.block_size, len(hashes) // stride)
+                stop = min(end // group.block_size + 1, len(hashes) // stride)
                 while block < stop and cached(hashes[(block + 1) * stride - 1], at):
                     block += 1
                 end = min(end, block * group.block_size)
+        if not self._facts.narrow:
+            return end
         unit = self._facts.hit_tokens
         end = end // unit * unit
-        while self._facts.narrow and end and not self._ends_in_vram(turn, end):
+        while end and not self._ends_in_vram(turn, end):
             end -= unit
         return end
 
