@@ -100,6 +100,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_hooks: set[str] = set()
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
+        self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
@@ -293,7 +294,9 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         found = {r: one for r, one in metadata.items() if isinstance(one, TieredHandshake)}
-        self._scheduler.on_handshake({rank: one.handshake for rank, one in found.items()})
+        if not self._introduced:  # after a sleep vLLM passes on again what was true at start
+            self._introduced = True
+            self._scheduler.on_handshake({rank: one.handshake for rank, one in found.items()})
 
     # -- worker side --------------------------------------------------------------
 
@@ -301,6 +304,18 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         tensors = self._kv_cache_config.kv_cache_tensors
         layers = [layer for tensor in tensors for layer in tensor.layers if layer in kv_caches]
         self._worker.register([kv_caches[layer] for layer in layers])
+
+    # Since 0.33: around the sleep of an engine, which frees its KV cache.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.release_vram()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.take_vram()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return TieredHandshake(self._worker.handshake())

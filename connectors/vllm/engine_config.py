@@ -17,7 +17,7 @@ from .kv_groups import read_groups, why_not_offloadable
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 30)
-NEWEST_TESTED = (0, 32)
+NEWEST_TESTED = (0, 33)
 
 
 def check_version(version: str) -> None:
@@ -38,7 +38,7 @@ def check_version(version: str) -> None:
     if found > NEWEST_TESTED and version not in warned_versions:
         warned_versions.add(version)
         logger.warning(
-            "TieredContinuumConnector is tested with vLLM 0.30 to 0.32; this is %s", version
+            "TieredContinuumConnector is tested with vLLM 0.30 to 0.33; this is %s", version
         )
 
 

@@ -99,7 +99,10 @@ def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
     known = [bool(getattr(group, "is_eagle_group", False)) for group in groups]
     if any(known) and not known[index]:
         return 0
-    return max(1, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
+    ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if ahead is None:  # before 0.31
+        ahead = drafter.num_speculative_tokens if drafter.use_multi_module_mtp() else 1
+    return max(1, int(ahead))
 
 
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:

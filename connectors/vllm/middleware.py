@@ -7,7 +7,7 @@ in other fields. vLLM drops all of these silently. This middleware puts them int
 ``kv_transfer_params`` before vLLM reads the body, without judging them. Everything else passes
 through unchanged, so streamed answers stay streams.
 
-Without it, vLLM 0.30 to 0.32 keeps ``kv_transfer_params`` and ``vllm_xargs`` on all four paths, the
+Without it, vLLM 0.30 to 0.33 keeps ``kv_transfer_params`` and ``vllm_xargs`` on all four paths, the
 header ``X-Session-ID`` too, and a top-level ``session_id`` on all but ``/v1/messages``.
 """
 

@@ -32,7 +32,7 @@ def nobody_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", ["0.30.0", "0.31", "0.32.0", "0.32.1rc2", "0.30.0.dev5+g1a2b3c4.cpu", "0.31.0+cu130"]
+    "version", ["0.30.0", "0.31", "0.32.0", "0.33.1rc2", "0.30.0.dev5+g1a2b3c4.cpu", "0.31.0+cu130"]
 )
 def test_tested_versions_are_taken_without_a_word(
     version: str, caplog: pytest.LogCaptureFixture
@@ -50,14 +50,14 @@ def test_older_versions_are_refused_in_one_sentence(version: str) -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.100.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.100.0", "1.0.0"])
 def test_newer_versions_are_warned_of_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         check_version(version)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert version in record.getMessage()
-    assert "tested with vLLM 0.30 to 0.32" in record.getMessage()
+    assert "tested with vLLM 0.30 to 0.33" in record.getMessage()
 
 
 @pytest.mark.parametrize("version", ["", "dev", "main-1a2b3c4", "unknown"])
@@ -328,11 +328,15 @@ def test_restores_beside_other_groups_are_async() -> None:
 class Drafter:
     """vLLM's configuration of speculation."""
 
-    def __init__(self, *, takes_next_token: bool) -> None:
+    def __init__(self, *, takes_next_token: bool, modules: int = 1) -> None:
         self._takes_next_token = takes_next_token
+        self.num_speculative_tokens = modules
 
     def use_eagle(self) -> bool:
         return self._takes_next_token
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.num_speculative_tokens > 1
 
 
 @pytest.mark.usefixtures("without_vllm")
@@ -347,6 +351,11 @@ def test_kv_of_drafters_that_take_the_next_token_depends_on_it() -> None:
     cache.kv_cache_groups[0].is_eagle_group = True
     facts = read_engine(config(speculative_config=eagle), cache)
     assert [group.draft_tokens for group in facts.groups] == [1, 0]
+    chain = Drafter(takes_next_token=True, modules=3)
+    facts = read_engine(config(speculative_config=chain), cache)
+    assert facts.groups[0].draft_tokens == 3, "vLLM 0.30 does not say it"
+    said = config(speculative_config=chain, num_prefill_lookahead_tokens=2)
+    assert read_engine(said, cache).groups[0].draft_tokens == 2
 
 
 def test_slots_are_whole_pages_of_the_memory_given() -> None:

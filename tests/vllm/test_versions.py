@@ -22,6 +22,7 @@ CONTRACT = [
     "runtime/admission/test_gate.py",
     "vllm/test_beside.py",
     "runtime/pins/test_preemption.py",
+    "runtime/groups/test_turns.py",
 ]
 
 

@@ -54,6 +54,11 @@ class CopyResult:
     nbytes: int
     seconds: float
 
+    @classmethod
+    def refusal(cls, job: CopyJob) -> CopyResult:
+        """Result of a job of which no page is copied."""
+        return cls(job.job_id, frozenset(range(len(job.blocks))), 0, 0.0)
+
 
 class TransferBackend(ABC):
     """Mover of whole pages. All methods are called on the engine's thread."""

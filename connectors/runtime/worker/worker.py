@@ -74,7 +74,8 @@ class WorkerHalf:
         self._speeds = Speeds(copy=0.0, flops=0.0)
         self.stores: dict[StoreId, TierWorker] = {}
         self.pool: CpuPool | None = None
-        self.backend: TransferBackend | None = None
+        self.backend: TransferBackend | None = None  # none while VRAM is released
+        self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
         self._parts: Counter[str] = Counter()  # of async restores under way, by request
@@ -107,27 +108,18 @@ class WorkerHalf:
             )
         import torch
 
-        storage = _storage(kv_caches)
-        on_gpu = storage.device.type == "cuda"
+        on_gpu = _storage(kv_caches).device.type == "cuda"
         local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
         check_cpu_size(self._config, ranks, local_ranks, *system_memory())
         slot_bytes = self._facts.slot_bytes
-        layouts = [group.layout for group in groups]
         memory: HostMemory = AnonymousMemory(slots * slot_bytes)
         if on_gpu:
             from tiered_kv.transfer.cuda.pinned_memory import pinned
 
             memory = pinned(memory)
         self.pool = CpuPool(memory, slot_bytes)
-        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        if on_gpu:
-            from tiered_kv.transfer.cuda.backend import CudaTransfer
-
-            self.backend = CudaTransfer(layouts, raw, self.pool)
-        else:
-            from tiered_kv.transfer.cpu import CpuTransfer
-
-            self.backend = CpuTransfer(layouts, raw.numpy(), self.pool)
+        self._kv_caches = kv_caches
+        self.backend = self._make_backend(self.pool)
         logger.info(
             "CPU tier of rank %d: %d slots of %d KiB, %.2f GiB%s",
             self._rank,
@@ -150,6 +142,40 @@ class WorkerHalf:
             self.close()
             raise
 
+    def _make_backend(self, pool: CpuPool) -> TransferBackend:
+        import torch
+
+        storage, layouts = _storage(self._kv_caches), [one.layout for one in self._facts.groups]
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if storage.device.type == "cuda":
+            from tiered_kv.transfer.cuda.backend import CudaTransfer
+
+            return CudaTransfer(layouts, raw, pool)
+        from tiered_kv.transfer.cpu import CpuTransfer
+
+        return CpuTransfer(layouts, raw.numpy(), pool)
+
+    def release_vram(self) -> None:
+        """Finish the copies under way, as the engine is about to free its KV cache. From now on
+        every copy that is ordered fails. The tiers below VRAM go on. Idempotent."""
+        backend, self.backend = self.backend, None
+        if backend is not None:
+            self._stop(backend)
+
+    def take_vram(self) -> None:
+        """Copy again: the engine's tensors have memory, perhaps elsewhere than before. Does
+        nothing unless VRAM was released."""
+        if self.pool is not None and self.backend is None:
+            self.backend = self._make_backend(self.pool)
+
+    def _stop(self, backend: TransferBackend) -> None:
+        try:
+            backend.drain()
+            for result in backend.poll():
+                self._done(result)
+        finally:
+            backend.close()
+
     def handshake(self) -> Handshake:
         """Speeds of this rank, and the pages that its stores have from before."""
         return Handshake(
@@ -163,8 +189,7 @@ class WorkerHalf:
 
     def start(self, orders: Orders) -> None:
         """Restores: sync ones are done when this returns, async ones have begun."""
-        backend = self.backend
-        if backend is None:
+        if self.pool is None:
             return
         for name, tier_orders in orders.stores.items():
             for promote in tier_orders.promotes:
@@ -178,10 +203,12 @@ class WorkerHalf:
         for order in orders.loads:
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
             self._orders[order.order_id] = order
-            if order.mode is RestoreMode.SYNC:
-                self._done(backend.run(job))
+            if self.backend is None:
+                self._done(CopyResult.refusal(job))
+            elif order.mode is RestoreMode.SYNC:
+                self._done(self.backend.run(job))
             else:
-                backend.submit(job)
+                self.backend.submit(job)
 
     def save(self, orders: Orders) -> None:
         """Saves, behind the forward pass.
@@ -190,19 +217,17 @@ class WorkerHalf:
         and so may the next ones until the scheduler has heard of it: what they would
         save is refused.
         """
-        backend = self.backend
-        if backend is None or not orders.saves:
+        if self.pool is None or not orders.saves:
             return
         tainted = orders.seen_failures.get(self._rank, 0) < self._failed_syncs
         for order in orders.saves:
-            if tainted:
-                whole = frozenset(range(len(order.blocks)))
-                self._reports[order.order_id] = OrderReport(1, whole, 0, 0.0)
-                continue
-            self._orders[order.order_id] = order
-            self._overwrite(order.slots)
             job = CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots, order.group)
-            backend.submit(job)
+            self._orders[order.order_id] = order
+            if tainted or self.backend is None:
+                self._done(CopyResult.refusal(job))
+                continue
+            self._overwrite(order.slots)
+            self.backend.submit(job)
 
     def finish(self) -> Arrivals:
         """Requests whose async restore is over since the last call."""
@@ -284,10 +309,7 @@ class WorkerHalf:
                 last_to_first.callback(tier.close)
             if self.backend is not None:
                 backend, self.backend = self.backend, None
-                last_to_first.callback(backend.close)
-                backend.drain()
-                for result in backend.poll():
-                    self._done(result)
+                self._stop(backend)
         self.stores = {}
 
 

@@ -129,14 +129,14 @@ class CudaTransfer(TransferBackend):
     def submit(self, job: CopyJob) -> None:
         flight = self._enqueue(job)
         if flight is None:
-            self._refused.append(_refusal(job))
+            self._refused.append(CopyResult.refusal(job))
         else:
             self._flights.append(flight)
 
     def run(self, job: CopyJob) -> CopyResult:
         flight = self._enqueue(job)
         if flight is None:
-            return _refusal(job)
+            return CopyResult.refusal(job)
         torch.cuda.current_stream(self._device).wait_event(flight.done)
         self._landed(self._reported_early)
         self._reported_early.append(flight)
@@ -216,7 +216,3 @@ class CudaTransfer(TransferBackend):
         page_bytes = self._runs[flight.job.group].page_bytes
         nbytes = (len(flight.job.blocks) - len(flight.failed)) * page_bytes
         return CopyResult(flight.job.job_id, flight.failed, nbytes, seconds)
-
-
-def _refusal(job: CopyJob) -> CopyResult:
-    return CopyResult(job.job_id, frozenset(range(len(job.blocks))), 0, 0.0)

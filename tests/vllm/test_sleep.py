@@ -1,0 +1,125 @@
+"""vLLM's hooks around a sleep, in which it frees its KV cache, and a newer runner's order of hooks
+(both since 0.33)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.pages.test_lower_tiers import tiers
+from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.vllm.rig import Rig
+from tiered_kv.transfer.base import Direction
+
+PROMPT = text(200, seed=1)
+
+
+def fall_asleep(rig: Rig) -> None:
+    """As vLLM does once no request runs: its caches go, then the memory of its KV cache."""
+    assert rig.reset_cache()
+    assert rig.scheduler.reset_connector_cache()
+    rig.worker.unregister_kv_caches()
+    rig.memory.fill_(-1)
+
+
+def wake_up(rig: Rig) -> None:
+    rig.worker.restore_kv_caches()
+    rig.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): rig.worker.get_handshake_metadata()}
+    )
+
+
+def test_vllm_is_told_that_the_engine_may_sleep() -> None:
+    assert TieredContinuumConnector.supports_sleep_mode(None)
+
+
+def test_an_engine_that_slept_keeps_pages_as_before(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.ask("before", PROMPT)
+    fall_asleep(rig)
+    wake_up(rig)
+    assert rig.ask("t1", PROMPT) == expected(PROMPT, 4)
+    assert rig.count("prompt_tokens_cpu") == 0, "nothing of before the sleep"
+    rig.fill()
+    assert rig.ask("t2", PROMPT) == expected(PROMPT, 4)
+    assert rig.count("prompt_tokens_cpu") > 0
+    rig.check_clean()
+
+
+def test_copies_under_way_are_finished_before_the_memory_goes(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    faulty = rig.inject(FaultyTransfer)
+    faulty.hold(Direction.SAVE)
+    rig.add("t1", PROMPT)
+    for _ in range(5):
+        rig.step()
+    assert "t1" in rig.finished
+    assert faulty.held
+    rig.worker.unregister_kv_caches()
+    rig.memory.fill_(-1)
+    assert not faulty.held
+    assert rig.worker_half.backend is None
+    rig.worker.unregister_kv_caches()  # vLLM discards the memory of an engine that sleeps
+    wake_up(rig)
+    rig.worker.restore_kv_caches()
+    rig.run()
+    assert rig.count("pages_saved") == 200 // 16 + 1
+    rig.pool.evict_blocks(set(range(len(rig.pool.blocks))))  # it would find what is gone
+    assert rig.ask("t2", PROMPT) == expected(PROMPT, 4)
+    assert rig.count("prompt_tokens_cpu") == 199
+    rig.check_clean()
+
+
+def test_a_copy_that_is_ordered_in_between_fails(make_rig: MakeRig) -> None:
+    """Nothing touches memory that may be anybody's."""
+    rig = make_rig()
+    rig.ask("t1", PROMPT)
+    rig.fill()
+    rig.worker.unregister_kv_caches()
+    longer = PROMPT + text(60, seed=3)
+    assert rig.ask("t2", longer) == expected(longer, 4), "computed, as it was not restored"
+    assert rig.count("restore_failures") > 0
+    assert rig.count("save_failures") > 0
+    wake_up(rig)
+    rig.fill()
+    assert rig.ask("t3", longer) == expected(longer, 4)
+    rig.check_clean()
+
+
+def test_a_second_handshake_does_not_bring_back_what_stores_had_at_start(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    extra = tiers(tmp_path, slots=200)
+    first = make_rig(extra=extra)
+    first.ask("t1", PROMPT)
+    first.close()
+    rig = make_rig(extra=extra)
+    assert rig.tiers.gauges()["ssd_pages"] > 0
+    fall_asleep(rig)
+    wake_up(rig)
+    assert rig.tiers.gauges()["ssd_pages"] == 0
+
+
+def test_saves_may_begin_after_the_polls_of_their_step(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's newer model runner drafts in between (since 0.33)."""
+    rig = make_rig()
+    worker = rig.worker
+    save, clear = worker.wait_for_save, worker.clear_connector_metadata
+
+    def finalize() -> None:
+        save()
+        clear()
+
+    monkeypatch.setattr(worker, "wait_for_save", lambda: None)
+    monkeypatch.setattr(worker, "clear_connector_metadata", finalize)
+    rig.ask("t1", PROMPT)
+    rig.fill()
+    assert rig.ask("t2", PROMPT) == expected(PROMPT, 4)
+    assert rig.count("prompt_tokens_cpu") > 0
+    rig.check_clean()
