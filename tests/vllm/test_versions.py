@@ -22,6 +22,8 @@ CONTRACT = [
     "runtime/admission/test_gate.py",
     "vllm/test_beside.py",
     "runtime/pins/test_preemption.py",
+    "vllm/test_kv_reach.py",
+    "testing/vllm/test_group_rigs.py",
 ]
 
 
