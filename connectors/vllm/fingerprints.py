@@ -13,7 +13,7 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.digests import WEIGHT_SUFFIXES, default_cache, digest_files, model_files
-from tiered_kv.keys import UNIDENTIFIED, Fingerprint
+from tiered_kv.keys import DIGEST_BYTES, UNIDENTIFIED, Fingerprint, PageKey
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Fingerprints:
         self._base = list(base)
         self._adapters: dict[tuple[int, str], Future[str]] = {}
         self._digests: dict[tuple[str, int], bytes] = {}
+        self._groups: dict[bytes, int] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
 
     def base(self, group: int) -> Fingerprint:
@@ -36,11 +37,16 @@ class Fingerprints:
         pages of adapters lie there under keys of their own."""
         return self._base[group]
 
+    def group_of(self, key: PageKey) -> int | None:
+        """The group of a page of this generation; None of others."""
+        return self._groups.get(key[:DIGEST_BYTES])
+
     def next_generation(self) -> None:
         """Make every key so far unreachable."""
         generation = secrets.token_hex(8)
         self._base = [replace(one, generation=generation) for one in self._base]
         self._digests.clear()
+        self._groups.clear()
 
     def of(self, adapter: Any | None, group: int) -> bytes | None:
         """Digest of a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
@@ -68,6 +74,7 @@ class Fingerprints:
         if digest is None:
             digest = replace(self._base[group], adapter=adapter).digest()
             self._digests[adapter, group] = digest
+            self._groups[digest] = group
         return digest
 
 
@@ -79,8 +86,18 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = _config(model)
     if len(facts.groups) > 1:  # a page of one group says nothing without those of the others
-        config["groups"] = [f"{group.index} {group.describe()}" for group in facts.groups]
-    digest = _model_digest(vllm_config)
+        config["groups"] = [
+            f"{group.index} {group.block_size} {group.reach.describe()} {group.describe()}"
+            for group in facts.groups
+        ]
+    digest = _weights_digest(model, vllm_config.load_config)
+    if (drafter := _drafter(vllm_config)) is not None:
+        config["drafter"] = drafter
+        if drafter["weights"].startswith(UNIDENTIFIED):
+            digest = drafter["weights"]
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:  # ranks have unlike layers then
+        config["stages"] = stages
     return tuple(
         Fingerprint(
             model=digest,
@@ -117,14 +134,23 @@ def _loaded(config: Any) -> dict[str, object]:
     return {k: v for k, v in items if not k.startswith("_") and k != "transformers_version"}
 
 
+def _drafter(vllm_config: Any) -> dict[str, Any] | None:
+    """The drafter whose layers lie in the pages as well; None if there is none."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not speculation.uses_draft_kv_cache():
+        return None
+    model = speculation.draft_model_config
+    weights = _weights_digest(model, vllm_config.load_config)
+    return {"method": speculation.method, "weights": weights, "config": _loaded(model.hf_config)}
+
+
 def _hash_algorithm(cache: Any) -> str:
     return f"{cache.prefix_caching_hash_algo}/{os.environ.get('PYTHONHASHSEED', '')}"
 
 
-def _model_digest(vllm_config: Any) -> str:
+def _weights_digest(model: Any, load: Any) -> str:
     """Digest of the weights as served; random, and so never found again, for a model without
     files."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown
