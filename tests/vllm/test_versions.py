@@ -23,6 +23,8 @@ CONTRACT = [
     "vllm/test_beside.py",
     "runtime/pins/test_preemption.py",
     "runtime/groups/test_turns.py",
+    "vllm/test_kv_reach.py",
+    "testing/vllm/test_group_rigs.py",
 ]
 
 

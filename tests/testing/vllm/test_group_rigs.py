@@ -115,6 +115,28 @@ def test_a_state_of_another_length_is_told_apart(make_rig: MakeRig) -> None:
         rig.step()
 
 
+def test_a_hit_may_end_within_a_block(make_rig: MakeRig) -> None:
+    """Where ``match_unit`` is smaller than blocks: vLLM copies the block before it is filled on."""
+    rig = make_rig(extra=None, groups=(FULL, STATE), match_unit=4)
+    found = hits(rig)
+    for name in "first", "again":
+        assert rig.ask(name, PROMPT[:190]) == expected(PROMPT[:190], 4)
+    assert found["again"] == 188
+    rig.check_clean()
+
+
+def test_hits_within_a_block_that_is_being_computed(make_rig: MakeRig) -> None:
+    """vLLM 0.32 goes wrong here. Two requests begin in one step: the first fills a block, and the
+    second finds it at once, but no state after it. So it goes on from a state within the block,
+    and vLLM copies the block for it before the step has computed any of it."""
+    rig = make_rig(extra=None, groups=(FULL, STATE), match_unit=4)
+    rig.ask("before", PROMPT[:29])
+    rig.add("one", PROMPT)
+    rig.add("other", PROMPT)
+    with pytest.raises(WrongKV, match=r"other: group 0 .* first at 16"):
+        rig.run()
+
+
 def test_a_lone_group_keeps_its_kv_as_ever() -> None:
     (pages,) = group_pages([FULL], 8)
     assert (pages.page_bytes, pages.used_bytes, pages.token_bytes) == (128, 128, 8)

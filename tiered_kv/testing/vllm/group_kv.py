@@ -97,6 +97,15 @@ class GroupKv(ABC):
             WrongKV: it is not the context's.
         """
 
+    @abstractmethod
+    def put(self, table: Sequence[int], cells: Cells) -> None:
+        """Write what a hit of these tokens needs of the group, as a right restore does: whole
+        blocks, or those tokens of the last that there are."""
+
+    @abstractmethod
+    def lengths(self, table: Sequence[int], cells: Cells) -> list[int]:
+        """Numbers of tokens of a context, so many that a hit of them finds what it needs."""
+
     def _expand(self, cells: Cells) -> Cells:
         """This group's KV of tokens, uint8 ``[tokens, bytes]``."""
         words = np.ascontiguousarray(cells).view(np.uint64)
@@ -135,6 +144,19 @@ class AttentionKv(GroupKv):
                 f"{one.request_id}: {self.name}: {len(wrong)} of {len(right)} tokens of "
                 f"{len(one.cells)}, first at {first + wrong[0]}"
             )
+
+    def put(self, table: Sequence[int], cells: Cells) -> None:
+        needed = self.spec.reach.blocks(len(cells), self._size)
+        if needed:
+            self.write(Pass("put", table, cells, needed.start * self._size))
+
+    def lengths(self, table: Sequence[int], cells: Cells) -> list[int]:
+        tokens = np.arange(min(len(cells), len(table) * self._size))
+        blocks = np.array(table, dtype=np.intp)[tokens // self._size]
+        right = self._tokens[blocks, tokens % self._size] == self._expand(cells[: len(tokens)])
+        known = right.all(axis=1) & (blocks != NULL)
+        skipped = self.spec.reach.skipped
+        return [n for n in range(1, len(known) + 1) if known[skipped(n) : n].all()]
 
     def _places(self, one: Pass, first: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Block and index within it of each token from ``first`` on."""
@@ -184,6 +206,19 @@ class StateKv(GroupKv):
 
     def check_after(self, one: Pass) -> None:
         """Do nothing: only the state itself goes on."""
+
+    def put(self, table: Sequence[int], cells: Cells) -> None:
+        block = table[(len(cells) - 1) // self.spec.block_size]
+        if block == NULL:
+            raise WrongKV(f"put: {self.name}: no block at {len(cells) - 1}")
+        self[block][:] = self._expand(cells[-1:])[0]
+
+    def lengths(self, table: Sequence[int], cells: Cells) -> list[int]:
+        size, states = self.spec.block_size, self._expand(cells)
+        tokens = range(1, min(len(cells), len(table) * size) + 1)
+        found = (self._pages[table[(n - 1) // size]] for n in tokens)
+        right = [bool((page == states[n - 1]).all()) for n, page in zip(tokens, found, strict=True)]
+        return [n for n in tokens if right[n - 1] and table[(n - 1) // size] != NULL]
 
     def _block(self, one: Pass) -> Cells:
         block = one.table[self._at[one.request_id]]

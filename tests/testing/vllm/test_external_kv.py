@@ -1,0 +1,186 @@
+"""KV from outside: what vLLM needs of each group. And KV for outside: what it leaves of a turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.testing.vllm.models import FULL, MODELS, STATE, WINDOW
+from tests.testing.vllm.perfect_store import Chance, Offer, PerfectStore, Tables
+from tests.testing.vllm.random_clients import play, random_options
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.testing.checked_kv import Cells, WrongKV, expected, kv, text
+from tiered_kv.testing.vllm.rig import Rig
+
+SCRIPTS = 20
+PROMPT = text(200, seed=1)
+ANSWER = expected(PROMPT, 20)
+
+
+class Given:
+    """Stands for a generator of random numbers: a store has so many tokens, at once."""
+
+    def __init__(self, here: int) -> None:
+        self._here = here
+
+    def randint(self, a: int, b: int) -> int:
+        return max(a, min(self._here, b))
+
+    def randrange(self, start: int) -> int:
+        return 0
+
+    def random(self) -> float:
+        return 0.5
+
+    def randbytes(self, n: int) -> bytes:
+        return bytes(n)
+
+
+def context(rig: Rig, name: str, tokens: int) -> Cells:
+    """KV of the first tokens of a request and its answer."""
+    return kv((rig.prompts[name] + expected(rig.prompts[name], 60))[:tokens])
+
+
+@pytest.mark.parametrize("seed", range(SCRIPTS))
+def test_random_scripts_end_well(tmp_path: Path, seed: int) -> None:
+    """Hits of any length find what they need in the blocks that their reach names. Loads that
+    fail are computed instead."""
+    rng = random.Random(seed)
+    with Rig(tmp_path / "model", random_options(rng)) as rig:
+        store = PerfectStore(rig, rng, failures=rng.choice([0, 0.3]))
+        play(rig, rng)
+        rig.check_clean()
+        assert store.loaded
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hit_may_end_anywhere(make_rig: MakeRig, model: str) -> None:
+    rig = make_rig(extra=None, groups=MODELS[model])
+    for here in 192, 199, 150, 80, 1:
+        store = PerfectStore(rig, Given(here))
+        rig.reset_cache()
+        assert rig.ask(f"of-{here}", PROMPT) == expected(PROMPT, 4)
+        assert store.loaded == {f"of-{here}": here}
+    rig.check_clean()
+
+
+def test_a_load_that_fails_is_computed(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=None, groups=(FULL, STATE))
+    store = PerfectStore(rig, Given(150), failures=1.0)
+    assert rig.ask("one", PROMPT) == expected(PROMPT, 4)
+    assert store.failed == 1
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1], ids=["whole", "in-part"])
+def test_blocks_of_a_window_are_restored_whole(make_rig: MakeRig, tokens_before: int) -> None:
+    """vLLM caches the first of them, though the window begins within it: a shorter hit needs one
+    token more of it."""
+    rig = make_rig(extra=None, groups=(FULL, WINDOW))
+    store = PerfectStore(rig, Given(81))
+    rig.add("one", PROMPT[:90], max_tokens=1)
+    rig.step()
+    table = rig.table("one", 1)
+    rig.step()
+    assert store.loaded == {"one": 81}
+    assert [i for i, block in enumerate(table) if block] == [2, 3, 4, 5]
+    first = WINDOW.reach.skipped(81) - 2 * 16
+    assert first == 10
+    rig.page(table[2], 1)[8 * (first - tokens_before) : 8 * first] ^= 1
+    store.is_empty = True
+    rig.run()
+    assert rig.outputs["one"] == expected(PROMPT[:90], 1)
+    rig.add("again", PROMPT[:90])
+    if tokens_before:
+        with pytest.raises(WrongKV, match=r"again: group 1 .* first at 41"):
+            rig.run()
+    else:
+        rig.run()
+
+
+STATEFUL = [name for name, groups in MODELS.items() if groups[-1].kind is KvKind.STATE]
+
+
+@pytest.mark.parametrize("model", STATEFUL)
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+@pytest.mark.parametrize("stops", [(), ANSWER[9:10]], ids=["full-length", "stops"])
+def test_a_state_when_a_turn_ends(
+    make_rig: MakeRig, model: str, ahead: bool, stops: Sequence[int]
+) -> None:
+    """It lies in the last block of the table. It is after all but the last token; after that as
+    well, where a step was under way already when it was sampled."""
+    rig = make_rig(extra=None, groups=MODELS[model], ahead=ahead)
+    ends = turn_ends(rig, Given(0))
+    rig.add("one", PROMPT, max_tokens=20, stop_ids=stops)
+    rig.run()
+    length = 200 + len(rig.outputs["one"])
+    under_way = 1 if ahead and stops else 0
+    assert ends == [(length, length - 1, under_way, length - 1 + under_way)]
+
+
+@pytest.mark.parametrize("seed", range(SCRIPTS))
+def test_states_when_turns_end(tmp_path: Path, seed: int) -> None:
+    """The rule for all of them: what was heard of, and what is under way."""
+    rng = random.Random(seed)
+    options = random_options(rng, STATEFUL)
+    with Rig(tmp_path / "model", options) as rig:
+        ends = turn_ends(rig, rng)
+        play(rig, rng)
+    assert ends
+    for length, known, under_way, state in ends:
+        assert known == length - 1
+        assert under_way == 0 or (under_way == 1 and options.ahead)
+        assert state == known + under_way
+
+
+def turn_ends(rig: Rig, rng: Chance) -> list[tuple[int, int, int, int]]:
+    """Ends of turns that were not aborted, to be filled: tokens, those known to be computed, those
+    under way, and the last that the state in the table is after."""
+    store = PerfectStore(rig, rng)
+    ends: list[tuple[int, int, int, int]] = []
+
+    def look(request: Any, tables: Tables) -> None:
+        if request.status.name == "FINISHED_ABORTED":
+            return
+        cells = context(rig, request.request_id, request.num_tokens)
+        states = rig.runner.groups[-1].lengths(tables[-1], cells)
+        under_way = request.num_in_flight_tokens
+        known = request.num_computed_tokens - under_way
+        ends.append((request.num_tokens, known, under_way, states[-1]))
+
+    store.on_finish = look
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(SCRIPTS))
+def test_states_that_vllm_offers(tmp_path: Path, seed: int) -> None:
+    """After the pass that they are offered for, they are in the blocks that are named."""
+    rng = random.Random(seed)
+    options = random_options(rng, STATEFUL)
+    offered = list[bool]()
+    with Rig(tmp_path / "model", options) as rig:
+        store = PerfectStore(rig, rng)
+
+        def look(offers: list[Offer]) -> None:
+            for name, group, block, tokens in offers:
+                before = (tokens - 1) // options.groups[group].block_size
+                table = [0] * before + [block]
+                found = rig.runner.groups[group].lengths(table, context(rig, name, tokens))
+                offered.append(tokens in found)
+
+        store.after_pass = look
+        play(rig, rng)
+    assert all(offered)
+
+
+def test_vllm_offers_states_where_prompts_end(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=None, groups=(FULL, STATE))
+    store = PerfectStore(rig, Given(0))
+    seen: list[int] = []
+    store.after_pass = lambda offers: seen.extend(tokens for *_, tokens in offers)
+    rig.ask("one", PROMPT, max_tokens=40)
+    assert seen == [192]
