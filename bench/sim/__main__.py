@@ -29,7 +29,8 @@ from tiered_kv.bench.common.output import (
 from tiered_kv.bench.common.paths import ROOT
 from tiered_kv.bench.common.sessions import recording
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.sim.engine.machines import GPUS, MODELS
+from tiered_kv.bench.sim.engine.machines import GPUS
+from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server
 from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from tiered_kv.bench.sim.study.plot import plot

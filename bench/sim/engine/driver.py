@@ -6,7 +6,7 @@ import heapq
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,6 +27,8 @@ STALLED_S = 600.0
 """Without any progress: the run has failed."""
 DRAIN_S = 120.0
 """Seconds after the last job, for copies under way."""
+TOKENS_APART = 1_000
+"""Token ids for each job: one for every turn."""
 
 
 class Stalled(AssertionError):
@@ -75,12 +77,15 @@ class _Run:
         self, machine: Machine, server: Server, workload: Workload, tiers: Tiers, folder: Path
     ) -> None:
         self._machine = machine
-        self._workload = workload
-        block = workload.block
+        block = machine.block or workload.block
+        self._workload = workload = replace(workload, block=block)
+        self._beside = machine.beside(block)
         everyone = [one for job in workload.jobs for one in job.everyone()]
         pool = machine.pool_tokens // block
         if server.infinite:
             pool = sum(-(-one.longest // block) + 2 for one in everyone) + machine.max_seqs
+            turns = sum(len(one.turns) for one in everyone) + machine.max_seqs
+            pool += turns * self._beside // block
         policy: TurnPolicy | None = None
         if server.policy == CLAIRVOYANT:
             policy = KnownGaps(
@@ -91,7 +96,7 @@ class _Run:
                 }
             )
         longest = max((one.longest for one in everyone), default=1)
-        if longest >= min(pool * block, machine.max_len):
+        if longest >= min(pool * block - self._beside, machine.max_len):
             raise ValueError(
                 f"a job of {workload.name} grows to {longest} tokens, which {machine.name} cannot "
                 "hold: leave such jobs out with Workload.that_fit"
@@ -115,6 +120,9 @@ class _Run:
             job_forecast=self._job_forecast,
         )
         self._gate = Gate(machine.pool_tokens) if server.gated else None
+        # With long blocks, contexts that differ may have no full one. Their tokens tell them apart.
+        distinct = everyone if machine.groups else []
+        self._first_token = {one.name: n * TOKENS_APART for n, one in enumerate(distinct)}
         self._ordering = Ordering(server.order)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = 0
@@ -210,7 +218,8 @@ class _Run:
         if self._gate is None or running.parent is not None:
             self._ask(running)
             return
-        tokens = running.job.turns[running.turn].prompt + running.job.turns[running.turn].output
+        turn = running.job.turns[running.turn]
+        tokens = turn.prompt + turn.output + self._beside
         self._gate.ask(running.program, tokens, lambda: self._ask(running))
 
     def _ask(self, running: _Running) -> None:
@@ -223,7 +232,7 @@ class _Run:
         blocks = (turn.prompt + turn.output) // self._workload.block
         running.chain += [head + i.to_bytes(8, "big") for i in range(len(running.chain), blocks)]
         del running.tokens[turn.shared :]  # the request that had it is over
-        running.tokens += [number + 1] * turn.added
+        running.tokens += [self._first_token.get(job.name, 0) + number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
         self._asked[request_id] = running
         if self._job_forecast is not None:
@@ -277,7 +286,7 @@ class _Run:
             engine.now - answer.admitted_s,
         )
         if self._gate is not None and running.parent is None:
-            self._gate.grew(running.program, turn.prompt + turn.output)
+            self._gate.grew(running.program, turn.prompt + turn.output + self._beside)
         running.turn += 1
         if running.turn == len(job.turns):
             self._job_over(running)

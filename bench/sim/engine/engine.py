@@ -17,9 +17,9 @@ from typing import Any
 from tiered_kv.bench.sim.servers.servers import Order, Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
-from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.testing.vllm.changes import given
@@ -97,6 +97,9 @@ class Engine:
         policy: in place of the one that the server's name says.
         job_forecast: in place of the forecast of how jobs go on.
         folder: an empty one, for vLLM's model and the like.
+
+    Raises:
+        ValueError: the server does not know KV of several kinds, which the model has.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Engine:
         policy: TurnPolicy | None = None,
         job_forecast: JobForecast | None = None,
     ) -> None:
+        if server.chunk and machine.groups:
+            raise ValueError(f"{server.name} restores full attention only: choose another model")
         self.machine = machine
         self.now = BEGIN_S
         self.block = block
@@ -126,6 +131,7 @@ class Engine:
             max_num_seqs=machine.max_seqs,
             max_batched_tokens=machine.batched_tokens,
             policy="fcfs" if server.order is Order.ARRIVAL else "priority",
+            groups=tuple(replace(group, block_size=block) for group in machine.groups),
         )
         extra: dict[str, object] | None = None
         if server.policy is not None:
@@ -144,14 +150,14 @@ class Engine:
             self.scheduler = make_scheduler(
                 config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
             )
-        RememberedLookups(self.scheduler.kv_cache_manager)
+        if not machine.groups:
+            RememberedLookups(self.scheduler.kv_cache_manager)
         self.worker: SimWorker | None = None
         self._live: dict[str, _Live] = {}
         self._free_at_start = self.pool.get_num_free_blocks()
         if extra is not None:
-            page_bytes = block * machine.kv_bytes
-            ssd_pages = int(ssd_bytes // page_bytes) if server.ssd else 0
-            self.worker = SimWorker(machine, page_bytes, ssd_pages)
+            page_bytes = tuple(group.page_bytes for group in self.half.facts.groups)
+            self.worker = SimWorker(machine, page_bytes, int(ssd_bytes) if server.ssd else 0)
             self._introduce()
 
     def _change(self, found: Dependencies) -> Dependencies:
@@ -173,10 +179,11 @@ class Engine:
     def _introduce(self) -> None:
         """Tell the connector what its workers would have measured."""
         server, machine = self._server, self.machine
-        stored = {StoreId(SSD, CONTEXT): StoredPages((), machine.ssd_read)} if server.ssd else {}
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
         facts, pages = self.half.facts, self.half.pages
         page_bytes = tuple(group.page_bytes for group in facts.groups)
+        stores = [StoreId(SSD, at) for at in range(len(page_bytes))] if server.ssd else []
+        stored = {store: StoredPages((), machine.ssd_read) for store in stores}
         said = TieredHandshake(Handshake(speeds, pages.index.num_slots, page_bytes, stored))
         self.scheduler.connector.set_xfer_handshake_metadata({0: said})
         fit = self.half.gaps.prefills.fit
@@ -299,7 +306,8 @@ class Engine:
 
     def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
         """Seconds of one step of this batch, and whether all of it is decoding."""
-        tokens, pairs, read, decoding = 0, 0.0, 0, True
+        cost = self.machine.cost
+        tokens, pairs, read, near, decoding = 0, 0.0, 0, 0.0, True
         for request_id, count in counts.items():
             live = self._live[request_id]
             end = live.request.num_computed_tokens  # vLLM has counted this step already
@@ -309,8 +317,9 @@ class Engine:
                 pairs += new * (end - new / 2)
             else:
                 read += end
+            near += cost.near(new, end)
             decoding = decoding and new == 1 and live.first_s >= 0
-        return self.machine.cost.seconds(tokens, pairs, read, len(counts)), decoding
+        return cost.seconds(tokens, pairs, read, len(counts)) + near, decoding
 
     def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
         """Decode steps until something else can happen: an arrival, an end, a transfer, or
@@ -323,9 +332,19 @@ class Engine:
             until = min(until, self.now + LEAP_WAITING_S)
         by_time = (until - self.now) / step_s
         left = min(r.max_tokens - r.num_output_tokens for r in scheduler.running) - 1
-        free = self.pool.get_num_free_blocks() // running - 1
         by_budget = self.machine.batched_tokens // running
-        return int(max(1, min(LONGEST_LEAP, by_time, left, free * self.block, by_budget)))
+        return int(max(1, min(LONGEST_LEAP, by_time, left, self._room(running), by_budget)))
+
+    def _room(self, running: int) -> int:
+        """Tokens that each running request can have before blocks run short. With states no more
+        than up to the end of a block: vLLM takes what is computed at once for a prefill, and ends
+        it there."""
+        groups = self.machine.groups
+        if any(group.kind is KvKind.STATE for group in groups):
+            requests = self.scheduler.running
+            return int(min(self.block - r.num_computed_tokens % self.block for r in requests))
+        free = self.pool.get_num_free_blocks() // (running * max(1, len(groups))) - 1
+        return int(free * self.block)
 
     def _answer(self, one: Any) -> Answer:
         live = self._live.pop(one.request_id)

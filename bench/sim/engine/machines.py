@@ -1,4 +1,4 @@
-"""GPUs, models, and what a step of one on the other takes.
+"""GPUs, and what a step of a model on one takes.
 
 A step of a batch is taken to last
 
@@ -7,6 +7,8 @@ A step of a batch is taken to last
 where ``tokens`` are all tokens computed, ``pairs`` the (query, key) pairs of the attention of
 prefills, and ``read`` the tokens of context whose KV decoding reads: the usual roofline, in which
 weights are read once a step, matrix products are bound by arithmetic, and decoding by memory.
+Pairs and KV are those of layers of full attention; layers of a sliding window have their own, of
+no more than the window. A request's states are read and written once a step, whatever its context.
 
 What the parts share of the data sheet's figures: half of the arithmetic, three quarters of the
 memory bandwidth. The connector's figures do not rest on these: they are ratios between servers
@@ -16,7 +18,12 @@ on the same machine. Fitted to a real server they come from ``calibrate``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.testing.vllm.groups import GroupSpec
+
+from .models import MODELS
 
 GB, GIB = 1e9, 1 << 30
 
@@ -66,38 +73,6 @@ GPUS: Mapping[str, Gpu] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A dense transformer in bf16.
-
-    Attributes:
-        parameters: in all. max_len: tokens of the longest request.
-    """
-
-    parameters: float
-    layers: int
-    heads: int
-    kv_heads: int
-    head: int
-    max_len: int
-    source: str
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of a token: keys and values of all layers."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head
-
-    @property
-    def weight_bytes(self) -> float:
-        return 2 * self.parameters
-
-
-MODELS: Mapping[str, Model] = {
-    "llama-3.1-8b": Model(8.03e9, 32, 32, 8, 128, 131_072, "config.json of Llama-3.1-8B"),
-    "llama-3.1-70b": Model(70.6e9, 80, 64, 8, 128, 131_072, "config.json of Llama-3.1-70B"),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of the parts of a step; see the module.
 
@@ -105,6 +80,7 @@ class StepCost:
         step: whatever it computes. weights: to read them. token: of one token computed.
         pair: of one (query, key) pair of a prefill. kv: to read one token's KV.
         seq: of one request, whatever it computes.
+        near_pair, near_kv: as ``pair`` and ``kv``, of layers that see the last ``span`` tokens.
     """
 
     step: float
@@ -113,11 +89,30 @@ class StepCost:
     pair: float
     kv: float
     seq: float
+    span: int = 0
+    near_pair: float = 0.0
+    near_kv: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, read: float, requests: int = 1) -> float:
-        """Time of a step, seconds."""
+        """Time of a step, seconds, without what windows take."""
         work = max(self.weights, self.token * tokens)
         return self.step + work + self.pair * pairs + self.kv * read + self.seq * requests
+
+    def near(self, new: int, end: int) -> float:
+        """Time that windows take in a step, seconds.
+
+        Args:
+            new: tokens that a request computes; if it is one, it is decoded.
+            end: length of its context then.
+        """
+        if not self.span:
+            return 0.0
+        if new == 1:
+            return self.near_kv * min(end, self.span)
+        begin = end - new
+        growing = max(0, min(end, self.span) - begin)  # queries that see less than a window
+        pairs = growing * (begin + growing / 2) + (new - growing) * self.span
+        return self.near_pair * pairs
 
     def prefill(self, behind: int, tokens: int) -> float:
         """Time of a prefill alone, in one step, behind a context."""
@@ -129,12 +124,14 @@ class Machine:
     """A server: a model on so many GPUs.
 
     Attributes:
-        pool_tokens: that the KV pool in VRAM holds.
-        kv_bytes: of a token, over all ranks.
+        pool_tokens: that the KV pool in VRAM holds, in blocks of one page group.
+        kv_bytes: of a token in such a block, over all ranks.
         link: bytes/s between VRAM and host memory, each way, over all ranks.
         ssd_read, ssd_write: bytes/s of pages, as the codec stores them.
         batched_tokens, max_seqs: vLLM's limits of a step.
         overhead_s: that a client sees of each request beside the engine's steps.
+        groups: kinds of KV; empty: full attention alone.
+        block: tokens of a block; 0: as many as suit a workload.
     """
 
     name: str
@@ -148,6 +145,14 @@ class Machine:
     batched_tokens: int = 8192
     max_seqs: int = 256
     overhead_s: float = 0.0
+    groups: tuple[GroupSpec, ...] = ()
+    block: int = 0
+
+    def beside(self, block: int) -> int:
+        """Tokens of the pool that a context takes beside its own: its windows, or its state and one
+        that is kept for the next turn."""
+        narrow = [one for one in self.groups if one.kind is not KvKind.FULL]
+        return block * sum(max(2, 1 - (-one.span // block)) for one in narrow)
 
 
 def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = None) -> Machine:
@@ -165,24 +170,31 @@ def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = N
     card, net = GPUS[gpu], MODELS[model]
     left = ranks * (UTILISATION * card.memory - RESERVED_BYTES) - net.weight_bytes
     if pool_tokens is None:
-        pool_tokens = int(left // net.kv_bytes)
+        pool_tokens = int(left // net.group_kv_bytes)
     if left <= 0:
         raise ValueError(f"{model} does not fit into {ranks} {gpu}")
     flops, bandwidth = ranks * COMPUTE_SHARE * card.flops, ranks * MEMORY_SHARE * card.bandwidth
     cost = StepCost(
-        step=STEP_S + (2 * net.layers * ALL_REDUCE_S if ranks > 1 else 0.0),
+        step=STEP_S + (net.all_reduces * ALL_REDUCE_S if ranks > 1 else 0.0),
         weights=net.weight_bytes / bandwidth,
         token=2 * net.parameters / flops,
         pair=4 * net.layers * net.heads * net.head / flops,
         kv=net.kv_bytes / bandwidth,
-        seq=SEQ_S,
+        seq=SEQ_S + 2 * net.state_bytes / bandwidth,
     )
+    if net.windows is not None:
+        near = net.windows.count / net.layers
+        cost = replace(
+            cost, span=net.windows.span, near_pair=near * cost.pair, near_kv=near * cost.kv
+        )
     suffix = f"x{ranks}" if ranks > 1 else ""
     return Machine(
         f"{gpu}{suffix}",
         pool_tokens,
-        net.kv_bytes,
+        net.group_kv_bytes,
         net.max_len,
         cost,
         min(ranks * card.link, HOST_BYTES_PER_S),
+        groups=net.groups,
+        block=net.block,
     )

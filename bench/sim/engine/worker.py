@@ -8,6 +8,8 @@ copied; only time passes.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +25,11 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.page_group import CONTEXT
 from tiered_kv.tiers import SSD, StoreId
 
 from .links import Link
 from .machines import Machine
 
-STORE = StoreId(SSD, CONTEXT)
 SEGMENTS = 32
 """Number of segments of an SSD store."""
 
@@ -82,6 +82,27 @@ class SsdStore:
         return [key for key in pages if key not in self._where], len(kept)
 
 
+class _Store:
+    """The SSD store of a page group, and what the scheduler half has not heard of it yet."""
+
+    def __init__(self, page_bytes: int, pages: int) -> None:
+        self.page_bytes = page_bytes
+        self.pages = SsdStore(pages)
+        self.gone: list[PageKey] = []
+        self.written = self.read = 0
+        self._said: Proposal | None = None
+
+    def say(self) -> TierReport | None:
+        """News since the last call; None if there are none."""
+        proposal = self.pages.proposal
+        if not self.gone and proposal == self._said and not (self.written or self.read):
+            return None
+        counters = {"ssd_bytes_written": self.written, "ssd_bytes_read": self.read}
+        self.written = self.read = 0
+        gone, self.gone, self._said = tuple(self.gone), [], proposal
+        return TierReport(gone, proposal, counters, len(self.pages) * self.page_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Heard:
     """The worker's report at the end of a step.
@@ -99,23 +120,23 @@ class SimWorker:
     """All ranks as one.
 
     Args:
-        page_bytes: of a page over all ranks.
-        ssd_pages: capacity of the SSD tier; 0 is none.
+        page_bytes: of a page of each group over all ranks.
+        ssd_bytes: capacity of the SSD tier; 0 is none. Every group's store may have an equal share,
+            as those of a real one do.
     """
 
-    def __init__(self, machine: Machine, page_bytes: int, ssd_pages: int) -> None:
+    def __init__(self, machine: Machine, page_bytes: Sequence[int], ssd_bytes: int) -> None:
         self.up = Link(machine.link)
         self.down = Link(machine.link)
         self.ssd_read = Link(machine.ssd_read, latency_s=100e-6)
         self.ssd_write = Link(machine.ssd_write, latency_s=100e-6)
-        self.store = SsdStore(ssd_pages) if ssd_pages else None
+        share = ssd_bytes // len(page_bytes)
+        self.stores = [_Store(nbytes, share // nbytes) for nbytes in page_bytes if share]
         self._page_bytes = page_bytes
+        self._parts = Counter[str]()  # loads under way of each request
         self._later: list[tuple[float, int, Order]] = []  # not due yet
         self._flying: list[tuple[float, int, Order, float]] = []  # over at; took
         self._tie = 0
-        self._gone: list[PageKey] = []
-        self._said: Proposal | None = None
-        self._written = self._read = 0
 
     @property
     def next_event(self) -> float:
@@ -127,11 +148,13 @@ class SimWorker:
 
     def restore(self, orders: Orders, now: float) -> float:
         """Begin restores; returns when the step may compute: after its sync ones."""
-        if (ssd := orders.stores.get(STORE)) is not None:
-            self._carry_out(ssd, now)
+        for group in range(len(self.stores)):
+            if (ssd := orders.stores.get(StoreId(SSD, group))) is not None:
+                self._carry_out(self.stores[group], ssd, now)
         ready = now
         for load in orders.loads:
-            end = self.up.send(len(load.blocks) * self._page_bytes, now)
+            self._parts[load.request_id] += 1
+            end = self.up.send(len(load.blocks) * self._page_bytes[load.group], now)
             self._fly(load, end, end - now)
             if load.mode is RestoreMode.SYNC:
                 ready = max(ready, end)
@@ -141,7 +164,7 @@ class SimWorker:
         """Begin saves, behind the step's computing."""
         for order in orders.saves:
             begin = now
-            end = self.down.send(len(order.blocks) * self._page_bytes, now)
+            end = self.down.send(len(order.blocks) * self._page_bytes[order.group], now)
             self._fly(order, end, end - begin)
 
     def hear(self, now: float) -> Heard:
@@ -154,12 +177,17 @@ class SimWorker:
         while self._flying and self._flying[0][0] <= now:
             _, _, order, took = heapq.heappop(self._flying)
             reports[order.order_id] = self._land(order, took)
-            if isinstance(order, LoadOrder) and order.mode is RestoreMode.ASYNC:
-                arrived.add(order.request_id)
-        said = self._say()
-        if not reports and said is None:
+            if isinstance(order, LoadOrder):
+                self._parts[order.request_id] -= 1
+                if not self._parts[order.request_id]:  # one for each group
+                    del self._parts[order.request_id]
+                    if order.mode is RestoreMode.ASYNC:
+                        arrived.add(order.request_id)
+        told = {StoreId(SSD, at): store.say() for at, store in enumerate(self.stores)}
+        news = {store: {0: said} for store, said in told.items() if said is not None}
+        if not reports and not news:
             return Heard(arrived, None)
-        return Heard(arrived, Reports(reports, {}, {STORE: {0: said}} if said else {}))
+        return Heard(arrived, Reports(reports, {}, news))
 
     # -- orders -----------------------------------------------------------------------
 
@@ -167,7 +195,7 @@ class SimWorker:
         self._tie += 1
         heapq.heappush(self._flying, (end, self._tie, order, took))
 
-    def _carry_out(self, orders: TierOrders, now: float) -> None:
+    def _carry_out(self, store: _Store, orders: TierOrders, now: float) -> None:
         hurried = set(orders.expedited)
         if hurried:
             early = [one for one in self._later if one[2].order_id in hurried]
@@ -183,41 +211,32 @@ class SimWorker:
             else:
                 self._start(order, now)
         dying = orders.reclaims.get(0)
-        if dying is not None and self.store is not None:
-            gone, again = self.store.reclaim(dying)
-            self._gone += gone
+        if dying is not None:
+            gone, again = store.pages.reclaim(dying)
+            store.gone += gone
             if again:
-                self.ssd_write.send(again * self._page_bytes, now)
+                self.ssd_write.send(again * store.page_bytes, now)
 
     def _start(self, order: Any, now: float) -> None:
         reads = isinstance(order, PromoteOrder)
         link = self.ssd_read if reads else self.ssd_write
-        end = link.send(len(order.keys) * self._page_bytes, now)
+        end = link.send(len(order.keys) * self._page_bytes[order.store.group], now)
         self._fly(order, end, end - now)
 
     def _land(self, order: Order, took: float) -> OrderReport:
         failed: frozenset[int] = frozenset()
-        store = self.store
-        if isinstance(order, DemoteOrder) and store is not None:
-            for key in order.keys:
-                store.put(key)
-            self._written += len(order.keys) * self._page_bytes
-            count = len(order.keys)
-        elif isinstance(order, PromoteOrder) and store is not None:
-            failed = frozenset(i for i, key in enumerate(order.keys) if not store.has(key))
-            self._read += len(order.keys) * self._page_bytes
-            count = len(order.keys)
+        if isinstance(order, (DemoteOrder, PromoteOrder)):
+            store = self.stores[order.store.group]
+            nbytes = len(order.keys) * store.page_bytes
+            if isinstance(order, DemoteOrder):
+                for key in order.keys:
+                    store.pages.put(key)
+                store.written += nbytes
+            else:
+                missing = (i for i, key in enumerate(order.keys) if not store.pages.has(key))
+                failed = frozenset(missing)
+                store.read += nbytes
         else:
-            count = len(order.slots) if isinstance(order, (SaveOrder, LoadOrder)) else 0
-        return OrderReport(1, failed, count * self._page_bytes, took)
-
-    def _say(self) -> TierReport | None:
-        if self.store is None:
-            return None
-        proposal = self.store.proposal
-        if not self._gone and proposal == self._said and not (self._written or self._read):
-            return None
-        counters = {"ssd_bytes_written": self._written, "ssd_bytes_read": self._read}
-        self._written = self._read = 0
-        gone, self._gone, self._said = tuple(self._gone), [], proposal
-        return TierReport(gone, proposal, counters, len(self.store) * self._page_bytes)
+            assert isinstance(order, (SaveOrder, LoadOrder))
+            nbytes = len(order.slots) * self._page_bytes[order.group]
+        return OrderReport(1, failed, nbytes, took)

@@ -95,10 +95,16 @@ class Source:
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
         """The jobs of a seed that fit into a machine."""
-        if self.workload != CODING_AGENTS:
-            made = generate(self.workload, self.jobs, seed)
-            return made.that_fit(place.pool_tokens, place.max_len)
-        fit = coding_agents(Path(self.traces)).that_fit(place.pool_tokens, place.max_len)
+        generated = self.workload != CODING_AGENTS
+        made = (
+            generate(self.workload, self.jobs, seed)
+            if generated
+            else coding_agents(Path(self.traces))
+        )
+        block = place.block or made.block
+        fit = made.that_fit(place.pool_tokens - 2 * place.beside(block), place.max_len)
+        if generated:
+            return fit
         if not fit.jobs:
             return fit
         # Other sessions of the record for every seed.

@@ -39,8 +39,9 @@ class Question:
         """The rate at which the contexts of the jobs under way would fill VRAM if all were kept
         (Little's law: so many jobs are there as arrive while one runs)."""
         machine = self.place.machine()
-        jobs = self.source.jobs_for(machine, 0).jobs
-        longest = sum(job.longest for job in jobs) / len(jobs)
+        workload = self.source.jobs_for(machine, 0)
+        beside = machine.beside(machine.block or workload.block)
+        longest = sum(job.longest + beside for job in workload.jobs) / len(workload.jobs)
         return max(1.0, machine.pool_tokens / longest) / self.alone_s
 
 

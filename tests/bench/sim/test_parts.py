@@ -12,7 +12,8 @@ from typing import cast
 import pytest
 
 from tiered_kv.bench.sim.engine.links import Link
-from tiered_kv.bench.sim.engine.machines import GPUS, MODELS, machine
+from tiered_kv.bench.sim.engine.machines import GPUS, machine
+from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.engine.worker import SEGMENTS, SsdStore
 from tiered_kv.bench.sim.servers.ordering import Ordering
 from tiered_kv.bench.sim.servers.servers import BASES, KnownJobs, Order, server

@@ -25,11 +25,13 @@ class GroupSpec:
         block_size: length of a block, tokens. A state needs that of the smallest blocks: vLLM ends
             the parts of a prefill there, and caches the states that it finds.
         span: length of the window or chunk, tokens; 0 for other kinds.
+        state_bytes: size of a state, a multiple of 8; 0: three quarters of a page.
     """
 
     kind: KvKind = KvKind.FULL
     block_size: int = 16
     span: int = 0
+    state_bytes: int = 0
 
     @property
     def reach(self) -> KvReach:
@@ -118,10 +120,10 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
     """Pages of the groups, all of one size, as vLLM demands.
 
     The largest blocks have ``token_bytes`` a token. Smaller ones have several times that, as often
-    as it fits; what is left over is not used. A state uses three quarters.
+    as it fits; what is left over is not used. A state whose size is not given uses three quarters.
 
     Raises:
-        ValueError: a state's blocks are not the smallest.
+        ValueError: a state's blocks are not the smallest, or a state does not fit into a page.
     """
     smallest = min(spec.block_size for spec in specs)
     if any(spec.kind is KvKind.STATE and spec.block_size > smallest for spec in specs):
@@ -129,9 +131,12 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
     attention = [spec.block_size for spec in specs if spec.kind is not KvKind.STATE]
     page = token_bytes * max(attention, default=smallest)
 
+    if any(spec.state_bytes > page for spec in specs):
+        raise ValueError(f"a state does not fit into a page of {page} bytes: make blocks longer")
+
     def used(spec: GroupSpec) -> int:
         if spec.kind is KvKind.STATE:
-            return max(2 * CONV_BYTES, page * 3 // 4 // 8 * 8)
+            return spec.state_bytes or max(2 * CONV_BYTES, page * 3 // 4 // 8 * 8)
         return page // (spec.block_size * token_bytes) * spec.block_size * token_bytes
 
     return tuple(GroupPages(i, spec, page, used(spec)) for i, spec in enumerate(specs))

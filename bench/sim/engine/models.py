@@ -1,0 +1,170 @@
+"""Models: what a token of one costs, and the kinds of KV that its layers keep.
+
+Where layers keep KV of several kinds, vLLM puts them into page groups of equally many layers, whose
+pages are all of one size (``kv_cache_utils._get_kv_cache_groups_uniform_page_size``): as many as the
+kind with the fewest has. Beside states, blocks are made so long that a page of attention is no
+smaller than a state (``Platform.update_block_size_for_backend``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.testing.vllm.groups import GroupSpec
+
+BF16, FP32 = 2, 4
+"""Size of an element, bytes."""
+KERNEL_BLOCK = 16
+"""Tokens of which vLLM's blocks are multiples, for its attention kernels."""
+ALIKE = 1.5
+"""Kinds whose numbers of layers differ by less share one group size, the larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayers:
+    """Layers that keep a state.
+
+    Attributes:
+        nbytes: of the state of one.
+    """
+
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayers:
+    """Layers of sliding-window attention, with the heads of the others.
+
+    Attributes:
+        span: tokens of the window.
+    """
+
+    count: int
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense model in bf16.
+
+    Attributes:
+        parameters: in all. max_len: tokens of the longest request.
+        layers: of full attention.
+        states, windows: further layers, if there are some.
+        reduced: layers behind which ranks add their results up; 0: two for each layer with KV.
+    """
+
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    max_len: int
+    source: str
+    states: StateLayers | None = None
+    windows: WindowLayers | None = None
+    reduced: int = 0
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a token's keys and values in one layer."""
+        return 2 * BF16 * self.kv_heads * self.head
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token: keys and values of all layers of full attention."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        return BF16 * self.parameters
+
+    @property
+    def all_reduces(self) -> int:
+        """Number of all-reduces in a step of several ranks."""
+        return self.reduced or 2 * (self.layers + (self.windows.count if self.windows else 0))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's states."""
+        return self.states.count * self.states.nbytes if self.states else 0
+
+    @property
+    def group_layers(self) -> int:
+        """Layers of a page group."""
+        counts = [self.layers, *(one.count for one in (self.states, self.windows) if one)]
+        fewest, most = min(counts), max(counts)
+        return most if most < ALIKE * fewest else fewest
+
+    @property
+    def group_kv_bytes(self) -> int:
+        """Bytes of a token in a page group of attention."""
+        return self.group_layers * self.layer_bytes
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block; 0 if any number will do."""
+        if self.states is None:
+            return 0
+        return KERNEL_BLOCK * -(-self.states.nbytes // (KERNEL_BLOCK * self.layer_bytes))
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """Kinds of KV, one for each page group, with no block size yet; none if all of it is full
+        attention's."""
+        if self.states is None and self.windows is None:
+            return ()
+        size = self.group_layers
+        made = [GroupSpec(KvKind.FULL) for _ in _split(self.layers, size)]
+        if self.windows is not None:
+            span = self.windows.span
+            made += [GroupSpec(KvKind.WINDOW, span=span) for _ in _split(self.windows.count, size)]
+        if self.states is not None:
+            made += [
+                GroupSpec(KvKind.STATE, state_bytes=count * self.states.nbytes)
+                for count in _split(self.states.count, size)
+            ]
+        return tuple(made)
+
+
+def _split(layers: int, size: int) -> list[int]:
+    """Layers of each of the groups of up to ``size``, as even as can be."""
+    groups = -(-layers // size)
+    return [len(range(at, layers, groups)) for at in range(groups)]
+
+
+def mamba2_bytes(*, heads: int, head: int, state: int, groups: int, kernel: int) -> int:
+    """Bytes of a Mamba-2 layer's state: the last inputs of its convolution in bf16, and the state
+    proper in float32, vLLM's default for Nemotron-H."""
+    inner = heads * head
+    return (inner + 2 * groups * state) * (kernel - 1) * BF16 + inner * state * FP32
+
+
+MODELS: Mapping[str, Model] = {
+    "llama-3.1-8b": Model(8.03e9, 32, 32, 8, 128, 131_072, "config.json of Llama-3.1-8B"),
+    "llama-3.1-70b": Model(70.6e9, 80, 64, 8, 128, 131_072, "config.json of Llama-3.1-70B"),
+    "nemotron-nano-9b-v2": Model(
+        8.89e9,
+        4,
+        40,
+        8,
+        128,
+        131_072,
+        "config.json of NVIDIA-Nemotron-Nano-9B-v2; parameters added up from it",
+        states=StateLayers(27, mamba2_bytes(heads=128, head=80, state=128, groups=8, kernel=4)),
+        reduced=56,  # 25 of them multilayer perceptrons
+    ),
+    "gemma-3-12b": Model(
+        11.8e9,
+        8,
+        16,
+        8,
+        256,
+        131_072,
+        "config.json of gemma-3-12b-it, its text model; parameters added up from it",
+        windows=WindowLayers(40, 1024),
+    ),
+}
