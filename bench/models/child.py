@@ -1,0 +1,112 @@
+"""One model in a process of its own: stock vLLM, the connector, and the connector started again.
+
+    python -m bench.models.child NAME FOLDER
+
+Started by ``bench.models``. The row is written to ``row.json`` in the folder after every engine, so
+that a process that dies has told what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiered_kv.bench.common.engines import engine
+from tiered_kv.bench.models.catalogue import BLOCK, MODELS, VOCABULARY, TinyModel
+from tiered_kv.bench.models.dense import after_restart, before_restart
+from tiered_kv.bench.models.engine.asking import Asker
+from tiered_kv.bench.models.row import Row, first_line
+from tiered_kv.bench.models.turns import stock_turns, turns
+from tiered_kv.bench.models.weights import write_adapter, write_model
+
+ROW = "row.json"
+DTYPE = "bfloat16"
+MAX_MODEL_LEN = 1024
+POOL_BLOCKS = 48
+CPU_GIB, SSD_GIB = 0.25, 1
+
+
+class Engines:
+    """Engines of one model, one after the other.
+
+    Args:
+        folder: a scratch folder.
+    """
+
+    def __init__(self, model: TinyModel, folder: Path) -> None:
+        self._model = model
+        self._folder = folder
+        self._path = write_model(model, folder, DTYPE)
+        self._adapter = write_adapter(self._path, folder, DTYPE) if model.adapter else None
+
+    @contextmanager
+    def started(self, *, connector: bool, ssd: bool = False, **options: Any) -> Iterator[Asker]:
+        """An engine, ready to be asked."""
+        settings: dict[str, Any] = {
+            "dtype": DTYPE,
+            "block_size": BLOCK,
+            "max_model_len": MAX_MODEL_LEN,
+            "num_gpu_blocks_override": POOL_BLOCKS,
+            "enable_prefix_caching": True,
+            **self._model.options,
+            **options,
+        }
+        asked: dict[str, Any] = {}
+        if self._adapter is not None:
+            from vllm.lora.request import LoRARequest
+
+            settings |= {"enable_lora": True, "max_lora_rank": 8}
+            asked["lora_request"] = LoRARequest("adapter", 1, str(self._adapter))
+        if connector:
+            settings["extra"] = {"cpu_gib": CPU_GIB}
+            if ssd:
+                settings["extra"] |= {"ssd_path": str(self._folder / "ssd"), "ssd_gib": SSD_GIB}
+        with engine(self._path, connector, **settings) as running:
+            yield Asker(running, VOCABULARY, options=asked)
+
+
+def measure(model: TinyModel, folder: Path) -> Row:
+    """Everything that is to be seen of a model."""
+    row, began = Row(model.name), time.monotonic()
+
+    def tell(what: str) -> None:
+        row.seconds = round(time.monotonic() - began, 1)
+        (folder / ROW).write_text(json.dumps(row.as_json()))
+        print(f"{model.name}: {what} after {row.seconds:.0f} s", file=sys.stderr, flush=True)
+
+    row.cannot_start = "the process died under stock vLLM"
+    tell("begins")
+    try:
+        engines = Engines(model, folder)
+        with engines.started(connector=False) as stock:
+            row.groups = [group.words for group in stock.groups]
+            if not stock.scheduler.vllm_config.cache_config.enable_prefix_caching:
+                raise RuntimeError("vLLM turns prefix caching off for it on this CPU")
+            stock_turns(stock, row)
+            row.cannot_start = None
+    except Exception as error:
+        row.cannot_start = first_line(error)
+    tell("stock vLLM is over")
+    if row.cannot_start is not None:
+        return row
+    dense: dict[str, Any] = {"ssd": True, "prefix_cache_retention_interval": None}
+    with row.noting("connector, dense retention"):
+        with engines.started(connector=True, **dense) as asker:
+            hit = before_restart(asker, row)
+            tell("aligned context is over")
+        with engines.started(connector=True, **dense) as asker:
+            after_restart(asker, row, hit)
+            tell("restart is over")
+    with row.noting("connector"), engines.started(connector=True) as asker:
+        turns(asker, row)
+    tell("all is over")
+    return row
+
+
+if __name__ == "__main__":
+    measure(next(model for model in MODELS if model.name == sys.argv[1]), Path(sys.argv[2]))

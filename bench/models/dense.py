@@ -1,0 +1,95 @@
+"""An aligned context, dense retention: the same answer wherever its KV comes from.
+
+Every source gets a job of its own. The jobs' prompts are equal, but no KV is shared, so that each
+finds exactly the context and computes exactly the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiered_kv.bench.models.engine.asking import Asker, Turn, text
+
+from .row import AFTER, CONTEXT, SAID, Row
+
+CPU, SSD, RESTART, VRAM = "cpu", "ssd", "restart", "vram"
+
+
+class AlignedContext:
+    """The context and what comes after it.
+
+    Args:
+        alignment: the context's length is a multiple of it, and of a block.
+    """
+
+    def __init__(self, alignment: int, vocabulary: int) -> None:
+        tokens = -(-CONTEXT // alignment) * alignment
+        self.context = text(tokens, 1, vocabulary)
+        self.prompt = self.context + text(AFTER, 2, vocabulary)
+
+    def begin(self, asker: Asker, names: Sequence[str]) -> None:
+        """Have the context computed for each job."""
+        for name in names:
+            asker.ask(self.context, name, 1)
+
+    def go_on(self, asker: Asker, name: str) -> Turn:
+        """Ask the job's next turn."""
+        return asker.ask(self.prompt, name, SAID)
+
+
+def before_restart(asker: Asker, row: Row) -> Turn:
+    """Fill in what one engine shows; returns the turn that was a hit in VRAM."""
+    case = AlignedContext(asker.alignment, asker.vocabulary)
+    tokens = row.context = len(case.context)
+    case.begin(asker, [VRAM])
+    hit = case.go_on(asker, VRAM)
+    if hit.source.local != tokens:
+        row.notes.append(f"vLLM found {hit.source.local} of {tokens} tokens in its own pool")
+    case.begin(asker, [CPU, SSD, RESTART])
+    asker.evict_vram()
+    again = case.go_on(asker, CPU)
+    row.cpu_tokens = again.source.restored
+    row.equal = _same(row, CPU, again, hit, tokens)
+    with row.noting("control"):
+        _control(asker, case, hit, row)
+    with row.noting("ssd"):
+        asker.move_to_ssd()
+        asker.evict_vram()
+        again = case.go_on(asker, SSD)
+        row.ssd_tokens = again.source.restored
+        row.equal = _same(row, SSD, again, hit, tokens) and row.equal
+    return hit
+
+
+def after_restart(asker: Asker, row: Row, hit: Turn) -> None:
+    """Fill in what an engine shows that was started again with the same SSD."""
+    case = AlignedContext(asker.alignment, asker.vocabulary)
+    again = case.go_on(asker, RESTART)
+    row.restart_tokens = again.source.restored
+    row.equal = _same(row, RESTART, again, hit, len(case.context)) and row.equal
+
+
+def _same(row: Row, source: str, again: Turn, hit: Turn, tokens: int) -> bool:
+    if again.source.restored < tokens:
+        row.notes.append(f"{source}: {again.source.restored} of {tokens} tokens restored")
+        return False
+    if not again.says_the_same(hit):
+        row.notes.append(f"{source}: another answer than after a hit in VRAM")
+        return False
+    return True
+
+
+def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
+    silent, groups = list[str](), asker.offloaded_groups()
+    for position, group in enumerate(groups):
+        name = f"control {position}"
+        case.begin(asker, [name])
+        asker.evict_vram()
+        with asker.zeroed(position) as zeroed:
+            wrong = case.go_on(asker, name)
+        if not zeroed.struck:
+            silent.append(f"no page of {group.words} was restored")
+        elif wrong.logprobs == hit.logprobs:
+            silent.append(f"{zeroed.struck} zeroed pages of {group.words} change nothing")
+    row.control_differs = bool(groups) and not silent
+    row.notes += [f"control: {said}" for said in silent]
