@@ -23,7 +23,8 @@ FORMAT_VERSION = 2
 UNIDENTIFIED = "unidentified-"
 """Prefix of the digest of a model without files; the rest is random."""
 
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
+"""Size of a fingerprint's digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,17 @@ class Fingerprint:
         """16 bytes that differ whenever a field does."""
         fields = {"format": FORMAT_VERSION, **asdict(self)}
         text = json.dumps(fields, sort_keys=True, default=str)
-        return sha256(text.encode()).digest()[:_DIGEST_BYTES]
+        return sha256(text.encode()).digest()[:DIGEST_BYTES]
 
 
 def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey]:
     """Build the keys of full blocks from vLLM's hashes."""
     return cast("list[PageKey]", [fingerprint + block_hash for block_hash in block_hashes])
+
+
+def rekeyed(key: PageKey, fingerprint: bytes) -> PageKey:
+    """Key of the same text's page under another fingerprint."""
+    return PageKey(fingerprint + key[DIGEST_BYTES:])
 
 
 def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:
@@ -88,4 +94,4 @@ def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:
     digest.update(parent)
     digest.update(array("q", tokens).tobytes())
     digest.update(repr(extra).encode())
-    return PageKey(parent[:_DIGEST_BYTES] + digest.digest())
+    return PageKey(parent[:DIGEST_BYTES] + digest.digest())

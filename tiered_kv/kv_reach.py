@@ -63,3 +63,7 @@ class KvReach:
     def describe(self) -> str:
         """Stable text for a fingerprint."""
         return f"{self.kind.value}-{self.span}-{self.extra}"
+
+
+WHOLE = KvReach()
+"""Reach of full attention."""

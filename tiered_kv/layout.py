@@ -16,12 +16,17 @@ class Placement:
     """Placement of same-shaped layers in the engine's allocation (vLLM's KVCacheTensor).
 
     Layer ``l``'s bytes of block ``b`` start at ``offset + l*layer_stride + b*block_stride``.
+
+    Attributes:
+        used: bytes of a layer's page that hold something; None: all up to the next page, or, where
+            a block's layers lie together, up to the next block.
     """
 
     layers: int
     layer_stride: int
     block_stride: int
     offset: int
+    used: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,11 @@ def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
                     f"layer stride {place.layer_stride} is not a multiple of the "
                     f"{area} bytes that {num_blocks} blocks take"
                 )
+            nbytes = place.block_stride if place.used is None else place.used // groups
+            region = Region(place.offset, place.layers * groups, area, place.block_stride, nbytes)
+        elif place.used is not None:
             region = Region(
-                place.offset, place.layers * groups, area, place.block_stride, place.block_stride
+                place.offset, place.layers, place.layer_stride, place.block_stride, place.used
             )
         else:
             region = Region(0, 1, place.block_stride, place.block_stride, place.block_stride)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tiered_kv.codecs.base import ElementType, PageFormat
 
-from .kv_reach import KvReach
+from .kv_reach import WHOLE, KvReach
 from .layout import PageLayout
 
 
@@ -33,7 +33,7 @@ class PageGroup:
     block_size: int
     layout: PageLayout
     element: ElementType = ElementType.OPAQUE
-    reach: KvReach = KvReach()
+    reach: KvReach = WHOLE
     arrangement: str = ""
 
     @property

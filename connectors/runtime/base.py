@@ -6,11 +6,14 @@ configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-from tiered_kv.keys import Fingerprint
+from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import PageGroup, slot_bytes
 
 
@@ -29,6 +32,9 @@ class Request(Protocol):
         streams_input: True if its prompt still grows.
         waits_for_kv: True while KV is loaded into its blocks.
         answered: True if it ended with an answer, rather than cancelled or failed.
+        text_cut: True if the last tokens of its answer may be missing from what the client got.
+        shared_tokens: tokens of its prompt up to which others began alike, as far as the engine
+            knows; 0 if it does not.
         outcome: the engine's name for how it ended.
     """
 
@@ -73,6 +79,10 @@ class Request(Protocol):
     @property
     def answered(self) -> bool: ...
     @property
+    def text_cut(self) -> bool: ...
+    @property
+    def shared_tokens(self) -> int: ...
+    @property
     def outcome(self) -> str: ...
 
     def extra_key(self, token: int) -> object:
@@ -103,14 +113,15 @@ class BlockPool(Protocol):
 
     Attributes:
         blocks: all of them, by id.
-        tables: blocks of each request, first to last, in the group that is offloaded.
+        tables: blocks of each request, first to last, for each page group; one table if there
+            are none. Where a request needs a block no longer, a placeholder may stand.
         watermark: blocks that the engine keeps free when it admits a request.
     """
 
     @property
     def blocks(self) -> Sequence[Block]: ...
     @property
-    def tables(self) -> Mapping[str, Sequence[Block]]: ...
+    def tables(self) -> Sequence[Mapping[str, Sequence[Block]]]: ...
     @property
     def watermark(self) -> int: ...
 
@@ -134,8 +145,8 @@ class BlockPool(Protocol):
         """Blocks of a request, of every group."""
         ...
 
-    def cached(self, block_hash: bytes) -> Block | None:
-        """The block with that hash; None if there is none."""
+    def cached(self, block_hash: bytes, group: int) -> Block | None:
+        """The block of a page group with that hash; None if there is none."""
         ...
 
 
@@ -150,6 +161,10 @@ class Fingerprints(Protocol):
         """Digest of a group's pages of requests with that adapter; None while it is not known."""
         ...
 
+    def group_of(self, key: PageKey) -> int | None:
+        """The group of a page with such a digest in its key; None if it is of none."""
+        ...
+
     def next_generation(self) -> None:
         """Make every key so far unreachable."""
         ...
@@ -160,12 +175,30 @@ class Fingerprints(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptState:
+    """A state that the engine keeps for later prompts.
+
+    Attributes:
+        group: position of its page group.
+        block: id of its block.
+        tokens: tokens that it covers, a multiple of those of a block hash.
+    """
+
+    request_id: str
+    group: int
+    block: int
+    tokens: int
+
+
+@dataclass(frozen=True)  # no slots: what follows from the groups is kept
 class EngineFacts:
     """Facts that both halves must agree on.
 
     Attributes:
         ranks: tensor-parallel workers, each of which must report an order.
-        block_size: tokens of a block.
+        block_size: tokens of a block of the first group.
+        hash_tokens: tokens that each block hash adds to the one before.
+        hit_tokens: multiple of tokens at which a prefix is found in VRAM.
         num_blocks: blocks of the VRAM pool, placeholders included.
         groups: page groups that can be offloaded; empty if there are none.
         replica: index of this engine among data-parallel ones.
@@ -176,6 +209,8 @@ class EngineFacts:
 
     ranks: int
     block_size: int
+    hash_tokens: int
+    hit_tokens: int
     num_blocks: int
     groups: tuple[PageGroup, ...] = ()
     replica: int = 0
@@ -192,6 +227,43 @@ class EngineFacts:
     def slot_bytes(self) -> int:
         """Size of a CPU slot on a rank, bytes; 0 if pages cannot be offloaded."""
         return slot_bytes(self.groups)
+
+    @cached_property
+    def narrow(self) -> bool:
+        """True if some group keeps less than all of a context."""
+        return any(group.reach.kind is not KvKind.FULL for group in self.groups)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """True if some group keeps states."""
+        return any(group.reach.kind is KvKind.STATE for group in self.groups)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that the KV of a context takes."""
+        if not self.groups:
+            return -(-tokens // self.block_size)
+        return sum(len(group.needs(tokens)) for group in self.groups)
+
+    @cached_property
+    def blocks_per_token(self) -> float:
+        """Blocks by which a context grows with each token."""
+        if not self.groups:
+            return 1 / self.block_size
+        full = (group for group in self.groups if group.reach.kind is KvKind.FULL)
+        return sum(1 / group.block_size for group in full)
+
+    def mean_blocks(self, tokens: float) -> float:
+        """Blocks that the KV of contexts of about that length takes in the mean."""
+        narrow = (group for group in self.groups if group.reach.kind is not KvKind.FULL)
+        return tokens * self.blocks_per_token + sum(
+            len(group.needs(int(tokens))) for group in narrow
+        )
+
+    @property
+    def pool_tokens(self) -> float:
+        """Tokens by which the contexts in the pool can grow together."""
+        growth = self.blocks_per_token
+        return self.usable_blocks / growth if growth else math.inf
 
     def slots(self, cpu_bytes_per_rank: int) -> int:
         """Page slots of a rank's CPU tier."""

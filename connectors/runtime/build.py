@@ -18,10 +18,13 @@ from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
+from tiered_kv.connectors.runtime.pages.hits import HitFinder
 from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.pages.names import PageNames
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
+from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
 from tiered_kv.errors import ConfigError
@@ -64,11 +67,13 @@ class Pages:
     """Pages outside VRAM: where they are, and what is ordered of them.
 
     Attributes:
+        names: names of requests' pages.
         order: order of eviction from CPU memory.
         dispatch: orders out, reports in.
     """
 
     index: PageIndex
+    names: PageNames
     order: EvictionOrder
     book: OrderBook
     tails: TailIndex
@@ -83,12 +88,14 @@ class AdmissionGroup:
     """Blocks of VRAM: who has them, who waits for them, and who gives way.
 
     Attributes:
+        boundaries: blocks at the ends of prompts, which pins take over.
         pressure: has pins give way.
         gate: holds new jobs back.
         queue: order of requests.
     """
 
     pins: PinTable
+    boundaries: BoundaryBlocks
     pressure: PinPressure
     gate: Admission | NoAdmission
     queue: JobQueue
@@ -124,7 +131,10 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     page_bytes = [group.page_bytes for group in facts.groups] or [0]  # then nothing is copied
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex()
-    restores = Restores(facts, book, tails, given.restore_policy, given.step_timer, engine.counters)
+    finder = HitFinder(facts, tails)
+    restores = Restores(
+        facts, book, finder, given.restore_policy, given.step_timer, engine.counters, pool
+    )
     saves = Saves(facts, book, tails, engine.counters, pool)
     tiers = LowerTiers(
         [
@@ -135,19 +145,21 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
                 book,
                 engine.counters.of_tier(spec.tier),
                 chance=lambda key: order.return_chance(key, math.inf),
+                group_of=given.fingerprints.group_of,
                 clock=clock,
             )
             for store, spec in stores.items()
         ],
         facts,
         book,
-        tails,
+        finder,
         engine.counters,
-        cached=lambda block_hash: pool.cached(block_hash) is not None,
+        cached=lambda block_hash, group: pool.cached(block_hash, group) is not None,
         clock=clock,
     )
     return Pages(
         index=index,
+        names=PageNames(facts, given.fingerprints, slots),
         order=order,
         book=book,
         tails=tails,
@@ -185,9 +197,11 @@ def build_admission(
             job_forecast=given.job_forecast,
             clock=clock,
         )
+    boundaries = BoundaryBlocks(facts, pool)
     return AdmissionGroup(
         pins=pins,
-        pressure=PinPressure(facts, pins, pages.saves, engine.counters, pool, clock),
+        boundaries=boundaries,
+        pressure=PinPressure(facts, pins, boundaries, pages.saves, engine.counters, pool, clock),
         gate=gate,
         queue=JobQueue(
             engine.turns,
@@ -227,15 +241,15 @@ def build_gaps(
     )
     manager = GapManager(
         facts,
-        lineage=Lineage(facts.block_size),
+        lineage=Lineage(facts.hash_tokens),
         placement=KvPlacement(given.policy, gaps, costs, pages.order, clock),
         gaps=gaps,
         cost_model=costs,
         pins=admission.pins,
+        boundaries=admission.boundaries,
         planner=pages.book,
         tiers=pages.tiers,
         gate=admission.gate,
-        pool=pool,
         tools=given.tools,
         policy_state=given.policy_state,
         log=log,

@@ -20,12 +20,12 @@ from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
-from .base import BlockPool, Request
+from .base import BlockPool, KeptState, Request
 from .build import EngineState, build_admission, build_gaps, build_pages
 from .dependencies import Dependencies
 from .live_turns import LiveTurns
 from .scheduler_stats import Stats
-from .turn import Turn, TurnPages
+from .turn import Turn
 from .watchdog import STUCK_S, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -110,15 +110,15 @@ class SchedulerHalf:
         if request.streams_input:  # what was said may change
             return
         self.counters.add("hints_ignored", hints.ignored)
-        found, size = self.gaps.manager.on_arrived(request, hints), self.facts.block_size
-        shared = found.gap.shared_blocks * size if request.reads_cache else 0
+        found, unit = self.gaps.manager.on_arrived(request, hints), self.facts.hash_tokens
+        shared = found.gap.shared_blocks * unit if request.reads_cache else 0
         turn = Turn(
             request=request,
             hints=hints,
             job=found.job,
             number=found.job.turns if found.job else 1,
             arrived_at=self._clock(),
-            pages=TurnPages(self._fingerprint(request), shared_tokens=shared),
+            pages=self.pages.names.of(request, shared),
             gap=found.gap,
         )
         self.turns.add(turn)
@@ -126,11 +126,6 @@ class SchedulerHalf:
             self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
         if turn.may_restore:
             self.pages.tiers.promote(turn, self.gaps.prefills.fit)
-
-    def _fingerprint(self, request: Request) -> bytes | None:
-        if self.pages.index.num_slots == 0:
-            return None
-        return self._given.fingerprints.of(request.adapter, CONTEXT)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Find what can be restored of a waiting request.
@@ -159,7 +154,7 @@ class SchedulerHalf:
         hit = restores.find(turn, num_computed, self.turns.running)
         return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
 
-    def on_allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
+    def on_allocated(self, request_id: str, num_external: int) -> None:
         """Order the restore of a request that has its blocks.
 
         Args:
@@ -179,7 +174,9 @@ class SchedulerHalf:
         if turn.job is not None and self.admission.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
-            pages.restores.order(turn, block_ids, num_external)
+            pages.restores.order(turn, num_external)
+        if fresh:
+            self.admission.boundaries.watch(turn)
         if turn.loading:
             return
         pages.saves.watch(turn, self.step + 1)
@@ -209,11 +206,11 @@ class SchedulerHalf:
         turn = self.turns.by_id.get(request_id)
         return turn.source.ssd_tokens if turn is not None else 0
 
-    def refuse_restore(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def refuse_restore(self, request_id: str) -> None:
         """Have a restore fail that the engine counts on, since ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
         hit = turn.restore.hit if turn is not None else None
-        self._pool.forget(self.pages.restores.refuse(request_id, hit, block_ids))  # they are hashed
+        self._pool.forget(self.pages.restores.refuse(request_id, hit))  # they are hashed
         if turn is not None:
             turn.forget_pages()
             self.pages.restores.withdraw(turn)
@@ -224,11 +221,14 @@ class SchedulerHalf:
 
     # -- every step ---------------------------------------------------------------
 
-    def build_orders(self, scheduled: Mapping[str, int]) -> Orders:
+    def build_orders(
+        self, scheduled: Mapping[str, int], states: Sequence[KeptState] = ()
+    ) -> Orders:
         """Orders of a step that was scheduled.
 
         Args:
             scheduled: tokens that each request computes in it.
+            states: states that are there once it has run; their blocks may be reused after it.
         """
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
@@ -257,8 +257,19 @@ class SchedulerHalf:
             admission.pressure.for_restored(list(restored.values()), self.step - 1)
         if gaps.prefills.running:
             gaps.prefills.poll(self._clock())
+        for state in states:
+            self._on_state_kept(state)
+        admission.boundaries.step(scheduled)
         pages.saves.step(self.step, scheduled)
         return pages.dispatch.take()
+
+    def _on_state_kept(self, state: KeptState) -> None:
+        turn = self.turns.by_id.get(state.request_id)
+        if turn is not None:
+            self.admission.boundaries.on_state(
+                state.request_id, state.group, state.block, state.tokens
+            )
+            self.pages.saves.save_state(turn, state.group, state.block, state.tokens)
 
     def _give_everything_up(self) -> None:
         """Let go of everything: requests wait and nothing happens, and it must not be for us."""
@@ -284,7 +295,7 @@ class SchedulerHalf:
     def measure_demand(self) -> None:
         """Measure how much VRAM is wanted."""
         waiting = (
-            turn.request.num_tokens
+            self.facts.mean_blocks(turn.request.num_tokens)
             for turn in self.turns.by_id.values()
             if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
         )
@@ -300,36 +311,38 @@ class SchedulerHalf:
 
     # -- a turn ends ----------------------------------------------------------------
 
-    def on_finished(self, request_id: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
+    def on_finished(self, request_id: str) -> dict[str, Any] | None:
         """End a request; returns the answer to its client."""
         turn = self.turns.pop(request_id)
         if turn is None:
             return None
         try:
-            return self._end_turn(turn, block_ids)
+            return self._end_turn(turn)
         except Exception:
             if turn.job is not None:
                 self.gaps.manager.jobs.turn_lost(turn.job, turn.request_id)
                 self.admission.gate.on_over(turn.job.key)
             raise
+        finally:
+            self.admission.boundaries.release(request_id)
 
-    def _end_turn(self, turn: Turn, block_ids: Sequence[int]) -> dict[str, Any] | None:
+    def _end_turn(self, turn: Turn) -> dict[str, Any] | None:
         request, pages = turn.request, self.pages
         pages.dispatch.restored.pop(request.request_id, None)
         self.admission.queue.on_left(request.request_id)
         pages.tiers.claimed(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
-        if has_kv and turn.pages.fingerprint is not None:
-            last, context = pages.saves.finish(turn, block_ids)
+        if has_kv and turn.pages.fingerprints:
+            last, context = pages.saves.finish(turn)
             save = last.order_id if last else None
         if turn.hints.is_last_step:
             self._release_first(turn)
         self.admission.gate.on_ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
         gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
-            own = self._pool.tables.get(turn.request_id, ())
-            late = sum(block.ref_cnt == 1 for block in own)
+            own = self._pool.blocks_of(turn.request_id)
+            late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
             self.admission.pressure.freed_late(late, self.step)
         return self.gaps.log.turn(turn, gap)
 
@@ -345,7 +358,7 @@ class SchedulerHalf:
         takes blocks without a hash first. What it may share with others, now or later, stays."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
-        blocks = self._pool.tables.get(turn.request_id, ())[turn.job.first_blocks :]
+        blocks = self._pool.tables[CONTEXT].get(turn.request_id, ())[turn.job.first_blocks :]
         self._pool.forget([block.block_id for block in blocks if block.ref_cnt == 1])
 
     # -- resets, life and death -------------------------------------------------------
@@ -353,6 +366,7 @@ class SchedulerHalf:
     def release_all(self) -> None:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
         self.counters.add("pins_released", self.admission.pins.release_all())
+        self.admission.boundaries.release_all()
         self.pages.tiers.invalidate(self.pages.saves.drop_all())
 
     def reset(self) -> None:
@@ -373,7 +387,7 @@ class SchedulerHalf:
             pages.restores.withdraw(turn)
             if turn.request.num_computed_tokens == 0:
                 pages.saves.start_over(turn)
-                turn.rename_pages(self._fingerprint(turn.request))
+                turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
         """Keep an otherwise idle engine stepping until copies under way are reported.

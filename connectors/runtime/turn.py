@@ -5,12 +5,12 @@ Every part has one writer, which its docstring names. Everybody may read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tiered_kv.keys import PageKey, page_keys
+from tiered_kv.keys import PageKey, page_keys, rekeyed
 from tiered_kv.orders import OrderId, RestoreMode
-from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
 from .base import Request
@@ -18,18 +18,32 @@ from .job_table import Job
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Pages of a group: ``keys`` fill the blocks from ``first`` on."""
+
+    group: int
+    first: int
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Hit:
-    """Pages that can be restored for a turn: ``keys`` fill the blocks from ``first`` on.
+    """Pages that can be restored for a turn.
 
     Attributes:
+        parts: the pages, by group.
         tokens: tokens that they give beyond the VRAM prefix.
         mode: the mode that the engine was told.
     """
 
-    first: int
-    keys: tuple[PageKey, ...]
+    parts: tuple[GroupPages, ...]
     tokens: int
     mode: RestoreMode
+
+    @property
+    def keys(self) -> Iterator[PageKey]:
+        """All pages."""
+        return (key for part in self.parts for key in part.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +88,18 @@ class SaveState:
     """Progress of the turn's saves. Written by ``pages.saves``.
 
     Attributes:
-        cursor: blocks before it have been saved, or found saved already.
+        cursors: by group, blocks before it have been saved, or found saved already.
+        boundaries: numbers of tokens up to which the prompt's KV is saved for every group, as soon
+            as it is there; the least one last.
+        bounded: pages saved at those that were, but for those before the cursors.
         due: the step at which its next block may be full; other entries of the calendar are
             stale. None if nobody looks.
         suspended: True while another connector loads into its blocks.
     """
 
-    cursor: int = 0
+    cursors: list[int] = field(default_factory=list)
+    boundaries: list[int] = field(default_factory=list)
+    bounded: dict[PageKey, None] = field(default_factory=dict)
     due: int | None = None
     suspended: bool = False
 
@@ -91,11 +110,11 @@ class RestoreState:
 
     Attributes:
         hit: pages offered to the engine; None once they are ordered.
-        loading: True while an async restore writes into its blocks.
+        loading: orders of its async restore that are not over.
     """
 
     hit: Hit | None = None
-    loading: bool = False
+    loading: int = 0
 
 
 @dataclass(slots=True)
@@ -151,13 +170,18 @@ class TurnPages:
     """Names of the turn's pages. Written by ``Turn`` itself.
 
     Attributes:
-        fingerprint: the first part of their keys; None if they are neither saved nor restored.
-        keys: keys of its first blocks, as far as somebody asked.
+        fingerprints: the first part of their keys, by group; empty if they are neither saved nor
+            restored.
+        strides: block hashes for each block, by group.
+        hash_tokens: tokens that each block hash adds to the one before.
+        keys: keys of its first blocks, by group, as far as somebody asked.
         shared_tokens: tokens of its job's last context that its prompt begins with.
     """
 
-    fingerprint: bytes | None
-    keys: list[PageKey] = field(default_factory=list)
+    fingerprints: tuple[bytes, ...]
+    strides: tuple[int, ...]
+    hash_tokens: int
+    keys: list[list[PageKey]] = field(default_factory=list)
     shared_tokens: int = 0
 
 
@@ -196,23 +220,38 @@ class Turn:
     @property
     def loading(self) -> bool:
         """True while a restore writes into its blocks, ours or another connector's."""
-        return self.restore.loading or self.save.suspended
+        return self.restore.loading > 0 or self.save.suspended
 
     @property
     def may_restore(self) -> bool:
         """True if pages of its prompt may be looked up."""
-        return self.pages.fingerprint is not None and self.request.reads_cache
+        return bool(self.pages.fingerprints) and self.request.reads_cache
 
-    def page_keys(self) -> Sequence[PageKey]:
-        """Keys of all blocks that the engine has hashed so far."""
-        assert self.pages.fingerprint is not None
-        keys, hashes = self.pages.keys, self.request.block_hashes
-        if len(keys) < len(hashes):
-            keys += page_keys(self.pages.fingerprint, hashes[len(keys) :])
+    def page_keys(self, group: int = CONTEXT) -> Sequence[PageKey]:
+        """Keys of a group's blocks, as far as the engine has hashed them."""
+        pages, hashes = self.pages, self.request.block_hashes
+        if not pages.keys:
+            pages.keys += [[] for _ in pages.fingerprints]
+        keys, stride = pages.keys[group], pages.strides[group]
+        if (len(keys) + 1) * stride <= len(hashes):
+            fresh = hashes[(len(keys) + 1) * stride - 1 :: stride]
+            keys += page_keys(pages.fingerprints[group], fresh)
         return keys
 
-    def tail_place(self, block: int, block_size: int) -> tuple[bytes, object] | None:
-        """The name under which a partial tail in that block is found, beside its tokens.
+    def state_key(self, group: int, tokens: int) -> PageKey | None:
+        """Key of a state after ``tokens``, of which each block hash covers some; None if the engine
+        has not hashed them yet."""
+        place = tokens // self.pages.hash_tokens - 1
+        hashes = self.request.block_hashes
+        if place >= len(hashes):
+            return None
+        return page_keys(self.pages.fingerprints[group], hashes[place : place + 1])[0]
+
+    def tail_place(self, tokens: int) -> tuple[bytes, object] | None:
+        """The name under which a partial tail is found, beside its tokens.
+
+        Args:
+            tokens: tokens before it, a multiple of those of a block hash.
 
         Returns:
             The key of the page before it (the fingerprint if there is none) and the engine's
@@ -220,41 +259,25 @@ class Turn:
         """
         if not self.request.text_only:
             return None
-        extra = self.request.extra_key(block * block_size)
-        assert self.pages.fingerprint is not None
-        return (self.page_keys()[block - 1] if block else self.pages.fingerprint), extra
+        extra = self.request.extra_key(tokens)
+        if not tokens:
+            return self.pages.fingerprints[CONTEXT], extra
+        parent = self.state_key(CONTEXT, tokens)
+        return (parent, extra) if parent is not None else None
 
-    def find_tail(
-        self,
-        tails: TailIndex,
-        block: int,
-        block_size: int,
-        limit: int,
-        there: Callable[[PageKey], bool],
-    ) -> tuple[PageKey, int] | None:
-        """The page that agrees longest with the prompt in that block, and for how many tokens.
-
-        Args:
-            limit: tokens of the prompt that may be used.
-            there: tells which pages can be had.
-        """
-        start = block * block_size
-        wanted = self.request.all_token_ids[start : min(start + block_size, limit)]
-        place = self.tail_place(block, block_size) if wanted else None
-        if place is None:
-            return None
-        found = tails.longest(*place, wanted, there)
-        return (found[0].key, found[1]) if found else None
+    def in_group(self, key: PageKey, group: int) -> PageKey:
+        """Key of a group's page whose text is that of a page of the first group."""
+        return key if group == CONTEXT else rekeyed(key, self.pages.fingerprints[group])
 
     def forget_pages(self) -> None:
         """Give up its pages: they are of a past generation, or hold what must not be kept."""
-        self.pages.fingerprint = None
+        self.pages.fingerprints = ()
         self.pages.shared_tokens = 0
         self.pages.keys.clear()
 
-    def rename_pages(self, fingerprint: bytes | None) -> None:
-        """Begin anew under another fingerprint. Follows ``forget_pages``."""
-        self.pages.fingerprint = fingerprint
+    def rename_pages(self, fingerprints: tuple[bytes, ...]) -> None:
+        """Begin anew under other fingerprints. Follows ``forget_pages``."""
+        self.pages.fingerprints = fingerprints
 
 
 def job_started_at(turn: Turn) -> float:

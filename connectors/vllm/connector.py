@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import vllm
@@ -26,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import TierConfig, load_config
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.base import EngineFacts, KeptState
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
@@ -43,9 +44,10 @@ from tiered_kv.policies.cache.restore_mode import FasterRestore
 
 from .beside import refuse_company
 from .block_pool import VllmBlockPool
-from .engine_config import check_version, read_engine, refuse_unsupported, why_not_offloadable
+from .engine_config import check_version, read_engine, refuse_unsupported, with_hash_units
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprints
+from .kv_groups import why_not_offloadable
 from .plugin import share_logging
 from .requests import VllmRequest, hints_of
 from .resets import Resets
@@ -96,6 +98,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
         self.worker_half: WorkerHalf | None = None
         self._failed_hooks: set[str] = set()
+        self._has_states = facts.has_states
+        self._positions: dict[int, int] = {}
         if role is KVConnectorRole.SCHEDULER:
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
@@ -179,15 +183,17 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        given = self._given
-        assert given is not None, "a scheduler hook on a worker"
-        pool = VllmBlockPool(kv_cache_manager, CONTEXT)
+        assert self._given is not None, "a scheduler hook on a worker"
+        facts = with_hash_units(self._given.facts, kv_cache_manager)
+        given = self._given = replace(self._given, facts=facts)
+        pool = VllmBlockPool(kv_cache_manager, [group.index for group in given.facts.groups])
+        self._positions = {group.index: at for at, group in enumerate(given.facts.groups)}
         try:
             half = self.scheduler_half = SchedulerHalf(given, pool)
         except Exception:
             given.close()
             raise
-        Resets(kv_cache_manager, pool.tables, half.before_reset)
+        Resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
 
     @_never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
@@ -201,14 +207,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda self: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        half, block_ids = self._scheduler, ()
-        if num_external_tokens > 0:
-            block_ids = blocks.get_block_ids()[CONTEXT]
+        half = self._scheduler
         try:
-            half.on_allocated(request.request_id, block_ids, num_external_tokens)
+            half.on_allocated(request.request_id, num_external_tokens)
         except Exception:
             if num_external_tokens > 0:
-                half.refuse_restore(request.request_id, block_ids)
+                half.refuse_restore(request.request_id)
             raise
 
     @_never_raises(lambda self: {})
@@ -225,11 +229,24 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         try:
-            orders = self.scheduler_half.build_orders(scheduler_output.num_scheduled_tokens)  # type: ignore[union-attr]
+            orders = self.scheduler_half.build_orders(  # type: ignore[union-attr]
+                scheduler_output.num_scheduled_tokens,
+                self._kept_states(scheduler_output) if self._has_states else (),
+            )
         except Exception:
             self._hook_failed("build_connector_meta")
             orders = self._scheduler.take_orders()
         return TieredMetadata(orders)
+
+    def _kept_states(self, scheduler_output: Any) -> list[KeptState]:
+        """States that vLLM hands over in this step."""
+        offered = scheduler_output.kv_connector_block_state.boundary_state_offloads
+        return [
+            KeptState(request_id, self._positions[group], block, tokens)
+            for request_id, states in offered.items()
+            for group, block, tokens in states
+            if group in self._positions
+        ]
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -249,8 +266,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        half = self._scheduler
-        return False, half.on_finished(request.request_id, block_ids[CONTEXT])
+        return False, self._scheduler.on_finished(request.request_id)
 
     @_never_raises(lambda self: False)
     def has_pending_block_frees(self) -> bool:
@@ -301,7 +317,10 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.save(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults(finished_recving=self._worker.finish())
+        over = self._worker.finish()
+        return KVConnectorTransferResults(
+            finished_recving=over.requests, failed_recving=over.failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_blocks()

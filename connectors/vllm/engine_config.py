@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
-from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import UnsupportedError
-from tiered_kv.layout import Placement, page_layout
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import PageGroup
+
+from .kv_groups import read_groups, why_not_offloadable
 
 logger = logging.getLogger(__name__)
 
@@ -98,79 +100,34 @@ def is_diffusion(vllm_config: Any) -> bool:
 
 
 def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Turn vLLM's configuration into ours. Both halves get the same answer."""
+    """Turn vLLM's configuration into ours. Both halves get the same answer, but for the units of
+    its block hashes, which vLLM's KV cache manager tells (``with_hash_units``)."""
     groups: tuple[PageGroup, ...] = ()
     if why_not_offloadable(vllm_config, kv_cache_config) is None:
-        placements = [
-            Placement(len(t.layers), t.layer_stride, t.block_stride, t.offset)
-            for t in kv_cache_config.kv_cache_tensors
-        ]
-        group = PageGroup(
-            index=0,
-            block_size=vllm_config.cache_config.block_size,
-            layout=page_layout(placements, kv_cache_config.num_blocks),
-            element=_element(vllm_config),
-            arrangement=_arrangement(vllm_config, kv_cache_config),
-        )
-        groups = (group,)
+        groups = read_groups(vllm_config, kv_cache_config)
+    block_size = groups[0].block_size if groups else vllm_config.cache_config.block_size
     ahead = bool(vllm_config.scheduler_config.async_scheduling)
     # vLLM rewinds a request whose sync restore failed only where no later step was scheduled yet,
     # and only for its older model runner (vllm-project/vllm#49250); elsewhere it would go on with
-    # wrong KV.
+    # wrong KV. With states a sync restore comes too late, with several groups it cannot fail.
+    plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
-        block_size=vllm_config.cache_config.block_size,
+        block_size=block_size,
+        hash_tokens=block_size,
+        hit_tokens=block_size,
         num_blocks=kv_cache_config.num_blocks,
         placeholders=1,  # the null block
         groups=groups,
         replica=vllm_config.parallel_config.data_parallel_index,
         ahead=ahead,
-        sync_restores=not (ahead or vllm_config.use_v2_model_runner),
+        sync_restores=plain and not (ahead or vllm_config.use_v2_model_runner),
     )
 
 
-def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Describe vLLM's KV layout, and what its choice of an attention backend depends on."""
-    import vllm
-    from vllm.platforms import current_platform
-
-    layout = getattr(kv_cache_config, "kv_cache_layout", None)
-    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    try:
-        device = f"{current_platform.device_type} {current_platform.get_device_capability()}"
-    except Exception:  # platforms differ in what they can say
-        device = str(current_platform.device_type)
-    version = ".".join(vllm.__version__.split(".")[:2])
-    return f"{layout} {backend} {device} vllm-{version}"
-
-
-def _element(vllm_config: Any) -> ElementType:
-    """Element type of the KV cache; opaque if unknown."""
-    stored = str(vllm_config.cache_config.cache_dtype)
-    if stored == "auto":
-        stored = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return {
-        "bfloat16": ElementType.BF16,
-        "float16": ElementType.FP16,
-        "half": ElementType.FP16,
-        "fp8": ElementType.FP8_E4M3,
-        "fp8_e4m3": ElementType.FP8_E4M3,
-        "fp8_e5m2": ElementType.FP8_E5M2,
-    }.get(stored, ElementType.OPAQUE)
-
-
-def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Reason why this model's pages cannot be copied to CPU memory; None if they can."""
-    from vllm.v1.kv_cache_interface import is_full_attention_spec
-
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"it has {len(groups)} KV cache groups, and only a single one can be offloaded yet"
-    spec = groups[0].kv_cache_spec
-    if not is_full_attention_spec(spec):
-        return f"its {type(spec).__name__} is not full attention"
-    if spec.block_size != vllm_config.cache_config.block_size:
-        return "its blocks and its block hashes differ in size"
-    if any(t.host_resident for t in kv_cache_config.kv_cache_tensors):
-        return "its KV cache already lies in host memory"
-    return None
+def with_hash_units(facts: EngineFacts, kv_cache_manager: Any) -> EngineFacts:
+    """Add the tokens of a block hash, and those at whose multiples vLLM finds a prefix."""
+    first = kv_cache_manager.coordinator.single_type_managers[0]
+    hash_tokens = int(kv_cache_manager.block_pool.hash_block_size)
+    hit_tokens = getattr(first, "cache_hit_alignment_tokens", first.scheduler_block_size)
+    return replace(facts, hash_tokens=hash_tokens, hit_tokens=int(hit_tokens))

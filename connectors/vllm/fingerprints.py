@@ -13,7 +13,7 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.digests import WEIGHT_SUFFIXES, default_cache, digest_files, model_files
-from tiered_kv.keys import UNIDENTIFIED, Fingerprint
+from tiered_kv.keys import DIGEST_BYTES, UNIDENTIFIED, Fingerprint, PageKey
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Fingerprints:
         self._base = list(base)
         self._adapters: dict[tuple[int, str], Future[str]] = {}
         self._digests: dict[tuple[str, int], bytes] = {}
+        self._groups: dict[bytes, int] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
 
     def base(self, group: int) -> Fingerprint:
@@ -36,11 +37,16 @@ class Fingerprints:
         pages of adapters lie there under keys of their own."""
         return self._base[group]
 
+    def group_of(self, key: PageKey) -> int | None:
+        """The group of a page of this generation; None of others."""
+        return self._groups.get(key[:DIGEST_BYTES])
+
     def next_generation(self) -> None:
         """Make every key so far unreachable."""
         generation = secrets.token_hex(8)
         self._base = [replace(one, generation=generation) for one in self._base]
         self._digests.clear()
+        self._groups.clear()
 
     def of(self, adapter: Any | None, group: int) -> bytes | None:
         """Digest of a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
@@ -68,6 +74,7 @@ class Fingerprints:
         if digest is None:
             digest = replace(self._base[group], adapter=adapter).digest()
             self._digests[adapter, group] = digest
+            self._groups[digest] = group
         return digest
 
 
@@ -79,7 +86,10 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = _config(model)
     if len(facts.groups) > 1:  # a page of one group says nothing without those of the others
-        config["groups"] = [f"{group.index} {group.describe()}" for group in facts.groups]
+        config["groups"] = [
+            f"{group.index} {group.block_size} {group.reach.describe()} {group.describe()}"
+            for group in facts.groups
+        ]
     digest = _model_digest(vllm_config)
     return tuple(
         Fingerprint(

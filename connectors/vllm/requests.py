@@ -130,6 +130,14 @@ class VllmRequest:
         return request.status in _ANSWERED
 
     @property
+    def text_cut(self) -> bool:
+        return self._request.status is RequestStatus.FINISHED_ABORTED
+
+    @property
+    def shared_tokens(self) -> int:
+        return int(getattr(self._request, "shared_prefix_boundary", 0) or 0)
+
+    @property
     def outcome(self) -> str:
         return str(self._request.status.name)
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.pages.partial_blocks import MAX_TAILS_PER_PARENT, TailIndex
+from tiered_kv.keys import tail_key
+from tiered_kv.pages.partial_blocks import MAX_TAILS_PER_PARENT, Tail, TailIndex
 
 PARENT, OTHER = b"parent".ljust(16), b"other".ljust(16)
 
 
-def always(key: PageKey) -> bool:
+def always(tail: Tail, shared: int) -> bool:
     return True
 
 
-def never(key: PageKey) -> bool:
+def never(tail: Tail, shared: int) -> bool:
     return False
 
 
@@ -72,7 +72,7 @@ def test_a_tail_whose_bytes_are_not_readable_gives_way_to_one_whose_are() -> Non
     tails = TailIndex()
     short = tails.add(PARENT, None, [1])
     long = tails.add(PARENT, None, [1, 2])
-    assert tails.longest(PARENT, None, [1, 2], lambda key: key != long.key) == (short, 1)
+    assert tails.longest(PARENT, None, [1, 2], lambda tail, _: tail != long) == (short, 1)
     assert tails.longest(PARENT, None, [1, 2], never) is None
 
 
@@ -153,5 +153,5 @@ def test_the_longest_tail_is_what_looking_at_all_of_them_gives(
                 continue
             agree = [i for i in range(len(wanted) + 1) if tokens_of[:i] == tuple(wanted[:i])]
             best = max(best, min(agree[-1], len(tokens_of)))
-        found = tails.longest(parent, None, wanted, lambda key: key not in hidden)
+        found = tails.longest(parent, None, wanted, lambda tail, _: tail.key not in hidden)
         assert (found[1] if found else 0) == best

@@ -4,7 +4,7 @@ reset, made or refused by vLLM, attends to nothing of before."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.checked_kv import CELL, expected, kv, sample, text
+from tiered_kv.testing.checked_kv import CELL, Cells, expected, text
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig, RigOptions
 from tiered_kv.testing.vllm.runner import CheckingRunner
@@ -28,7 +28,8 @@ class Generations(CheckingRunner):
     blocks were all given to them since the last reset."""
 
     def __init__(self, rig: Rig) -> None:
-        super().__init__(rig.memory.numpy().reshape(rig.options.blocks, 16, CELL))
+        pages = rig.groups[0].page_bytes
+        super().__init__(rig.groups, rig.memory.numpy().view(np.uint8).reshape(-1, pages))
         self._blocks_of = rig.tables
         self._old: dict[str, Sequence[Any]] = {}
         self.generation = 0
@@ -38,25 +39,13 @@ class Generations(CheckingRunner):
         self.generation += 1
         self._old = {name: blocks for name, blocks in self._blocks_of.items() if blocks}
 
-    def forward(self, scheduled: dict[str, int], bad: Collection[int]) -> dict[str, list[int]]:
-        work = []
-        for name, count in scheduled.items():
-            one = self._requests[name]
-            cells = kv(one.tokens[: one.computed + count])
-            old = name in self._old and self._blocks_of.get(name) is self._old[name]
-            tagged = cells ^ np.uint8(OLD if old else self.generation)
-            for position in range(one.computed, len(cells)):
-                self._cells[one.blocks[position // 16], position % 16] = tagged[position]
-            work.append((name, one, cells, tagged, old))
-        sampled: dict[str, list[int]] = {}
-        for name, one, cells, tagged, old in work:
-            if not old and not set(bad) & set(one.blocks):
-                self._check(name, one.blocks, tagged)
-            sampled[name] = []
-            if len(cells) >= len(one.tokens):
-                sampled[name].append(sample(cells))
-                one.tokens.append(sample(cells))
-        return sampled
+    def model_kv(self, request_id: str, cells: Cells) -> Cells:
+        weights = self.generation if self.is_checked(request_id) else OLD
+        return cells ^ np.uint8(weights)
+
+    def is_checked(self, request_id: str) -> bool:
+        old = self._old.get(request_id)
+        return old is None or self._blocks_of.get(request_id) is not old
 
 
 def play(folder: Path, seed: int) -> int:

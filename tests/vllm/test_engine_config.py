@@ -17,8 +17,8 @@ from tiered_kv.connectors.vllm.engine_config import (
     check_version,
     read_engine,
     refuse_unsupported,
-    why_not_offloadable,
 )
+from tiered_kv.connectors.vllm.kv_groups import why_not_offloadable
 from tiered_kv.errors import TieredKVError, UnsupportedError
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.page_group import PageGroup
@@ -182,7 +182,26 @@ class FullAttentionSpec:
 
 
 class SlidingWindowSpec(FullAttentionSpec):
-    pass
+    sliding_window = 100
+    page_size_bytes = 64
+
+
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    attention_chunk_size = 64
+
+
+class MambaSpec(FullAttentionSpec):
+    mamba_cache_mode = "align"
+    shapes = ((3, 4),)
+    real_page_size_bytes = 48
+
+
+class RunningStateSpec(MambaSpec):
+    mamba_cache_mode = "none"
+
+
+class CrossAttentionSpec:
+    block_size = 16
 
 
 class CoarseSpec(FullAttentionSpec):
@@ -199,18 +218,22 @@ def kv_config(*specs: Callable[[], Any], host_resident: bool = False) -> SimpleN
     )
     return SimpleNamespace(
         num_blocks=10,
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec()) for spec in specs],
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec(), layer_names=["l0", "l1"]) for spec in specs
+        ],
         kv_cache_tensors=[tensor],
     )
 
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one function that reading the engine needs of vLLM."""
+    """All that reading the engine needs of vLLM."""
     module = ModuleType("vllm.v1.kv_cache_interface")
     module.is_full_attention_spec = (  # type: ignore[attr-defined]
-        lambda spec: not isinstance(spec, SlidingWindowSpec)
+        lambda spec: type(spec) in (FullAttentionSpec, CoarseSpec)
     )
+    for kind in (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec):
+        setattr(module, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -220,6 +243,8 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
     assert facts == EngineFacts(
         ranks=2,
         block_size=16,
+        hash_tokens=16,
+        hit_tokens=16,
         num_blocks=10,
         groups=(
             PageGroup(
@@ -267,8 +292,8 @@ def test_blocks_of_one_size_can_be_arranged_differently() -> None:
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
-        (kv_config(FullAttentionSpec, FullAttentionSpec), "it has 2 KV cache groups"),
-        (kv_config(SlidingWindowSpec), "its SlidingWindowSpec is not full attention"),
+        (kv_config(FullAttentionSpec, CrossAttentionSpec), "its CrossAttentionSpec is not"),
+        (kv_config(RunningStateSpec), "mamba_cache_mode none"),
         (kv_config(CoarseSpec), "its blocks and its block hashes differ in size"),
         (kv_config(FullAttentionSpec, host_resident=True), "lies in host memory"),
     ],
@@ -282,10 +307,31 @@ def test_what_cannot_be_offloaded_is_left_to_vllm_with_a_reason(
     assert reason in str(why_not_offloadable(config(), cache))
 
 
+@pytest.mark.usefixtures("without_vllm")
+def test_groups_say_what_a_hit_needs_and_full_attention_comes_first() -> None:
+    cache = kv_config(SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec, FullAttentionSpec)
+    groups = read_engine(config(), cache).groups
+    assert [group.index for group in groups] == [3, 0, 1, 2]
+    assert [list(group.needs(200)) for group in groups] == [
+        list(range(13)),
+        [6, 7, 8, 9, 10, 11, 12],
+        [12],
+        [12],
+    ]
+    assert groups[3].page_bytes == 2 * 48, "not the padding"
+    assert groups[3].element is ElementType.OPAQUE
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_restores_beside_other_groups_are_async() -> None:
+    assert not read_engine(config(), kv_config(FullAttentionSpec, MambaSpec)).sync_restores
+    assert not read_engine(config(), kv_config(SlidingWindowSpec)).sync_restores
+
+
 def test_slots_are_whole_pages_of_the_memory_given() -> None:
     small, large = (
         PageGroup(i, 16, page_layout([Placement(2, 640, size, 0)], 10))
         for i, size in enumerate((32, 64))
     )
-    facts = EngineFacts(1, 16, 10, (small, large))
+    facts = EngineFacts(1, 16, 16, 16, 10, (small, large))
     assert [facts.slots(nbytes) for nbytes in (0, 127, 128, 1000)] == [0, 0, 1, 7]

@@ -28,7 +28,12 @@ class TailIndex:
 
     def __init__(self) -> None:
         self._by_parent: dict[tuple[bytes, str], list[Tail]] = {}
+        self._parents: dict[bytes, None] = {}
         self._count = 0
+
+    def has_any(self, parent: bytes) -> bool:
+        """True if there may be tails behind that page."""
+        return parent in self._parents
 
     def __len__(self) -> int:
         return self._count
@@ -43,6 +48,7 @@ class TailIndex:
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         tails = self._by_parent.setdefault((parent, repr(extra)), [])
+        self._parents[parent] = None
         if tail in tails:
             tails.remove(tail)
             self._count -= 1
@@ -58,21 +64,25 @@ class TailIndex:
         parent: bytes,
         extra: object,
         tokens: Sequence[int],
-        readable: Callable[[PageKey], bool],
+        usable: Callable[[Tail, int], bool],
     ) -> tuple[Tail, int] | None:
-        """The readable tail that shares the most leading tokens, and how many it shares.
+        """The usable tail that shares the most leading tokens, and how many it shares.
 
-        None if no readable tail shares any.
+        None if no usable tail shares any.
+
+        Args:
+            usable: tells whether so many tokens of a tail can be had.
         """
         best: tuple[Tail, int] | None = None
         for tail in self._by_parent.get((parent, repr(extra)), ()):
             shared = _shared_prefix(tail.tokens, tokens)
-            if shared > (best[1] if best else 0) and readable(tail.key):
+            if shared > (best[1] if best else 0) and usable(tail, shared):
                 best = (tail, shared)
         return best
 
     def clear(self) -> None:
         self._by_parent.clear()
+        self._parents.clear()
         self._count = 0
 
     def prune(self, known: Callable[[PageKey], bool]) -> None:
@@ -83,6 +93,7 @@ class TailIndex:
             if (alive := [tail for tail in tails if known(tail.key)])
         }
         self._by_parent = kept
+        self._parents = {parent: None for parent, _ in kept}
         self._count = sum(map(len, kept.values()))
 
 

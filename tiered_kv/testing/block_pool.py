@@ -31,7 +31,7 @@ class FakeBlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [FakeBlock(i) for i in range(num_blocks)]
         self.blocks[0].is_null = True
-        self.tables: dict[str, list[FakeBlock]] = {}
+        self.tables: list[dict[str, list[FakeBlock]]] = [{}]
         self.watermark = 0
         self._free = self.blocks[1:]
 
@@ -86,9 +86,9 @@ class FakeBlockPool:
 
     def blocks_of(self, request_id: str) -> Sequence[FakeBlock]:
         """The blocks of a request."""
-        return self.tables.get(request_id, ())
+        return self.tables[0].get(request_id, ())
 
-    def cached(self, block_hash: bytes) -> FakeBlock | None:
+    def cached(self, block_hash: bytes, group: int) -> FakeBlock | None:
         """The block with that hash."""
         return next((one for one in self.blocks if one.block_hash == block_hash), None)
 

@@ -126,9 +126,12 @@ class EngineRig(ABC):
     def fill(self, rounds: int = 2, *, tag: str = "rival") -> None:
         """Run rival prompts until the whole VRAM pool has been reused."""
         tokens = self.options.max_model_len - 8
-        needed = rounds * self.options.blocks * self.options.block_size // tokens + 1
-        for i in range(needed):
+        for i in range(rounds * self.options.blocks // self.kept_blocks(tokens) + 1):
             self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
+
+    def kept_blocks(self, tokens: int) -> int:
+        """Number of blocks, at least, in which a context of so many tokens can be found again."""
+        return tokens // self.options.block_size
 
     def inject(self, wrap: Callable[[Any], Any]) -> Any:
         """Put a transfer backend around the worker's own; returns it."""

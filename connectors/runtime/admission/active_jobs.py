@@ -119,7 +119,7 @@ class ActiveJobs:
 
     def on_started(self, job: JobKey, turn: Turn) -> None:
         """The first turn of a job has its first blocks."""
-        shared = turn.source.vram_tokens // self._facts.block_size
+        shared = self._facts.blocks(turn.source.vram_tokens)
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared
@@ -152,7 +152,7 @@ class ActiveJobs:
         self._changed[job] = None
         member.running = max(0, member.running - 1)
         member.since = now
-        blocks = turn.request.num_tokens / self._facts.block_size - member.shared
+        blocks = self._facts.mean_blocks(turn.request.num_tokens) - member.shared
         if member.ended:
             grown = max(0.0, blocks - member.ended)
             member.grown += grown
@@ -160,7 +160,7 @@ class ActiveJobs:
         member.ended = blocks
         if not member.running:
             member.blocks = blocks
-        self._output.observe(turn.request.num_output_tokens / self._facts.block_size)
+        self._output.observe(turn.request.num_output_tokens * self._facts.blocks_per_token)
         self._pace.on_turn(now - turn.arrived_at)
         if turn.job is None or (over and not member.running):
             self.on_over(job)
@@ -214,7 +214,7 @@ class ActiveJobs:
     def _blocks_of(self, turn: Turn) -> float:
         """Blocks of a turn's context when it ends."""
         tokens: int = turn.request.num_prompt_tokens
-        return tokens / self._facts.block_size + self._output.mean
+        return self._facts.mean_blocks(tokens) + self._output.mean
 
     def demand_of_new(self, turn: Turn) -> JobDemand:
         """Demand of a new job: its unshared blocks in the first turn, and later."""

@@ -108,7 +108,7 @@ class Admission:
     def on_started(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
         self._settled(turn)
-        job, size = _job_of(turn), self._facts.block_size
+        job, unit = _job_of(turn), self._facts.hit_tokens
         if job not in self.jobs:
             self.jobs.on_started(job, turn)
             return
@@ -116,8 +116,8 @@ class Admission:
         if turn.gap.kept and not turn.hold.was_dormant:  # then no room was kept for it
             source = turn.source
             found, whole = source.vram_tokens + source.cpu_tokens, turn.pages.shared_tokens
-            lost = whole - found if found + size < whole else 0  # its last block may lack
-            pool = size * self._facts.usable_blocks
+            lost = whole - found if found + unit < whole else 0  # its last block may lack
+            pool = self._facts.pool_tokens
             self.overcommit.returned((whole - lost) / pool, lost / pool)
 
     def on_joined(self, turn: Turn) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
@@ -10,7 +11,6 @@ from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
@@ -60,24 +60,24 @@ class CostModel:
 
     def on_admitted(self, turn: Turn) -> None:
         """Learn from a turn that got its blocks. If its KV had left VRAM, it may have waited."""
-        size, source = self._facts.block_size, turn.source
+        unit, source = self._facts.hit_tokens, turn.source
         # The last token is computed always: its logits are wanted.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
         # With pages from below it waited for these, and they say nothing of CPU memory.
-        if source.vram_tokens + size >= had or turn.tiers.promotions:
+        if source.vram_tokens + unit >= had or turn.tiers.promotions:
             return
         self.queue.observe(self._clock() - turn.arrived_at)
         if turn.gap.saved:
             self.survival.observe(source.cpu_tokens, had - source.vram_tokens)
 
-    def observe_demand(self, waiting_tokens: int) -> None:
+    def observe_demand(self, waiting_blocks: float) -> None:
         """Measure how much VRAM is wanted.
 
         Args:
-            waiting_tokens: tokens of requests that are not admitted yet.
+            waiting_blocks: blocks of requests that are not admitted yet.
         """
         in_use = self._facts.usable_blocks - self._pool.num_free()
-        waiting = -(-waiting_tokens // self._facts.block_size)
+        waiting = math.ceil(waiting_blocks)
         self.price.observe(in_use - self._pins.held_blocks + waiting, self._clock())
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
@@ -87,9 +87,13 @@ class CostModel:
             job: the turn's job, if it has one.
         """
         facts, planner = self._facts, self._planner
-        blocks = -(-context_tokens // facts.block_size)
+        blocks = facts.blocks(context_tokens)
+        pages = [len(group.needs(context_tokens)) for group in facts.groups]
         offloaded = planner.index.num_slots > 0
-        copy_s = planner.copy_seconds(blocks)
+        copy_s = sum(planner.copy_seconds(count, group) for group, count in enumerate(pages))
+        tiers_s = dict.fromkeys((store.tier for store in planner.stores), copy_s)
+        for store in planner.stores:  # those of a tier share its disk
+            tiers_s[store.tier] += planner.promote_seconds(store, pages[store.group])
         # Unknown, it is no reason to do without a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
         lost_by = held_up(
@@ -102,11 +106,7 @@ class CostModel:
         return Costs(
             recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
-            tiers_s={
-                store.tier: copy_s + planner.promote_seconds(store, blocks)
-                for store in planner.stores
-                if store.group == CONTEXT
-            },
+            tiers_s=tiers_s,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
             vram_price=self._price(blocks, job, lost_by),

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request
+from tiered_kv.connectors.runtime.base import EngineFacts, Request
 from tiered_kv.connectors.runtime.job_table import Job, JobTable
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
@@ -54,7 +55,7 @@ class GapManager:
     """Jobs, and the KV of each between its turns.
 
     Args:
-        pool: the engine's block pool.
+        boundaries: the blocks that a pin takes over.
         gate: told of jobs that are not waited for any longer.
         policy_state: has the policy learn.
         clock: monotonic seconds.
@@ -73,10 +74,10 @@ class GapManager:
         gaps: OpenGaps,
         cost_model: CostModel,
         pins: PinTable,
+        boundaries: BoundaryBlocks,
         planner: OrderBook,
         tiers: LowerTiers,
         gate: Admission | NoAdmission,
-        pool: BlockPool,
         tools: ToolCalls,
         policy_state: PolicyUpkeep,
         log: TurnLog,
@@ -91,10 +92,10 @@ class GapManager:
         self._placement = placement
         self._cost_model = cost_model
         self._pins = pins
+        self._boundaries = boundaries
         self._planner = planner
         self._tiers = tiers
         self._gate = gate
-        self._pool = pool
         self._tools = tools
         self._policy_state = policy_state
         self._log = log
@@ -110,7 +111,7 @@ class GapManager:
         key = self._job_of(request, hints)
         if key is None:
             return Arrival()
-        blocks = -(-request.num_prompt_tokens // self._facts.block_size)
+        blocks = self._facts.blocks(request.num_prompt_tokens)
         job = self.jobs.turn_arrived(key, request.request_id, self._clock(), blocks)
         self._counters.add("concurrent_turns", len(job.running) > 1)
         self.prefetch.forget(key)
@@ -192,13 +193,10 @@ class GapManager:
         return 0
 
     def _pin(self, job: Job, turn: Turn, gap: OpenGap, ttl_s: float) -> int:
-        blocks = [
-            block
-            for block in self._pool.blocks_of(turn.request_id)
-            if block.block_hash is not None and not block.is_null
-        ]
+        blocks = self._boundaries.of(turn)
         value = pin_value(gap.decision.forecast, gap.costs, ttl_s)
-        pinned = self._pins.pin(job.key, blocks, self._clock() + ttl_s, job.started_at, value)
+        until, whole = self._clock() + ttl_s, self._facts.narrow
+        pinned = self._pins.pin(job.key, blocks, until, job.started_at, value, whole=whole)
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
         return pinned

@@ -106,8 +106,7 @@ class OrderDispatch:
                 continue
             restored = self._restores.on_settled(done)
             turn = self._turns.get(done.order.request_id)
-            if turn is not None and turn.restore.loading:
-                self._restores.loaded(turn)
+            if turn is not None and self._restores.on_part_loaded(turn):
                 self.restored[turn.request_id] = turn
             # The engine hashes the blocks of an async restore once they are there, if they are.
             if done.failed and done.order.mode is RestoreMode.SYNC:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.page_group import CONTEXT
 
 from .restores import Restores
 from .saves import Saves
@@ -45,7 +46,7 @@ class FailedRestores:
         for turn in turns:
             if not turn.source.admitted or turn.loading:
                 continue
-            ids = [block.block_id for block in self._pool.tables.get(turn.request_id, ())]
+            ids = [block.block_id for block in self._pool.tables[CONTEXT].get(turn.request_id, ())]
             if self._evict_from(bad, ids):
                 turn.forget_pages()
                 self._restores.withdraw(turn)

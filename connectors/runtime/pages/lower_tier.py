@@ -36,6 +36,7 @@ class LowerTier:
         spec: the tier.
         counters: counters of this tier.
         chance: probability that a waiting job comes back for a page.
+        group_of: gives the group of a page; None if that is not known.
         clock: monotonic seconds.
     """
 
@@ -47,6 +48,7 @@ class LowerTier:
         book: OrderBook,
         counters: TierCounters,
         chance: Callable[[PageKey], float],
+        group_of: Callable[[PageKey], int | None],
         clock: Callable[[], float],
     ) -> None:
         self.store = store
@@ -56,6 +58,7 @@ class LowerTier:
         self._facts = facts
         self._book = book
         self._index = book.index
+        self._group_of = group_of
         self.counters = counters
         self._clock = clock
         page_bytes = facts.groups[store.group].page_bytes
@@ -170,8 +173,14 @@ class LowerTier:
     def demote(self, keys: Sequence[PageKey]) -> None:
         """Order pages down, as far as they are in CPU memory."""
         if self._clock() >= self._pause_until:
-            self._backlog += keys
+            self._backlog += self._mine(keys)
             self._feed()
+
+    def _mine(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
+        """The pages of this store's group."""
+        if len(self._facts.groups) == 1:
+            return keys
+        return [key for key in keys if self._group_of(key) == self.store.group]
 
     def demote_ahead(self) -> None:
         """Keep the pages that would be evicted next in the tier as well, if it is time."""
@@ -190,7 +199,7 @@ class LowerTier:
         if room <= 0 or self._clock() < self._pause_until:
             return
         stored = self.pages.index.stored
-        victims = [key for key in index.least_valuable(look.window) if not stored(key)]
+        victims = self._mine([k for k in index.least_valuable(look.window) if not stored(k)])
         if len(victims) <= room:
             self._looked_at = taken
         self._ahead += min(len(victims), room)

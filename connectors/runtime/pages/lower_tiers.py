@@ -13,11 +13,11 @@ from typing import Any
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import Handshake, TierOrders, TierReport
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder, SaveOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.lookup import LOOKUPS, answer_wait_s, pages_asked
 from tiered_kv.policies.cache.promotion import (
     TRIES,
@@ -31,6 +31,7 @@ from tiered_kv.policies.cache.promotion import (
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.tiers import Knowledge, StoreId
 
+from .hits import HitFinder, run_of
 from .lower_tier import NOW, LowerTier
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class LowerTiers:
 
     Args:
         tiers: the tiers, fastest first.
-        cached: True if VRAM holds the block of a block hash.
+        cached: True if VRAM holds a group's block of a block hash.
         clock: monotonic seconds.
     """
 
@@ -51,9 +52,9 @@ class LowerTiers:
         tiers: Sequence[LowerTier],
         facts: EngineFacts,
         book: OrderBook,
-        tails: TailIndex,
+        finder: HitFinder,
         counters: Counters,
-        cached: Callable[[bytes], bool],
+        cached: Callable[[bytes, int], bool],
         clock: Callable[[], float],
     ) -> None:
         self._tiers = {tier.store: tier for tier in tiers}
@@ -61,7 +62,7 @@ class LowerTiers:
         self._facts = facts
         self._book = book
         self._index = book.index
-        self._tails = tails
+        self._finder = finder
         self._counters = counters
         self._cached = cached
         self._clock = clock
@@ -180,35 +181,50 @@ class LowerTiers:
         """Pages to come up for the turn, in order, the prompt tokens before them, and the tokens
         that they make usable.
 
-        What the prompt shares with VRAM or CPU memory is passed over, up to the first page
-        that is nowhere. All of it counts as used.
+        What the prompt shares with VRAM or CPU memory is passed over. All of it counts as used.
         """
-        size, limit = self._facts.block_size, turn.request.num_tokens - 1
+        index, limit = self._index, turn.request.num_tokens - 1
+        start, somewhere = self._in_vram(turn, limit), self._somewhere()
+        found = self._finder.find(turn, start, limit, somewhere, run_of(somewhere))
         keys = turn.page_keys()
-        stop = min(len(keys), limit // size + 1)
-        end = self._in_vram(turn, stop)
-        first, wanted = stop, list[PageKey]()
-        somewhere = self._somewhere()
-        while end < stop and somewhere(keys[end]):
-            if not self._index.readable(keys[end]):
-                first = min(first, end)
-                wanted.append(keys[end])
-            end += 1
-        self._touch(keys[:end])
-        self._index.touch(reversed(keys[:end]))  # so that what comes up does not evict them
-        tokens = (end - first) * size if wanted else 0
-        if tail := turn.find_tail(self._tails, end, size, limit, somewhere):
-            self._touch([tail[0]])
-            tokens += tail[1]
-            if not self._index.readable(tail[0]):
-                wanted.append(tail[0])
-        return wanted, first * size, tokens
+        used = list(keys[: start // self._facts.block_size])
+        used += found.keys if found is not None else ()
+        self._touch(used)
+        index.touch(reversed(used))  # so that what comes up does not evict them
+        wanted = [key for key in found.keys if not index.readable(key)] if found is not None else []
+        if found is None or not wanted:
+            return [], 0, 0
+        here = self._finder.find(turn, start, limit, index.readable, index.resident_prefix)
+        behind = here.tokens if here is not None else start
+        return wanted, behind, found.tokens - behind
 
-    def _in_vram(self, turn: Turn, stop: int) -> int:
-        hashes, end = turn.request.block_hashes, 0
-        while end < stop and self._cached(hashes[end]):
-            end += 1
+    def _in_vram(self, turn: Turn, limit: int) -> int:
+        """Tokens of the prompt that VRAM holds, as far as they may be used."""
+        hashes, strides = turn.request.block_hashes, turn.pages.strides
+        cached, end = self._cached, limit
+        for at, group in enumerate(self._facts.groups):
+            if group.reach.kind is KvKind.FULL:
+                stride, block = strides[at], 0
+                stop = min(end // group.block_size, len(hashes) // stride)
+                while block < stop and cached(hashes[(block + 1) * stride - 1], at):
+                    block += 1
+                end = min(end, block * group.block_size)
+        unit = self._facts.hit_tokens
+        end = end // unit * unit
+        while self._facts.narrow and end and not self._ends_in_vram(turn, end):
+            end -= unit
         return end
+
+    def _ends_in_vram(self, turn: Turn, tokens: int) -> bool:
+        """True if VRAM holds the pages of groups that need not all of the prompt."""
+        hashes = turn.request.block_hashes
+        return all(
+            (block + 1) * turn.pages.strides[at] <= len(hashes)
+            and self._cached(hashes[(block + 1) * turn.pages.strides[at] - 1], at)
+            for at, group in enumerate(self._facts.groups)
+            if group.reach.kind is not KvKind.FULL
+            for block in group.needs(tokens)
+        )
 
     def _touch(self, keys: Sequence[PageKey]) -> None:
         for tier in self._tiers.values():
@@ -236,7 +252,7 @@ class LowerTiers:
         keys = turn.page_keys()
         size, limit = self._facts.block_size, turn.request.num_tokens - 1
         stop = min(len(keys), limit // size + 1)
-        end, somewhere = self._in_vram(turn, stop), self._somewhere()
+        end, somewhere = self._in_vram(turn, limit) // size, self._somewhere()
         while end < stop and somewhere(keys[end]):
             end += 1
         unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import Hit, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
+
+from .hits import Found, HitFinder
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class Restores:
 
     Args:
         timer: measures steps.
+        pool: the engine's block pool.
 
     Attributes:
         policy: chooses how a restore is made; may be replaced between two of them.
@@ -31,18 +33,20 @@ class Restores:
         self,
         facts: EngineFacts,
         planner: OrderBook,
-        tails: TailIndex,
+        finder: HitFinder,
         policy: RestorePolicy,
         timer: StepTimer,
         counters: Counters,
+        pool: BlockPool,
     ) -> None:
         self.policy = policy
         self._timer = timer
         self._facts = facts
         self._planner = planner
         self._index = planner.index
-        self._tails = tails
+        self._finder = finder
         self._counters = counters
+        self._pool = pool
         self.unsent: list[LoadOrder] = []
         self._pages = 0  # of those
         self.refused: list[FailLoad] = []  # not sent yet
@@ -72,75 +76,84 @@ class Restores:
 
     def loaded(self, turn: Turn) -> None:
         """End the turn's restore: whoever loaded into its blocks is done."""
-        turn.restore.loading = False
+        turn.restore.loading = 0
+
+    def on_part_loaded(self, turn: Turn) -> bool:
+        """Take in that an order of the turn's restore is over; True if that was the last one."""
+        if not turn.restore.loading:
+            return False
+        turn.restore.loading -= 1
+        return not turn.restore.loading
 
     def find(self, turn: Turn, num_computed: int, others: int) -> Hit | None:
-        """Offer the longest run of readable pages after the VRAM prefix, with a partial tail.
+        """Offer the longest prefix beyond that in VRAM whose pages are readable.
 
         At least the last token is left to compute: its logits are wanted.
 
         Args:
-            num_computed: tokens of the VRAM prefix, a multiple of the block size.
+            num_computed: tokens of the VRAM prefix, whole blocks.
             others: requests running beside this one.
         """
-        size, limit = self._facts.block_size, turn.request.num_tokens - 1
-        keys = turn.page_keys()
-        first = num_computed // size
-        end = self._index.resident_prefix(keys, first, min(len(keys), limit // size))
-        found = list(keys[first:end])
-        tokens = end * size
-        if end < len(keys) and limit // size == end and self._index.readable(keys[end]):
-            found.append(keys[end])  # a full page of which all but the last token counts
-            tokens = limit
-        elif tail := turn.find_tail(self._tails, end, size, limit, self._index.readable):
-            found.append(tail[0])
-            tokens += tail[1]
-        usable = self.policy.usable(tokens)
-        if usable < tokens:
-            tokens = usable
-            del found[max(0, -(-tokens // size) - first) :]
-        if tokens <= num_computed:
+        index, limit = self._index, turn.request.num_tokens - 1
+        found = self._finder.find(turn, num_computed, limit, index.readable, index.resident_prefix)
+        if found is not None and (usable := self.policy.usable(found.tokens)) < found.tokens:
+            found = self._finder.find(
+                turn, num_computed, usable, index.readable, index.resident_prefix
+            )
+        if found is None:
             turn.restore.hit = None
         else:
-            mode = self._mode(len(found), others)
-            turn.restore.hit = Hit(first, tuple(found), tokens - num_computed, mode)
+            mode = self._mode(found, others)
+            turn.restore.hit = Hit(found.parts, found.tokens - num_computed, mode)
         return turn.restore.hit
 
-    def _mode(self, pages: int, others: int) -> RestoreMode:
+    def _mode(self, found: Found, others: int) -> RestoreMode:
         if not self._facts.sync_restores:
             return RestoreMode.ASYNC
-        copy_s = self._planner.copy_seconds(pages)
+        copy_s = sum(self._planner.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))
 
-    def order(self, turn: Turn, block_ids: Sequence[int], tokens: int) -> None:
+    def order(self, turn: Turn, tokens: int) -> None:
         """Order the restore that the engine now counts on.
 
         Raises:
-            RuntimeError: none was offered; follow with ``refuse``.
+            RuntimeError: none was offered, or not this one; follow with ``refuse``.
         """
         hit = turn.restore.hit
         if hit is None:
             raise RuntimeError("the engine expects a restore that was not offered")
-        keys = hit.keys[: -(-tokens // self._facts.block_size)]
-        where = block_ids[hit.first : hit.first + len(keys)]
-        order = self._planner.plan_load(turn.request_id, keys, where, hit.mode)
-        self.unsent.append(order)
-        self._pages += len(keys)
-        if hit.mode is RestoreMode.SYNC:
-            self._from_there[order.order_id] = tuple(block_ids[hit.first :])
+        if tokens != hit.tokens and self._facts.narrow:
+            raise RuntimeError(f"the engine expects {tokens} of {hit.tokens} tokens offered")
+        if len(hit.parts) > 1 and not all(map(self._index.readable, hit.keys)):
+            raise RuntimeError("a page that was offered is gone")  # before anything is ordered
+        for part in hit.parts:
+            size = self._facts.groups[part.group].block_size
+            keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
+            table = self._pool.tables[part.group][turn.request_id]
+            where = [block.block_id for block in table[part.first : part.first + len(keys)]]
+            order = self._planner.plan_load(turn.request_id, keys, where, hit.mode, part.group)
+            self.unsent.append(order)
+            self._pages += len(keys)
+            if hit.mode is RestoreMode.SYNC:
+                behind = tuple(block.block_id for block in table[part.first :])
+                self._from_there[order.order_id] = behind
+            else:
+                turn.restore.loading += 1
         turn.restore.hit = None
-        turn.restore.loading = hit.mode is RestoreMode.ASYNC
         self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
 
-    def refuse(self, request_id: str, hit: Hit | None, block_ids: Sequence[int]) -> tuple[int, ...]:
+    def refuse(self, request_id: str, hit: Hit | None) -> tuple[int, ...]:
         """Order a restore that must fail, in place of one that the engine counts on: the workers
         report its blocks as bad, and the tokens are recomputed.
 
         Returns:
             The blocks that will hold nothing.
         """
-        mode, first = (hit.mode, hit.first) if hit else (RestoreMode.SYNC, 0)
-        bad = tuple(block_ids[first:])
+        usual = RestoreMode.SYNC if self._facts.sync_restores else RestoreMode.ASYNC
+        mode = hit.mode if hit is not None else usual
+        first = min((part.first for part in hit.parts), default=0) if hit is not None else 0
+        table = self._pool.tables[CONTEXT].get(request_id, ())
+        bad = tuple(block.block_id for block in table[first:])
         self.refused.append(FailLoad(request_id, bad, mode))
         return bad
 

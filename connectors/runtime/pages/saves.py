@@ -7,16 +7,21 @@ few at a time, and the requests of a few steps are looked at together, so that o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.keys import PageKey
+from tiered_kv.keys import PageKey, tail_key
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.saving import SaveStride, is_tail_worth_a_slot
+
+from .ends import kept_tokens, prompt_boundaries, state_tokens
 
 
 class Saves:
@@ -55,9 +60,12 @@ class Saves:
 
     def watch(self, turn: Turn, step: int) -> None:
         """Look for newly filled blocks of this turn in that step, and not before."""
-        if turn.pages.fingerprint is not None:
-            turn.save.due = step
-            self._calendar[step].append(turn)
+        if not turn.pages.fingerprints:
+            return
+        if not turn.save.cursors:
+            self.start_over(turn)
+        turn.save.due = step
+        self._calendar[step].append(turn)
 
     def resume(self, turn: Turn) -> None:
         """Go on saving the turn: nobody else loads into its blocks any more."""
@@ -65,7 +73,8 @@ class Saves:
 
     def start_over(self, turn: Turn) -> None:
         """Offer all of the turn's blocks again."""
-        turn.save.cursor = 0
+        turn.save.cursors = [0] * len(self._facts.groups)
+        turn.save.boundaries = prompt_boundaries(turn.request, self._facts)
 
     def step(self, step: int, scheduled: Mapping[str, int]) -> None:
         """Order saves of the blocks that are full once this step has run.
@@ -76,27 +85,38 @@ class Saves:
         if step not in self._calendar:
             return
         due = self._calendar.pop(step)
-        filled: dict[PageKey, int] = {}
+        filled = self._nothing()
         for turn in due:
-            if turn.save.due != step or turn.pages.fingerprint is None:
+            if turn.save.due != step or not turn.pages.fingerprints:
                 continue
             request = turn.request
             if request.waits_for_kv:
                 turn.save.suspended = True  # until the engine admits it again
                 continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-            filled.update(self._newly_filled(turn, tokens))
+            self._add_filled(turn, tokens, filled)
+            while turn.save.boundaries and turn.save.boundaries[-1] <= tokens:
+                self._add_boundary(turn, turn.save.boundaries.pop(), filled)
             known = request.num_tokens
             look = self._stride.next_look(
-                step, saved=turn.save.cursor, computed=tokens, known=known
+                step, saved=turn.save.cursors[CONTEXT], computed=tokens, known=known
             )
             self.watch(turn, look)
         self._order(filled)
 
-    def finish(
-        self, turn: Turn, block_ids: Sequence[int]
-    ) -> tuple[SaveOrder | None, list[PageKey]]:
-        """Save the blocks that a turn filled last, and its partial tail, at its end.
+    def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
+        """Save a state that the engine keeps after ``tokens``, once this step has run."""
+        if not turn.pages.fingerprints:
+            return
+        key = turn.state_key(group, tokens)
+        if key is not None:
+            filled = self._nothing()
+            filled[group][key] = block
+            turn.save.bounded[key] = None
+            self._order(filled)
+
+    def finish(self, turn: Turn) -> tuple[SaveOrder | None, list[PageKey]]:
+        """Save the blocks that a turn filled last, and its end, which fills no block.
 
         All its pages then count as just used, the end of the context as the least
         valuable: a prefix without its end is a hit, an end without its prefix is none.
@@ -105,32 +125,100 @@ class Saves:
             The last save of the turn, if there is one, and all its pages, first to last.
         """
         turn.save.due = None
-        request, size = turn.request, self._facts.block_size
-        computed = min(
-            request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1
-        )
-        pages = dict(self._newly_filled(turn, computed))
-        block, length = divmod(computed, size)
-        place = None
-        worth_it = is_tail_worth_a_slot(block, of_job=turn.job is not None)
-        if length and worth_it and block == turn.save.cursor and block < len(block_ids):
-            place = turn.tail_place(block, size)
+        if not turn.save.cursors:
+            self.start_over(turn)
+        computed = kept_tokens(turn.request)
+        end = computed if not self._facts.has_states else state_tokens(turn.request)
+        filled = self._nothing()
+        self._add_filled(turn, max(computed, end or 0), filled)
         self._remember_prompt_end(turn)
-        used = list(reversed(turn.page_keys()[: turn.save.cursor]))
-        if place is not None:
-            tail = self._tails.add(*place, request.all_token_ids[block * size : computed])
-            pages[tail.key] = block_ids[block]
-            used.insert(0, tail.key)
-            index, book = self._planner.index, self._planner
-            stored = sum(len(tier.index) for tier in book.stores.values())
-            if len(self._tails) > 2 * (index.num_slots + stored):
-                self._tails.prune(lambda key: index.known(key) or book.stored(key))
-        order = self._order(pages)
+        if end is not None:
+            self._add_end(turn, end, filled)
+        order, context = self._order(filled), self._context(turn)
         if order is None:
-            self._planner.index.touch(used)
+            self._planner.index.touch(reversed(context))
         else:  # its pages can be touched once they are there
-            self._last_of_turn[order.order_id] = used
-        return order, used[::-1]
+            self._last_of_turn[order.order_id] = context[::-1]
+        return order, context
+
+    def _context(self, turn: Turn) -> list[PageKey]:
+        """The turn's pages so far, first to last."""
+        cursors, groups = turn.save.cursors, self._facts.groups
+        if len(groups) == 1:
+            return [*turn.page_keys()[: cursors[0]], *turn.save.bounded]
+        ends = [
+            ((block + 1) * group.block_size, key)
+            for at, group in enumerate(groups)
+            for block, key in enumerate(turn.page_keys(at)[: cursors[at]])
+        ]
+        return [*(key for _, key in sorted(ends, key=itemgetter(0))), *turn.save.bounded]
+
+    def _add_end(self, turn: Turn, end: int, filled: list[dict[PageKey, int]]) -> None:
+        """Add the pages that a context of ``end`` tokens needs, beside those of whole blocks."""
+        groups, size = self._facts.groups, self._facts.block_size
+        whole = all(
+            end // group.block_size == turn.save.cursors[at]
+            for at, group in enumerate(groups)
+            if group.reach.kind is KvKind.FULL
+        )
+        worth_it = is_tail_worth_a_slot(end // size, of_job=turn.job is not None)
+        if end > 0 and whole and worth_it:
+            self._add_boundary(turn, end, filled)
+
+    def _add_boundary(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
+        """Add the pages that a prefix of ``tokens`` needs beside those of whole blocks, if all of
+        them are there; they are then known as its end."""
+        for at, key, block in self._boundary(turn, tokens):
+            filled[at][key] = block
+            turn.save.bounded[key] = None
+
+    def _boundary(self, turn: Turn, tokens: int) -> Sequence[tuple[int, PageKey, int]]:
+        """The pages of a boundary, each with its group and block; none if one of them lacks."""
+        request, unit = turn.request, self._facts.hash_tokens
+        start = tokens // unit * unit
+        tail: PageKey | None = None
+        place = turn.tail_place(start)
+        if place is not None:
+            tail = tail_key(place[0], request.all_token_ids[start:tokens], place[1])
+        found: list[tuple[int, PageKey, int]] = []
+        for at, group in enumerate(self._facts.groups):
+            if group.reach.kind is KvKind.STATE:
+                if tokens < request.num_prompt_tokens:
+                    continue  # the engine gives it, if it has it
+                key = turn.state_key(at, tokens) if start == tokens else tail
+                wanted = [(group.needs(tokens).start, key)]
+            else:
+                wanted = self._narrow_blocks(turn, at, tokens, tail)
+            table = self._pool.tables[at].get(turn.request_id, ())
+            for block, key in wanted:
+                if key is None or block >= len(table) or table[block].is_null:
+                    return ()
+                in_group = turn.in_group(key, at) if key is tail else key
+                found.append((at, in_group, table[block].block_id))
+        if tail is not None and start < tokens:
+            self._remember(place, request.all_token_ids[start:tokens])
+        return found
+
+    def _narrow_blocks(
+        self, turn: Turn, at: int, tokens: int, tail: PageKey | None
+    ) -> list[tuple[int, PageKey | None]]:
+        """Blocks that a prefix needs and no cursor passes, with their keys."""
+        group, keys = self._facts.groups[at], turn.page_keys(at)
+        needed, whole = group.needs(tokens), tokens // group.block_size
+        blocks = list[tuple[int, PageKey | None]]()
+        if group.reach.kind is not KvKind.FULL:
+            blocks += [(i, keys[i] if i < len(keys) else None) for i in needed if i < whole]
+        if needed.stop > whole:
+            blocks.append((whole, tail))
+        return blocks
+
+    def _remember(self, place: tuple[bytes, object] | None, tokens: Sequence[int]) -> None:
+        assert place is not None
+        self._tails.add(*place, tokens)
+        index, book = self._planner.index, self._planner
+        stored = sum(len(tier.index) for tier in book.stores.values())
+        if len(self._tails) > 2 * (index.num_slots + stored):
+            self._tails.prune(lambda key: index.known(key) or book.stored(key))
 
     def _remember_prompt_end(self, turn: Turn) -> None:
         """Keep the block in which the prompt ended as a partial tail: the answer has filled it.
@@ -140,7 +228,9 @@ class Saves:
         """
         size = self._facts.block_size
         block, length = divmod(turn.request.num_prompt_tokens, size)
-        if length and block < turn.save.cursor and (place := turn.tail_place(block, size)):
+        if self._facts.narrow or not length or block >= turn.save.cursors[CONTEXT]:
+            return
+        if (place := turn.tail_place(block * size)) is not None:
             tokens = turn.request.all_token_ids[block * size : (block + 1) * size]
             self._tails.add(*place, tokens, key=turn.page_keys()[block])
 
@@ -189,28 +279,39 @@ class Saves:
             self._give_up(order.blocks)
         return [order.order_id for order in abandoned]
 
-    def _newly_filled(self, turn: Turn, tokens: int) -> Iterable[tuple[PageKey, int]]:
-        """Blocks filled since the last look, with their keys.
+    def _nothing(self) -> list[dict[PageKey, int]]:
+        return [{} for _ in self._facts.groups]
+
+    def _add_filled(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
+        """Add the blocks filled since the last look, with their keys.
 
         Args:
             tokens: tokens whose KV is there, drafts and placeholders perhaps included;
                 blocks whose tokens are not final yet have no hash, and wait.
         """
-        keys = turn.page_keys()
-        blocks = self._pool.tables.get(turn.request_id, ())
-        full = min(tokens // self._facts.block_size, len(keys), len(blocks))
-        start = turn.save.cursor
-        if full <= start:
-            return ()
-        turn.save.cursor = full
-        return zip(keys[start:full], [b.block_id for b in blocks[start:full]], strict=True)
+        for at, group in enumerate(self._facts.groups):
+            if group.reach.kind is not KvKind.FULL:
+                continue
+            keys = turn.page_keys(at)
+            blocks = self._pool.tables[at].get(turn.request_id, ())
+            full = min(tokens // group.block_size, len(keys), len(blocks))
+            start = turn.save.cursors[at]
+            if full <= start:
+                continue
+            turn.save.cursors[at] = full
+            ids = [b.block_id for b in blocks[start:full]]
+            filled[at].update(zip(keys[start:full], ids, strict=True))
 
-    def _order(self, pages: Mapping[PageKey, int]) -> SaveOrder | None:
-        order = self._planner.plan_save(pages) if pages else None
-        if order is not None:
-            self._pool.hold([self._pool.blocks[block] for block in order.blocks])
-            self.unsent.append(order)
-        return order
+    def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> SaveOrder | None:
+        """Order saves of pages, by group; the last of these orders."""
+        last = None
+        for at, pages in enumerate(filled):
+            order = self._planner.plan_save(pages, at) if pages else None
+            if order is not None:
+                self._pool.hold([self._pool.blocks[block] for block in order.blocks])
+                self.unsent.append(order)
+                last = order
+        return last
 
     def _give_up(self, block_ids: Sequence[int]) -> None:
         blocks = self._pool.blocks

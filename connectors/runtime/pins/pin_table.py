@@ -61,6 +61,8 @@ class PinTable:
         deadline: float,
         started_at: float,
         value: PinValue,
+        *,
+        whole: bool = False,
     ) -> int:
         """Hold a job's blocks until ``deadline``, in place of what it held before.
 
@@ -71,13 +73,14 @@ class PinTable:
             deadline: on the scheduler half's clock, seconds.
             started_at: start of the job, seconds.
             value: value of the pin.
+            whole: True if a part of the blocks is of no use.
 
         Returns:
             Number of the blocks that are pinned.
         """
         self.release(job)
         kept = self._within_budget(blocks)
-        if not kept:
+        if not kept or (whole and len(kept) < len(blocks)):
             return 0
         self._pool.hold(kept)
         held = self._held

@@ -12,12 +12,13 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.metrics import Counters
+from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.patience import (
     needs_one_more,
@@ -25,6 +26,7 @@ from tiered_kv.policies.pins.patience import (
     worth_waiting_for_saves,
 )
 
+from .boundary_blocks import BoundaryBlocks
 from .pin_table import PinTable
 
 
@@ -43,6 +45,7 @@ class PinPressure:
         self,
         facts: EngineFacts,
         pins: PinTable,
+        boundaries: BoundaryBlocks,
         saves: Saves,
         counters: Counters,
         pool: BlockPool,
@@ -51,6 +54,7 @@ class PinPressure:
         self.in_job_order = False
         self._facts = facts
         self._pins = pins
+        self._boundaries = boundaries
         self._saves = saves
         self._counters = counters
         self._pool = pool
@@ -88,7 +92,7 @@ class PinPressure:
         """
         freed = self._late(step) > 0 or self._waits_for_saves(step) or self._release_one(None)
         # What was pinned may be being saved as well.
-        freed = freed or self._waits_for_saves(step)
+        freed = freed or self._waits_for_saves(step) or self._boundaries.release_all()
         self.defer_new = self.defer_new or freed
         return freed
 
@@ -122,7 +126,7 @@ class PinPressure:
         waiter = waiter_started_at(
             job_started_at(turn),
             preempted=turn.request.num_preemptions > 0,
-            somebody_runs=any(self._pool.tables.values()),
+            somebody_runs=any(self._pool.tables[CONTEXT].values()),
             in_job_order=self.in_job_order,
             new=turn.hold.new,
         )
@@ -135,7 +139,8 @@ class PinPressure:
     def for_restored(self, turns: Sequence[Turn], step: int) -> None:
         """Release pins until each restored request has the blocks it lacks."""
         for turn in turns:
-            lack = self._blocks(turn) - len(self._pool.tables.get(turn.request_id, ()))
+            own = self._pool.blocks_of(turn.request_id)
+            lack = self._blocks(turn) - sum(not block.is_null for block in own)
             self._release_until_free(lack + self._pool.watermark, step)
 
     def _release_until_free(self, wanted: int, step: int) -> None:
@@ -143,7 +148,7 @@ class PinPressure:
         self._counters.add("pins_released", released)
 
     def _blocks(self, turn: Turn) -> int:
-        return int(-(-turn.request.num_tokens // self._facts.block_size))
+        return self._facts.blocks(turn.request.num_tokens)
 
     def _release_one(self, spare: JobKey | None, waiter: float | None = None) -> bool:
         before = self._pool.num_free()
@@ -157,9 +162,18 @@ class PinPressure:
 
     def _held_hits(self, turn: Turn, num_computed: int) -> int:
         """Blocks of its VRAM prefix that somebody references: they cost no free block."""
+        hashes, unit = turn.request.block_hashes, self._facts.hash_tokens
         held = 0
-        for block_hash in turn.request.block_hashes[: num_computed // self._facts.block_size]:
-            cached = self._pool.cached(block_hash)
-            if cached is not None and cached.ref_cnt > 0:
-                held += 1
+        for at, blocks, size in self._hits(num_computed):
+            for block in blocks:
+                cached = self._pool.cached(hashes[(block + 1) * size // unit - 1], at)
+                held += cached is not None and cached.ref_cnt > 0
         return held
+
+    def _hits(self, num_computed: int) -> Iterator[tuple[int, range, int]]:
+        """Blocks of a VRAM prefix, by group, and how many tokens one has."""
+        for at, group in enumerate(self._facts.groups):
+            yield at, group.needs(num_computed), group.block_size
+        if not self._facts.groups:
+            size = self._facts.block_size
+            yield CONTEXT, range(num_computed // size), size

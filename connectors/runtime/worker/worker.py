@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
-from tiered_kv.orders import LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
+from tiered_kv.orders import FailLoad, LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
@@ -30,6 +31,19 @@ from .speed_probe import measure_copies, measure_flops
 from .tier_worker import TierWorker
 
 logger = logging.getLogger(__name__)
+
+
+class Arrivals(NamedTuple):
+    """Requests whose async restore is over.
+
+    Attributes:
+        requests: all of them, whether it went well or not.
+        failed: those of them that must be computed anew. With one page group none is: bad blocks
+            tell.
+    """
+
+    requests: set[str]
+    failed: set[str]
 
 
 class WorkerHalf:
@@ -63,6 +77,8 @@ class WorkerHalf:
         self.backend: TransferBackend | None = None
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
+        self._parts: Counter[str] = Counter()  # of async restores under way, by request
+        self._failed: set[str] = set()
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed_syncs = 0
@@ -150,8 +166,10 @@ class WorkerHalf:
                 self._overwrite(promote.slots)
             if name in self.stores:
                 self.stores[name].carry_out(tier_orders)
+        loads: list[FailLoad | LoadOrder] = [*orders.failed_loads, *orders.loads]
+        self._parts.update(one.request_id for one in loads if one.mode is RestoreMode.ASYNC)
         for refused in orders.failed_loads:
-            self._restored(refused.request_id, refused.mode, refused.blocks)
+            self._restored(refused.request_id, refused.mode, refused.blocks, failed=True)
         for order in orders.loads:
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
             self._orders[order.order_id] = order
@@ -181,13 +199,15 @@ class WorkerHalf:
             job = CopyJob(order.order_id, Direction.SAVE, order.blocks, order.slots, order.group)
             backend.submit(job)
 
-    def finish(self) -> set[str]:
-        """Requests whose async restore is over, well or not, since the last call."""
+    def finish(self) -> Arrivals:
+        """Requests whose async restore is over since the last call."""
         if self.backend is not None and self._orders:
             for result in self.backend.poll():
                 self._done(result)
         arrived, self._arrived = self._arrived, set()
-        return arrived
+        failed = arrived & self._failed
+        self._failed -= failed
+        return Arrivals(arrived, failed)
 
     @property
     def bad_blocks(self) -> Collection[int]:
@@ -223,16 +243,25 @@ class WorkerHalf:
         order = self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
-            for tier in self.stores.values():
-                tier.saved(order, result.failed)
+            for name, tier in self.stores.items():
+                if name.group == order.group:
+                    tier.saved(order, result.failed)
             return
         bad = [order.blocks[i] for i in result.failed]
-        self._restored(order.request_id, order.mode, bad)
+        self._restored(order.request_id, order.mode, bad, failed=bool(bad))
 
-    def _restored(self, request_id: str, mode: RestoreMode, bad: Sequence[int]) -> None:
-        self._bad_blocks.update(bad)
+    def _restored(
+        self, request_id: str, mode: RestoreMode, bad: Sequence[int], *, failed: bool
+    ) -> None:
+        if len(self._facts.groups) == 1:
+            self._bad_blocks.update(bad)
+        elif failed:  # a block's number does not tell its group
+            self._failed.add(request_id)
         if mode is RestoreMode.ASYNC:
-            self._arrived.add(request_id)
+            self._parts[request_id] -= 1
+            if not self._parts[request_id]:
+                del self._parts[request_id]
+                self._arrived.add(request_id)
         elif bad:
             self._failed_syncs += 1
             self._newly_failed = True

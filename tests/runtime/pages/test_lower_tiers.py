@@ -311,7 +311,16 @@ def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
     facts, book = replace(rig.half.facts, ranks=2), rig.pages.book
     counters = rig.half.counters.of_tier(SSD)
-    tier = LowerTier(SSD, TierSpec(SSD.tier), facts, book, counters, lambda _: 0.0, lambda: 0.0)
+    tier = LowerTier(
+        SSD,
+        TierSpec(SSD.tier),
+        facts,
+        book,
+        counters,
+        chance=lambda _: 0.0,
+        group_of=lambda _: SSD.group,
+        clock=lambda: 0.0,
+    )
     tier.on_handshake({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
     assert [key in book.stores[SSD].index for key in (a, b, c)] == [False, True, False]
     assert set(tier.take().lost) == {a, c}

@@ -92,7 +92,7 @@ def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     rig.ask("r1", text(150, seed=1), params=turn("job"))
     rig.add("waits", text(100, seed=2))
     waiting = rig.turn("waits")
-    waiting.restore.hit = Hit(0, (), 96, mode)
+    waiting.restore.hit = Hit((), 96, mode)
     for step in (7, 8, 9):
         rig.admission.pressure.for_waiting(waiting, 0, step)
     assert len(rig.pins) == (mode is RestoreMode.SYNC)

@@ -81,7 +81,7 @@ class Halves(Offload):
         return self.scheduler.match(request.request_id, computed)
 
     def allocated(self, request: Request, loaded: int) -> None:
-        self.scheduler.on_allocated(request.request_id, request.block_ids, loaded)
+        self.scheduler.on_allocated(request.request_id, loaded)
 
     def lacks_block(self, request: Request) -> bool:
         return self.scheduler.release_for_running()
@@ -93,7 +93,7 @@ class Halves(Offload):
 
     def after_forward(self) -> Loads:
         self.worker.save(self._orders)
-        arrived = frozenset(self.worker.finish())
+        arrived = frozenset(self.worker.finish().requests)
         return Loads(arrived, frozenset(self.worker.take_bad_blocks()))
 
     def step_over(self) -> None:
@@ -101,7 +101,7 @@ class Halves(Offload):
             self.scheduler.on_reports(reports)
 
     def ended(self, request: Request) -> None:
-        self.scheduler.on_finished(request.request_id, request.block_ids)
+        self.scheduler.on_finished(request.request_id)
 
     def before_reset(self) -> None:
         self.scheduler.before_reset()

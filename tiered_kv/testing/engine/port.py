@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.keys import Fingerprint
+from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.layout import Placement, page_layout
-from tiered_kv.page_group import PageGroup
+from tiered_kv.page_group import CONTEXT, PageGroup
 from tiered_kv.testing.checked_kv import CELL
 
 from .blocks import Blocks
@@ -34,6 +34,8 @@ def read_facts(size: EngineSize) -> EngineFacts:
     return EngineFacts(
         ranks=1,
         block_size=size.block_size,
+        hash_tokens=size.block_size,
+        hit_tokens=size.block_size,
         num_blocks=size.blocks,
         placeholders=0,
         groups=(group,),
@@ -71,6 +73,9 @@ class OneModel:
     def of(self, adapter: object | None, group: int) -> bytes | None:
         return self._digest
 
+    def group_of(self, key: PageKey) -> int | None:
+        return CONTEXT
+
     def next_generation(self) -> None:
         self._base = replace(self._base, generation=secrets.token_hex(8))
         self._digest = self._base.digest()
@@ -91,10 +96,9 @@ class PortPool:
     def __init__(self, pool: Blocks) -> None:
         self._pool = pool
         self.blocks: Sequence[Any] = pool.blocks
-        self.tables: Mapping[str, Sequence[Any]] = pool.tables
+        self.tables: Sequence[Mapping[str, Sequence[Any]]] = (pool.tables,)
         self.num_free = pool.num_free
         self.forget = pool.forget
-        self.cached: Callable[[bytes], Any] = pool.cached
 
     def hold(self, blocks: Sequence[Any]) -> None:
         self._pool.hold(blocks)
@@ -103,7 +107,10 @@ class PortPool:
         self._pool.release(blocks)
 
     def blocks_of(self, request_id: str) -> Sequence[Any]:
-        return self.tables.get(request_id, ())
+        return self._pool.tables.get(request_id, ())
+
+    def cached(self, block_hash: bytes, group: int) -> Any | None:
+        return self._pool.cached(block_hash)
 
 
 class PortRequest:
@@ -117,6 +124,8 @@ class PortRequest:
     text_only = True
     reads_cache = True
     streams_input = False
+    text_cut = False
+    shared_tokens = 0
     num_in_flight_tokens = 0
 
     def __init__(self, request: Request) -> None:

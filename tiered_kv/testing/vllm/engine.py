@@ -12,6 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tiered_kv.kv_reach import KvKind
+
+from .groups import GroupPages, GroupSpec, group_pages
+
 CONNECTOR_MODULE = "tiered_kv.testing.vllm.connector"
 
 
@@ -21,10 +25,16 @@ class EngineSize:
 
     Attributes:
         blocks: of the VRAM pool, vLLM's null block included.
-        kv_bytes: of a token; a multiple of 8.
+        block_size: of the one group of full attention that there is where ``groups`` is empty.
+        kv_bytes: of a token; a multiple of 8. With several groups, of one in the largest blocks.
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
         vocabulary: token ids.
         ahead: asynchronous scheduling.
+        groups: kinds of KV.
+        retention: vLLM's ``prefix_cache_retention_interval``: distance in tokens of the windows
+            and states that can be found again; 0: only those at the ends of prompts; None: all.
+        match_unit: vLLM's ``prefix_match_unit``: tokens of a block hash; None: as many as divide
+            all blocks.
     """
 
     blocks: int
@@ -36,6 +46,14 @@ class EngineSize:
     policy: str
     vocabulary: int = 1000
     ahead: bool = False
+    groups: tuple[GroupSpec, ...] = ()
+    retention: int | None = 0
+    match_unit: int | None = None
+
+    def pages(self) -> tuple[GroupPages, ...]:
+        """Pages of each group."""
+        specs = self.groups or (GroupSpec(block_size=self.block_size),)
+        return group_pages(specs, self.kv_bytes)
 
 
 def engine_config(
@@ -72,7 +90,12 @@ def engine_config(
             "kv_connector_extra_config": dict(extra),
         }
         transfer = KVTransferConfig(**(around(ours) if around is not None else ours))
-    cache = CacheConfig(block_size=size.block_size, enable_prefix_caching=True)
+    cache = CacheConfig(
+        block_size=min(pages.spec.block_size for pages in size.pages()),
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=size.retention,
+        prefix_match_unit=size.match_unit,
+    )
     cache.num_gpu_blocks = size.blocks
     config = VllmConfig(
         model_config=ModelConfig(
@@ -91,41 +114,49 @@ def engine_config(
         kv_transfer_config=transfer,
     )
     config.cache_config.num_gpu_blocks = size.blocks
+    if any(pages.spec.kind is KvKind.STATE for pages in size.pages()):
+        config.cache_config.mamba_cache_mode = "align"  # vLLM goes by the model, which has none
     config.scheduler_config.async_scheduling = size.ahead  # vLLM itself refuses it on CPUs
     return config
 
 
 def kv_config(size: EngineSize) -> Any:
-    """A ``KVCacheConfig`` of one layer that has all of a token's KV."""
-    import torch
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
+    """A ``KVCacheConfig`` of one layer a group. A layer has all of a token's KV, or all state."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-    head = min(128, size.kv_bytes // 4)  # K and V of two bytes each
-    page = size.block_size * size.kv_bytes
-    spec = FullAttentionSpec(
-        block_size=size.block_size,
-        num_kv_heads=size.kv_bytes // 4 // head,
-        head_size=head,
-        dtype=torch.bfloat16,
-    )
-    assert spec.page_size_bytes == page
-    tensor = KVCacheTensor(
-        size=page * size.blocks,
-        layers=["layer.0"],
-        layer_stride=page * size.blocks,
-        block_stride=page,
-        offset=0,
-    )
+    groups = size.pages()
     return KVCacheConfig(
         num_blocks=size.blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=pages.page_bytes * size.blocks,
+                layers=[pages.layer],
+                layer_stride=pages.page_bytes * size.blocks,
+                block_stride=pages.page_bytes,
+                offset=0,
+            )
+            for pages in groups
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([one.layer], one.vllm_spec()) for one in groups],
+        prefix_cache_retention_interval=size.retention,
     )
+
+
+def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
+    """Tokens of the scheduler's blocks and of block hashes, as vLLM's engine finds them; it writes
+    them down as well."""
+    from vllm.v1.core import kv_cache_utils
+
+    sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, config)
+    scheduled, hashed = sizes
+    if hasattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens"):  # 0.32 on
+        kv_cache_config.hash_block_size = hashed
+        kv_cache_config.cache_hit_alignment_tokens = (
+            kv_cache_utils.resolve_cache_hit_alignment_tokens(
+                kv_cache_config, config, scheduled, hashed
+            )
+        )
+    return scheduled, hashed
 
 
 def make_scheduler(
@@ -140,7 +171,7 @@ def make_scheduler(
     structured = SimpleNamespace(
         accept_tokens=lambda *a, **k: True, should_advance=lambda *a, **k: False
     )
-    block_size = config.cache_config.block_size
+    block_size, hash_block_size = resolve_block_sizes(config, kv_cache_config)
     stock = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
     made: Any = ContinuumScheduler if in_job_order else stock
     return made(
@@ -148,7 +179,7 @@ def make_scheduler(
         kv_cache_config,
         structured,
         block_size=block_size,
-        hash_block_size=block_size,
+        hash_block_size=hash_block_size,
         log_stats=log_stats,
     )
 

@@ -18,14 +18,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
-from tiered_kv.testing.checked_kv import CELL, VOCABULARY
+from tiered_kv.testing.checked_kv import CELL, VOCABULARY, Cells
 from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
 from tiered_kv.testing.rig import EngineRig
 
 from .changes import given
-from .engine import EngineSize, engine_config, kv_config, make_scheduler
+from .engine import EngineSize, engine_config, kv_config, make_scheduler, resolve_block_sizes
+from .groups import GroupSpec, kept_blocks
 from .runner import CheckingRunner
 
 
@@ -35,6 +38,7 @@ class RigOptions:
 
     Attributes:
         blocks: blocks of the VRAM pool, vLLM's null block included.
+        block_size: of the one group of full attention that there is where ``groups`` is empty.
         extra: the connector's settings, or None for stock vLLM.
         in_job_order: with ``ContinuumScheduler``.
         check_kv: write and check KV; without it the model says the same to everything,
@@ -44,6 +48,8 @@ class RigOptions:
             of several.
         ahead: asynchronous scheduling: a step is scheduled and run before the scheduler hears of
             the one before it. As vLLM does on GPUs, and not on CPUs.
+        groups, retention, match_unit: kinds of KV, and which of it vLLM finds again, as
+            ``EngineSize`` says.
     """
 
     blocks: int = 64
@@ -58,6 +64,9 @@ class RigOptions:
     ahead: bool = False
     tools: ToolCalls | None = None
     around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    groups: tuple[GroupSpec, ...] = ()
+    retention: int | None = 0
+    match_unit: int | None = None
 
 
 class Rig(EngineRig):
@@ -86,17 +95,22 @@ class Rig(EngineRig):
             policy=opts.policy,
             vocabulary=VOCABULARY,
             ahead=opts.ahead,
+            groups=opts.groups,
+            retention=opts.retention,
+            match_unit=opts.match_unit,
         )
         self.config = engine_config(folder, size, opts.extra, opts.around)
         layout = kv_config(size)
-        page = opts.block_size * CELL
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(opts.block_size, hash_fn)
-        self.memory = torch.zeros(page * opts.blocks, dtype=torch.uint8)
-        self.runner = CheckingRunner(
-            self.memory.numpy().reshape(opts.blocks, opts.block_size, CELL)
-        )
+        _, hash_block_size = resolve_block_sizes(self.config, layout)
+        self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
+        self.groups = size.pages()
+        """Pages of each group."""
+        page = self.groups[0].page_bytes
+        self.memory = torch.zeros(page * opts.blocks, dtype=torch.int8)
+        pages = self.memory.numpy().view(np.uint8).reshape(opts.blocks, page)
+        self.runner = CheckingRunner(self.groups, pages)
         self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
         self._late_aborts: list[str] = []
         self.now = 1000.0
@@ -142,7 +156,7 @@ class Rig(EngineRig):
             self.worker = KVConnectorFactory.create_connector(
                 self.config, KVConnectorRole.WORKER, layout
             )
-        self.worker.register_kv_caches({"layer.0": self.memory})
+        self.worker.register_kv_caches({one.layer: one.view(self.memory) for one in self.groups})
 
     def _introduce(self) -> None:
         from tiered_kv.connectors.vllm.envelopes import TieredHandshake
@@ -287,10 +301,25 @@ class Rig(EngineRig):
 
     @property
     def tables(self) -> Mapping[str, Sequence[Any]]:
-        """vLLM's blocks of each request."""
-        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        """vLLM's blocks of each request, those of the first group."""
+        return self.tables_of(0)
+
+    def tables_of(self, group: int) -> Mapping[str, Sequence[Any]]:
+        """vLLM's blocks of each request, those of one group."""
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
         tables: Mapping[str, Sequence[Any]] = manager.req_to_blocks
         return tables
+
+    def table(self, request_id: str, group: int = 0) -> list[int]:
+        """Ids of a request's blocks in a group, in vLLM's order; 0 where it has none."""
+        return [block.block_id for block in self.tables_of(group).get(request_id, ())]
+
+    def page(self, block_id: int, group: int = 0) -> Cells:
+        """The bytes of a block that hold a group's KV, to look at or to change."""
+        return self.runner.groups[group][block_id]
+
+    def kept_blocks(self, tokens: int) -> int:
+        return kept_blocks(self.groups, tokens, sparse=self.options.retention is not None)
 
     @property
     def free_blocks(self) -> int:
@@ -314,12 +343,15 @@ class Rig(EngineRig):
 
         connector_output = None
         if self.worker is None:
+            self._update(output)
             sampled = self._forward(output)
         else:
             worker = self.worker
             worker.handle_preemptions(output.kv_connector_metadata)
             worker.bind_connector_metadata(output.kv_connector_metadata)
-            # Like vLLM's model runners: loads that this forward needs come before it.
+            # Like vLLM's model runners: loads that this forward needs come before it, and after
+            # blocks were zeroed and states carried over.
+            self._update(output)
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
             sampled = self._forward(output, self.worker_half.bad_blocks)
@@ -330,6 +362,7 @@ class Rig(EngineRig):
             connector_output = KVConnectorOutput(
                 finished_sending=results.finished_sending,
                 finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
                 invalid_block_ids=worker.get_block_ids_with_load_errors(),
                 kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
@@ -342,9 +375,12 @@ class Rig(EngineRig):
             kv_connector_output=connector_output,
         )
 
-    def _forward(self, output: Any, bad: Collection[int] = ()) -> dict[str, list[int]]:
+    def _update(self, output: Any) -> None:
         if self.options.check_kv:
             self.runner.update(output)
+
+    def _forward(self, output: Any, bad: Collection[int] = ()) -> dict[str, list[int]]:
+        if self.options.check_kv:
             return self.runner.forward(output.num_scheduled_tokens, bad)
         sampled: dict[str, list[int]] = {}
         for request_id in output.num_scheduled_tokens:

@@ -6,54 +6,91 @@ so it may run ahead of the scheduler, as it does under asynchronous scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV, kv, sample
+from tiered_kv.testing.checked_kv import CELL, Cells, extend, sample
+
+from .group_kv import GroupKv, Pass, group_kv
+from .groups import GroupPages
 
 
 @dataclass(slots=True)
 class _Request:
     prompt: int
     tokens: list[int]
-    blocks: list[int]
+    tables: list[list[int]]
+    """Ids of the blocks, by group. Blocks that left a window stay, as in vLLM's runners."""
     computed: int
+    _cells: bytearray = field(default_factory=bytearray)
+
+    def cells(self, stop: int) -> Cells:
+        """KV of the first ``stop`` tokens."""
+        known = len(self._cells) // CELL
+        extend(self._cells, self.tokens[known:stop])
+        return np.frombuffer(bytes(self._cells[: stop * CELL]), dtype=np.uint8).reshape(-1, CELL)
+
+    def keep(self, tokens: int) -> None:
+        """Forget the tokens after the first so many."""
+        del self.tokens[tokens:]
+        del self._cells[tokens * CELL :]
 
 
 class CheckingRunner:
-    """Writes each token's KV, and reads back whatever is attended to.
+    """Writes each group's KV, and reads back whatever is attended to.
 
     Args:
-        cells: the KV cache, uint8 ``[blocks, block_size, CELL]``.
+        groups: geometry of the pages of each group.
+        memory: the KV cache, uint8 ``[blocks, page bytes]``.
     """
 
-    def __init__(self, cells: Cells) -> None:
-        self._cells = cells
-        self._size = cells.shape[1]
+    def __init__(self, groups: Sequence[GroupPages], memory: NDArray[np.uint8]) -> None:
+        self.groups: Sequence[GroupKv] = [group_kv(pages, memory) for pages in groups]
+        self._memory = memory
         self._requests: dict[str, _Request] = {}
 
     def update(self, output: Any) -> None:
-        """Take in what vLLM's SchedulerOutput says of requests."""
+        """Take in what vLLM's SchedulerOutput says of requests and blocks."""
         for request_id in output.finished_req_ids:
             self._requests.pop(request_id, None)
+        if output.new_block_ids_to_zero:
+            self._memory[output.new_block_ids_to_zero] = 0
+        if output.kv_cache_block_copies:
+            sources, targets = np.array(output.kv_cache_block_copies, dtype=np.intp).T
+            self._memory[targets] = self._memory[sources]
         for new in output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids)
+            tables = [list(blocks) for blocks in new.block_ids]
             self._requests[new.req_id] = _Request(
-                len(prompt), prompt, list(new.block_ids[0]), new.num_computed_tokens
+                len(prompt), prompt, tables, new.num_computed_tokens
             )
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             one, fresh = self._requests[request_id], cached.new_block_ids[i]
             one.computed = cached.num_computed_tokens[i]
             if request_id in cached.resumed_req_ids:
-                one.blocks = list(fresh[0])
+                one.tables = [list(blocks) for blocks in fresh]
+                one.keep(0)
                 one.tokens = list(cached.all_token_ids[request_id])
                 continue
-            del one.tokens[one.prompt + cached.num_output_tokens[i] :]  # it was not taken
-            one.blocks += fresh[0] if fresh is not None else ()
+            one.keep(one.prompt + cached.num_output_tokens[i])  # the others were not taken
+            for table, blocks in zip(one.tables, fresh or (), strict=False):
+                table += blocks
+        without_blocks = chain(
+            output.finished_req_ids, output.preempted_req_ids or (), cached.resumed_req_ids
+        )
+        for request_id in without_blocks:
+            for group in self.groups:
+                group.forget([request_id])
+        for request_id, count in output.num_scheduled_tokens.items():
+            one = self._requests[request_id]
+            for group, table in zip(self.groups, one.tables, strict=True):
+                group.carry(request_id, table, one.computed, one.computed + count)
 
     def forward(self, scheduled: dict[str, int], bad: Collection[int]) -> dict[str, list[int]]:
         """One forward pass.
@@ -68,29 +105,42 @@ class CheckingRunner:
         Raises:
             WrongKV: some of what a request attends to is not its context's.
         """
-        # Requests of a batch attend to blocks that others of it fill: write all, then read.
-        work = []
-        for request_id, count in scheduled.items():
-            one = self._requests[request_id]
-            stop = one.computed + count
-            cells = kv(one.tokens[:stop])
-            for position in range(one.computed, stop):
-                block = one.blocks[position // self._size]
-                self._cells[block, position % self._size] = cells[position]
-            work.append((request_id, one, cells))
-        sampled: dict[str, list[int]] = {}
-        for request_id, one, cells in work:
-            if not set(bad) & set(one.blocks):
-                self._check(request_id, one.blocks, cells)
-            sampled[request_id] = []
-            if len(cells) >= len(one.tokens):
-                sampled[request_id].append(sample(cells))
-                one.tokens.append(sample(cells))
-        return sampled
+        stops = {name: self._requests[name].computed + n for name, n in scheduled.items()}
+        passes = [
+            (group, one) for name, stop in stops.items() for group, one in self._passes(name, stop)
+        ]
+        checked = [
+            (group, one)
+            for group, one in passes
+            if not any(set(bad) & set(t) for t in self._requests[one.request_id].tables)
+            and self.is_checked(one.request_id)
+        ]
+        # Requests of a batch attend to blocks that others of it fill: write all, then read. A
+        # state is read before it is overwritten, and nobody's who computes it in this pass.
+        for group, one in checked:
+            group.check_before(one)
+        for group, one in passes:
+            group.write(one)
+        for group, one in checked:
+            group.check_after(one)
+        return {name: self._sampled(self._requests[name], stop) for name, stop in stops.items()}
 
-    def _check(self, request_id: str, blocks: Sequence[int], cells: Cells) -> None:
-        n = len(cells)
-        seen = self._cells[blocks[: -(-n // self._size)]].reshape(-1, CELL)[:n]
-        wrong = np.flatnonzero((seen != cells).any(axis=1))
-        if len(wrong):
-            raise WrongKV(f"{request_id}: {len(wrong)} of {n} tokens, first at {wrong[0]}")
+    def model_kv(self, request_id: str, cells: Cells) -> Cells:
+        """KV that the model computes of a context, where ``cells`` is what it should be."""
+        return cells
+
+    def is_checked(self, request_id: str) -> bool:
+        """True if a request's KV is to be that of its context."""
+        return True
+
+    def _passes(self, request_id: str, stop: int) -> Iterator[tuple[GroupKv, Pass]]:
+        one = self._requests[request_id]
+        cells = self.model_kv(request_id, one.cells(stop))
+        for group, table in zip(self.groups, one.tables, strict=True):
+            yield group, Pass(request_id, table, cells, one.computed)
+
+    def _sampled(self, one: _Request, stop: int) -> list[int]:
+        if stop < len(one.tokens):
+            return []
+        one.tokens.append(sample(one.cells(stop)))
+        return one.tokens[-1:]

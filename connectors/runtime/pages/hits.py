@@ -1,0 +1,216 @@
+"""Search for the longest prefix of a prompt whose pages can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.turn import GroupPages, Turn
+from tiered_kv.keys import PageKey, tail_key
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import CONTEXT, PageGroup
+from tiered_kv.pages.partial_blocks import Tail, TailIndex
+
+There = Callable[[PageKey], bool]
+"""Tells whether a page can be had."""
+Run = Callable[[Sequence[PageKey], int, int], int]
+"""End of the run of pages that can be had, from a start on and up to a stop at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A prefix of ``tokens``, and its pages beyond VRAM."""
+
+    tokens: int
+    parts: tuple[GroupPages, ...]
+
+    @property
+    def keys(self) -> Iterator[PageKey]:
+        """All pages."""
+        return (key for part in self.parts for key in part.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """A search.
+
+    Attributes:
+        start: tokens that VRAM has, whole blocks of every group.
+        ends: by group, tokens up to which pages can be had; 0 for groups that need not all.
+    """
+
+    turn: Turn
+    start: int
+    there: There
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lacks:
+    """A prefix whose pages are not all there.
+
+    Attributes:
+        below: no prefix longer than these tokens, and shorter than this one, has them all.
+    """
+
+    below: int
+
+
+def run_of(there: There) -> Run:
+    """The run of pages for which a test holds."""
+
+    def run(keys: Sequence[PageKey], start: int, stop: int) -> int:
+        while start < stop and there(keys[start]):
+            start += 1
+        return start
+
+    return run
+
+
+class HitFinder:
+    """Finds prefixes. A group that keeps all of a context has a run of pages. The others have
+    theirs at some boundaries only, so a prefix is tried that is as long as the run; then shorter
+    ones, at the tokens that a block hash covers and at the ends of turns behind them.
+
+    Args:
+        tails: the partial pages at the ends of turns.
+    """
+
+    def __init__(self, facts: EngineFacts, tails: TailIndex) -> None:
+        self._facts = facts
+        self._tails = tails
+        # States first: they are few, and looked at fast.
+        self._order = sorted(
+            range(len(facts.groups)), key=lambda at: facts.groups[at].reach.kind is not KvKind.STATE
+        )
+
+    def find(self, turn: Turn, start: int, limit: int, there: There, run: Run) -> Found | None:
+        """The longest prefix that can be had beyond ``start`` tokens; None if there is none.
+
+        Args:
+            start: tokens that VRAM has.
+            limit: tokens of the prompt that may be used.
+        """
+        ends = tuple(
+            run(turn.page_keys(at), start // group.block_size, self._whole(turn, at, limit))
+            * group.block_size
+            if group.reach.kind is KvKind.FULL
+            else 0
+            for at, group in enumerate(self._facts.groups)
+        )
+        query = _Query(turn, start, there, ends)
+        if not self._facts.has_states and limit > start:
+            found = self._at(query, limit)  # a full page of which all but the last token counts
+            if isinstance(found, Found):
+                return found
+        unit, block = self._facts.hash_tokens, self._facts.block_size
+        longest = min(
+            (end for at, end in enumerate(ends) if self._keeps_all(at)), default=limit - block + 1
+        )
+        at = min(limit, longest + block - 1) // unit * unit
+        while at >= start:
+            if (tail := self._in_tail(query, at, limit)) is not None:
+                return tail
+            if at == start:
+                return None
+            found = self._at(query, at)
+            if isinstance(found, Found):
+                return found
+            at = min(found.below // unit, at // unit - 1) * unit
+        return None
+
+    def _keeps_all(self, group: int) -> bool:
+        return self._facts.groups[group].reach.kind is KvKind.FULL
+
+    def _whole(self, turn: Turn, group: int, limit: int) -> int:
+        """Blocks that the prompt fills, and whose tokens may all be used."""
+        size = self._facts.groups[group].block_size
+        return min(len(turn.page_keys(group)), limit // size)
+
+    def _in_tail(self, query: _Query, at: int, limit: int) -> Found | None:
+        """The longest prefix that ends in a partial page behind ``at`` tokens."""
+        turn = query.turn
+        parent = turn.state_key(CONTEXT, at) if at else turn.pages.fingerprints[CONTEXT]
+        if parent is None or not self._tails.has_any(parent):
+            return None
+        place = turn.tail_place(at)
+        wanted = turn.request.all_token_ids[at : min(at + self._facts.block_size, limit)]
+        if place is None or not wanted:
+            return None
+        best: list[Found] = []
+
+        def usable(tail: Tail, shared: int) -> bool:
+            if self._facts.has_states and shared < len(tail.tokens):
+                return False  # a state is of all its tokens
+            found = self._at(query, at + shared, tail.key)
+            if isinstance(found, Found):
+                best[:] = [found]
+                return True
+            return False
+
+        return best[0] if self._tails.longest(*place, wanted, usable) else None
+
+    def _at(self, query: _Query, tokens: int, tail: PageKey | None = None) -> Found | _Lacks:
+        """The pages of a prefix of exactly that length.
+
+        Args:
+            tail: the first group's page whose first tokens fill the last block.
+        """
+        parts: list[GroupPages | None] = [None] * len(self._facts.groups)
+        for at in self._order:
+            group = self._facts.groups[at]
+            if group.reach.kind is KvKind.STATE:
+                part = self._state(query, at, group, tokens, tail)
+            else:
+                part = self._blocks(query, at, group, tokens, tail)
+            if isinstance(part, _Lacks):
+                return part
+            parts[at] = part
+        return Found(tokens, tuple(part for part in parts if part is not None and part.keys))
+
+    def _state(
+        self, query: _Query, at: int, group: PageGroup, tokens: int, tail: PageKey | None
+    ) -> GroupPages | _Lacks:
+        turn = query.turn
+        key = turn.in_group(tail, at) if tail is not None else turn.state_key(at, tokens)
+        if key is None or not query.there(key):
+            return _Lacks(tokens - 1)
+        return GroupPages(at, group.needs(tokens).start, (key,))
+
+    def _blocks(
+        self, query: _Query, at: int, group: PageGroup, tokens: int, tail: PageKey | None
+    ) -> GroupPages | _Lacks:
+        size, keys = group.block_size, query.turn.page_keys(at)
+        needed, whole = group.needs(tokens), tokens // size
+        first = max(needed.start, query.start // size)
+        if group.reach.kind is KvKind.FULL and whole * size > max(query.ends[at], query.start):
+            return _Lacks(query.ends[at])
+        last: tuple[PageKey, ...] = ()
+        if needed.stop > whole:
+            partial = self._partial(query, at, tokens, tail)
+            if partial is None:
+                return _Lacks(whole * size)
+            last = (partial,)
+        if group.reach.kind is not KvKind.FULL:
+            for block in range(min(whole, needed.stop) - 1, first - 1, -1):
+                if block >= len(keys) or not query.there(keys[block]):
+                    return _Lacks(block * size)
+        return GroupPages(at, first, (*keys[first : min(whole, needed.stop)], *last))
+
+    def _partial(self, query: _Query, at: int, tokens: int, tail: PageKey | None) -> PageKey | None:
+        """The page of the last block, of which ``tokens`` fill a part."""
+        turn, keys = query.turn, query.turn.page_keys(at)
+        block = tokens // self._facts.groups[at].block_size
+        if block < len(keys) and query.there(keys[block]):
+            return keys[block]
+        key = turn.in_group(tail, at) if tail is not None else aligned_tail(turn, at, tokens)
+        return key if key is not None and query.there(key) else None
+
+
+def aligned_tail(turn: Turn, group: int, tokens: int) -> PageKey | None:
+    """Key of a group's partial page that ends where a block hash does; None if none does, or
+    tokens alone do not tell it from others."""
+    if tokens % turn.pages.hash_tokens or (place := turn.tail_place(tokens)) is None:
+        return None
+    return turn.in_group(tail_key(place[0], (), place[1]), group)

@@ -1,0 +1,140 @@
+"""Blocks at the end of each prompt that a request needs no longer, held until its turn ends.
+
+The engine finds a prompt again at its last boundary: with all blocks of full attention before it,
+and there the window and the state of the other groups. Those leave the request's table while it
+answers. So they are held from the prompt on, for the pin to take over.
+
+Without groups that keep less than all of a context there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.kv_reach import KvKind
+
+
+@dataclass(slots=True)
+class _Boundary:
+    """The last boundary of a prompt.
+
+    Attributes:
+        tokens: tokens before it.
+        held: blocks that are held, by group.
+        lacking: groups whose blocks are not held yet.
+    """
+
+    tokens: int
+    lacking: set[int]
+    held: dict[int, list[Block]] = field(default_factory=dict)
+
+
+class BoundaryBlocks:
+    """Boundaries of the prompts of live turns. One thread.
+
+    Args:
+        pool: the engine's block pool.
+    """
+
+    def __init__(self, facts: EngineFacts, pool: BlockPool) -> None:
+        self._facts = facts
+        self._pool = pool
+        self._narrow = [
+            at for at, group in enumerate(facts.groups) if group.reach.kind is not KvKind.FULL
+        ]
+        self._boundaries: dict[str, _Boundary] = {}
+        self._awaited: dict[str, Turn] = {}
+
+    def watch(self, turn: Turn) -> None:
+        """Hold the blocks at the turn's boundary as soon as they are there."""
+        if not self._narrow or turn.request_id in self._boundaries:
+            return
+        unit = self._facts.hit_tokens
+        tokens = (turn.request.num_prompt_tokens - 1) // unit * unit
+        if tokens:
+            self._boundaries[turn.request_id] = _Boundary(tokens, set(self._narrow))
+            self._awaited[turn.request_id] = turn
+
+    def step(self, scheduled: Mapping[str, int]) -> None:
+        """Hold what is there once this step has run.
+
+        Args:
+            scheduled: tokens that each request computes in it.
+        """
+        for request_id, turn in list(self._awaited.items()):
+            computed = turn.request.num_computed_tokens
+            boundary = self._boundaries[request_id]
+            if turn.loading or computed + scheduled.get(request_id, 0) < boundary.tokens:
+                continue
+            for group in list(boundary.lacking):
+                state = self._facts.groups[group].reach.kind is KvKind.STATE
+                # A state is in its block until the next token comes; later the engine offers it.
+                if not state or computed == boundary.tokens:
+                    self._hold(request_id, group, self._in_table(turn, group, boundary.tokens))
+            del self._awaited[request_id]
+
+    def _in_table(self, turn: Turn, group: int, tokens: int) -> Sequence[Block]:
+        table = self._pool.tables[group].get(turn.request_id, ())
+        needed = self._facts.groups[group].needs(tokens)
+        return table[needed.start : needed.stop] if needed.stop <= len(table) else ()
+
+    def on_state(self, request_id: str, group: int, block_id: int, tokens: int) -> None:
+        """Hold a state that the engine offers, if it is the one at the boundary."""
+        boundary = self._boundaries.get(request_id)
+        if boundary is not None and tokens == boundary.tokens and group in boundary.lacking:
+            self._hold(request_id, group, [self._pool.blocks[block_id]])
+
+    def _hold(self, request_id: str, group: int, blocks: Sequence[Block]) -> None:
+        boundary = self._boundaries[request_id]
+        if any(block.is_null or block.block_hash is None for block in blocks):
+            return
+        self._pool.hold(blocks)
+        boundary.held[group] = list(blocks)
+        boundary.lacking.discard(group)
+
+    def of(self, turn: Turn) -> list[Block]:
+        """The blocks with which the engine finds the turn's context again: all of them, or none.
+
+        Those of full attention come last, in the order of the context.
+        """
+        if not self._narrow:
+            return [
+                block
+                for block in self._pool.blocks_of(turn.request_id)
+                if block.block_hash is not None and not block.is_null
+            ]
+        boundary = self._boundaries.get(turn.request_id)
+        if boundary is None or boundary.lacking:
+            return []
+        found = [block for blocks in boundary.held.values() for block in blocks]
+        for at, group in enumerate(self._facts.groups):
+            if group.reach.kind is KvKind.FULL:
+                blocks = self._in_table(turn, at, boundary.tokens)
+                if not blocks or any(block.block_hash is None for block in blocks):
+                    return []
+                found += blocks
+        return found
+
+    def release(self, request_id: str) -> None:
+        """Give a turn's blocks back."""
+        self._awaited.pop(request_id, None)
+        boundary = self._boundaries.pop(request_id, None)
+        if boundary is not None:
+            self._give_back(boundary)
+
+    def release_all(self) -> bool:
+        """Give the blocks of all turns back, for good; False if there are none."""
+        held = [boundary for boundary in self._boundaries.values() if boundary.held]
+        for boundary in held:
+            self._give_back(boundary)
+            boundary.lacking = set(self._narrow)
+        self._awaited.clear()
+        return bool(held)
+
+    def _give_back(self, boundary: _Boundary) -> None:
+        for blocks in boundary.held.values():
+            self._pool.release(reversed(blocks))
+        boundary.held.clear()

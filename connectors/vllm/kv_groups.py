@@ -1,0 +1,145 @@
+"""vLLM's KV cache groups as page groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tiered_kv.codecs.base import ElementType
+from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.layout import Placement, page_layout
+from tiered_kv.page_group import PageGroup
+
+
+def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[PageGroup, ...]:
+    """The groups that prefix caching knows, those of full attention first.
+
+    Requires that nothing speaks against it (``why_not_offloadable``).
+    """
+    found = [
+        _group(vllm_config, kv_cache_config, index) for index in cacheable_groups(kv_cache_config)
+    ]
+    return tuple(sorted(found, key=lambda group: group.reach.kind is not KvKind.FULL))
+
+
+def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
+    """Indices of the groups whose blocks can be found by a hash."""
+    groups = kv_cache_config.kv_cache_groups
+    every = tuple(range(len(groups)))
+    return tuple(getattr(kv_cache_config, "prefix_cacheable_group_ids", every))
+
+
+def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
+    group = kv_cache_config.kv_cache_groups[index]
+    only, spec = len(kv_cache_config.kv_cache_groups) == 1, group.kv_cache_spec
+    reach = read_reach(spec)
+    assert isinstance(reach, KvReach)
+    placements = [
+        Placement(
+            len(t.layers),
+            t.layer_stride,
+            t.block_stride,
+            t.offset,
+            _used_bytes(spec, t, kv_cache_config.num_blocks, only=only),
+        )
+        for t in kv_cache_config.kv_cache_tensors
+        if only or t.layers[0] in group.layer_names
+    ]
+    return PageGroup(
+        index=index,
+        block_size=spec.block_size,
+        layout=page_layout(placements, kv_cache_config.num_blocks),
+        element=ElementType.OPAQUE if reach.kind is KvKind.STATE else _element(vllm_config),
+        reach=reach,
+        arrangement=_arrangement(vllm_config, kv_cache_config),
+    )
+
+
+def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
+    """Bytes of a layer's page, where what is between two pages is not ours."""
+    if hasattr(spec, "shapes"):  # a state, padded to the size of other groups' pages
+        return int(spec.real_page_size_bytes)
+    packed = tensor.layer_stride < num_blocks * tensor.block_stride
+    return int(spec.page_size_bytes) if packed and not only else None
+
+
+def read_reach(spec: Any) -> KvReach | str:
+    """Reach of a group's layers; the reason in words if it is not known here."""
+    reaches = {_layer_reach(one) for one in _layer_specs(spec)}
+    if len(reaches) > 1:
+        return f"layers of one group keep unlike KV ({type(spec).__name__})"
+    return reaches.pop()
+
+
+def _layer_specs(spec: Any) -> Iterator[Any]:
+    layers = getattr(spec, "kv_cache_specs", None)
+    yield from layers.values() if layers else (spec,)
+
+
+def _layer_reach(spec: Any) -> KvReach | str:
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+        is_full_attention_spec,
+    )
+
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode != "align":
+            return f"its states are kept in mamba_cache_mode {spec.mamba_cache_mode}, not align"
+        return KvReach(KvKind.STATE)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return KvReach(KvKind.CHUNK, spec.attention_chunk_size)
+    if isinstance(spec, SlidingWindowSpec):
+        extra = int(getattr(spec, "extra_retained_tokens", 0))
+        return KvReach(KvKind.WINDOW, spec.sliding_window, extra)
+    if is_full_attention_spec(spec) and type(spec).__name__ != "RSWASpec":
+        return KvReach()
+    return f"its {type(spec).__name__} is not supported yet"
+
+
+def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Reason why this model's pages cannot be copied to CPU memory; None if they can."""
+    groups, indices = kv_cache_config.kv_cache_groups, cacheable_groups(kv_cache_config)
+    if not indices:
+        return "none of its KV can be found again"
+    for index in indices:
+        reach = read_reach(groups[index].kv_cache_spec)
+        if isinstance(reach, str):
+            return reach
+    only = groups[0].kv_cache_spec
+    if len(groups) == 1 and only.block_size != vllm_config.cache_config.block_size:
+        return "its blocks and its block hashes differ in size"
+    if any(t.host_resident for t in kv_cache_config.kv_cache_tensors):
+        return "its KV cache already lies in host memory"
+    return None
+
+
+def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Describe vLLM's KV layout, and what its choice of an attention backend depends on."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    layout = getattr(kv_cache_config, "kv_cache_layout", None)
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    try:
+        device = f"{current_platform.device_type} {current_platform.get_device_capability()}"
+    except Exception:  # platforms differ in what they can say
+        device = str(current_platform.device_type)
+    version = ".".join(vllm.__version__.split(".")[:2])
+    return f"{layout} {backend} {device} vllm-{version}"
+
+
+def _element(vllm_config: Any) -> ElementType:
+    """Element type of the KV cache; opaque if unknown."""
+    stored = str(vllm_config.cache_config.cache_dtype)
+    if stored == "auto":
+        stored = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return {
+        "bfloat16": ElementType.BF16,
+        "float16": ElementType.FP16,
+        "half": ElementType.FP16,
+        "fp8": ElementType.FP8_E4M3,
+        "fp8_e4m3": ElementType.FP8_E4M3,
+        "fp8_e5m2": ElementType.FP8_E5M2,
+    }.get(stored, ElementType.OPAQUE)

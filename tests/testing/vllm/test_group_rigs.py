@@ -1,0 +1,148 @@
+"""The rig models what vLLM does with several groups of KV, and sees what is wrong in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.testing.vllm.models import CHUNK, FULL, LARGE_WINDOW, MODELS, STATE, WINDOW
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.testing.checked_kv import WrongKV, expected, text
+from tiered_kv.testing.vllm.groups import GroupSpec, group_pages
+from tiered_kv.testing.vllm.rig import Rig
+
+PROMPT = text(200, seed=1)
+
+
+def hits(rig: Rig) -> dict[str, int]:
+    """Tokens that requests did not have to compute, when they began; filled as they begin."""
+    found: dict[str, int] = {}
+    update = rig.runner.update
+
+    def watched(output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            found[new.req_id] = new.num_computed_tokens
+        update(output)
+
+    rig.runner.update = watched  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_a_prompt_is_found_again(make_rig: MakeRig, model: str, ahead: bool) -> None:
+    rig = make_rig(extra=None, groups=MODELS[model], ahead=ahead)
+    found = hits(rig)
+    for name in "first", "again":
+        assert rig.ask(name, PROMPT, max_tokens=30) == expected(PROMPT, 30)
+    assert found == {"first": 0, "again": 192}
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_are_found_again_where_all_is_kept(make_rig: MakeRig, model: str) -> None:
+    """With vLLM's default, windows and states of answers are not."""
+    for retention in 0, None:
+        rig = make_rig(extra=None, groups=MODELS[model], retention=retention)
+        found = hits(rig)
+        longer = PROMPT + rig.ask("first", PROMPT, max_tokens=30) + text(20, seed=2)
+        assert rig.ask("next", longer) == expected(longer, 4)
+        kinds = {group.kind for group in MODELS[model]}
+        is_sparse = retention == 0 and bool(kinds & {KvKind.WINDOW, KvKind.STATE})
+        assert found["next"] == (192 if is_sparse else 224)
+        rig.check_clean()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fill_leaves_nothing_to_find(make_rig: MakeRig, model: str) -> None:
+    rig = make_rig(extra=None, groups=MODELS[model])
+    found = hits(rig)
+    rig.ask("first", PROMPT)
+    rig.fill()
+    rig.ask("again", PROMPT)
+    assert found["again"] == 0
+
+
+GROUPS = [(model, i) for model, groups in MODELS.items() for i in range(len(groups))]
+
+
+@pytest.mark.parametrize(("model", "group"), GROUPS, ids=[f"{m}-{i}" for m, i in GROUPS])
+def test_wrong_bytes_are_seen_by_the_group_that_needs_them(
+    make_rig: MakeRig, model: str, group: int
+) -> None:
+    """One wrong byte in the last block that a hit needs of a group."""
+    rig = make_rig(extra=None, groups=MODELS[model])
+    rig.add("first", PROMPT, max_tokens=2)
+    rig.step()
+    spec = MODELS[model][group]
+    tables = [rig.table("first", i) for i in range(len(MODELS[model]))]
+    block = tables[group][191 // spec.block_size]
+    assert block
+    rig.run()
+    rig.page(block, group)[-1] ^= 1
+    rig.add("again", PROMPT)
+    with pytest.raises(WrongKV, match=rf"again: group {group} \({spec.kind.value}\)"):
+        rig.run()
+
+
+def test_blocks_that_left_the_window_are_not_looked_at(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=None, groups=(FULL, WINDOW))
+    rig.add("one", PROMPT, max_tokens=40)
+    rig.step()
+    old = set(rig.table("one", 1))
+    for _ in range(30):
+        rig.step()
+    left = old - set(rig.table("one", 1)) - set(rig.table("one"))  # some were given out again
+    assert left
+    for block in left:
+        rig.page(block, 1)[:] = 0
+    rig.run()
+    assert rig.outputs["one"] == expected(PROMPT, 40)
+
+
+def test_a_state_of_another_length_is_told_apart(make_rig: MakeRig) -> None:
+    """As it happens to a connector that reads a state which a later step advanced."""
+    rig = make_rig(extra=None, groups=(FULL, STATE))
+    rig.add("one", PROMPT, max_tokens=9)
+    rig.step()  # up to the last whole block
+    rig.step()
+    before = rig.page(rig.table("one", 1)[-1], 1).copy()
+    rig.step()
+    rig.page(rig.table("one", 1)[-1], 1)[:] = before
+    with pytest.raises(WrongKV, match=r"the state after 201 tokens is that after 200"):
+        rig.step()
+
+
+def test_a_lone_group_keeps_its_kv_as_ever() -> None:
+    (pages,) = group_pages([FULL], 8)
+    assert (pages.page_bytes, pages.used_bytes, pages.token_bytes) == (128, 128, 8)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (16, 24), (32, 16)])
+def test_pages_are_as_vllm_would_make_them(sizes: tuple[int, int]) -> None:
+    """It has nothing to change, and none is too large for its bytes."""
+    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+
+    specs = GroupSpec(block_size=sizes[0]), GroupSpec(KvKind.WINDOW, sizes[1], 40)
+    groups = group_pages([*specs, GroupSpec(KvKind.STATE, min(sizes))], 8)
+    layers = {pages.layer: pages.vllm_spec() for pages in groups}
+    assert unify_kv_cache_spec_page_size(layers) == layers
+    for pages in groups:
+        assert layers[pages.layer].page_size_bytes == pages.page_bytes
+        assert layers[pages.layer].real_page_size_bytes == pages.used_bytes
+
+
+def test_views_of_layers_share_one_allocation(make_rig: MakeRig) -> None:
+    rig = make_rig(extra=None, groups=(FULL, LARGE_WINDOW, CHUNK, STATE))
+    for pages in rig.groups:
+        view = pages.view(rig.memory)
+        assert view.untyped_storage().data_ptr() == rig.memory.untyped_storage().data_ptr()
+        assert view.shape[0] == rig.options.blocks
+        assert view[0].numel() * view.element_size() == pages.used_bytes
+
+
+def test_states_need_the_smallest_blocks() -> None:
+    with pytest.raises(ValueError, match="states need blocks of 16 tokens"):
+        group_pages([FULL, GroupSpec(KvKind.STATE, 32)], 8)

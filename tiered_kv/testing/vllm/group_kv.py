@@ -1,0 +1,198 @@
+"""KV of one group, which a model writes and checks before it relies on it.
+
+A token's KV depends on the group as well: what another group's layers wrote is wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV
+
+from .groups import GroupPages
+
+NULL = 0
+"""Id of vLLM's null block, which stands where there is none."""
+
+
+class Pass(NamedTuple):
+    """A forward pass of a request.
+
+    Attributes:
+        table: ids of the blocks of this group.
+        cells: KV of all tokens up to the last one computed, uint8 ``[tokens, CELL]``.
+        computed: number of tokens that were computed before.
+    """
+
+    request_id: str
+    table: Sequence[int]
+    cells: Cells
+    computed: int
+
+
+class GroupKv(ABC):
+    """KV of one group.
+
+    Args:
+        pages: geometry of its pages.
+        memory: the whole KV cache, uint8 ``[blocks, page bytes]``.
+    """
+
+    def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
+        self.spec = pages.spec
+        self.name = f"group {pages.index} ({pages.spec.kind.value})"
+        self._pages = memory[:, : pages.used_bytes]
+        # So many numbers, of which the very first is 0: a lone group's KV is the cells themselves.
+        first = pages.index * 1_000_000
+        self._salt = np.array(
+            [
+                n and xxhash.xxh64_intdigest(n.to_bytes(8, "little"))
+                for n in range(first, first + pages.token_bytes // CELL)
+            ],
+            dtype=np.uint64,
+        )
+
+    def __getitem__(self, block: int) -> Cells:
+        """The bytes of a block that hold KV, to look at or to change."""
+        page: Cells = self._pages[block]
+        return page
+
+    @abstractmethod
+    def carry(self, request_id: str, table: Sequence[int], computed: int, stop: int) -> None:
+        """Move what a pass over the tokens from ``computed`` to ``stop`` goes on from to where it
+        will look for it."""
+
+    @abstractmethod
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, which ended or lost their blocks."""
+
+    @abstractmethod
+    def check_before(self, one: Pass) -> None:
+        """Check what was there before anybody writes.
+
+        Raises:
+            WrongKV: it is not the context's.
+        """
+
+    @abstractmethod
+    def write(self, one: Pass) -> None:
+        """Write what the pass computes.
+
+        Raises:
+            WrongKV: there is no block for it.
+        """
+
+    @abstractmethod
+    def check_after(self, one: Pass) -> None:
+        """Check what is attended to, when everybody has written.
+
+        Raises:
+            WrongKV: it is not the context's.
+        """
+
+    def _expand(self, cells: Cells) -> Cells:
+        """This group's KV of tokens, uint8 ``[tokens, bytes]``."""
+        words = np.ascontiguousarray(cells).view(np.uint64)
+        return (words ^ self._salt).view(np.uint8)
+
+
+class AttentionKv(GroupKv):
+    """KV of each token, for those that attend to it."""
+
+    def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
+        super().__init__(pages, memory)
+        self._size = pages.spec.block_size
+        self._tokens = self._pages.reshape(len(memory), self._size, pages.token_bytes)
+        assert np.shares_memory(self._tokens, memory)
+
+    def carry(self, request_id: str, table: Sequence[int], computed: int, stop: int) -> None:
+        """Do nothing: KV stays in its block."""
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Do nothing: tables say everything."""
+
+    def check_before(self, one: Pass) -> None:
+        """Do nothing: tokens of one pass may attend to each other's KV."""
+
+    def write(self, one: Pass) -> None:
+        blocks, within = self._places(one, one.computed)
+        self._tokens[blocks, within] = self._expand(one.cells[one.computed :])
+
+    def check_after(self, one: Pass) -> None:
+        first = self.spec.reach.skipped(one.computed)
+        blocks, within = self._places(one, first)
+        right = self._expand(one.cells[first:])
+        wrong = np.flatnonzero((self._tokens[blocks, within] != right).any(axis=1))
+        if len(wrong):
+            raise WrongKV(
+                f"{one.request_id}: {self.name}: {len(wrong)} of {len(right)} tokens of "
+                f"{len(one.cells)}, first at {first + wrong[0]}"
+            )
+
+    def _places(self, one: Pass, first: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Block and index within it of each token from ``first`` on."""
+        tokens = np.arange(first, len(one.cells))
+        blocks = np.array(one.table, dtype=np.intp)[tokens // self._size]
+        absent = np.flatnonzero(blocks == NULL)
+        if len(absent):
+            raise WrongKV(f"{one.request_id}: {self.name}: no block at {first + absent[0]}")
+        return blocks, tokens % self._size
+
+
+class StateKv(GroupKv):
+    """A state after the last token, kept as vLLM does in its mode "align".
+
+    It lies in the block of that token, and each pass advances it there. Where a pass ends in
+    another block it is copied first, so that the old block keeps the state at its end.
+    """
+
+    def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
+        super().__init__(pages, memory)
+        self._at: dict[str, int] = {}  # index of the block that has a running request's state
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._at.pop(request_id, None)
+
+    def carry(self, request_id: str, table: Sequence[int], computed: int, stop: int) -> None:
+        size = self.spec.block_size
+        before = self._at.get(request_id, (computed - 1) // size)
+        now = self._at[request_id] = (stop - 1) // size
+        if before not in (-1, now):
+            self._pages[table[now]] = self._pages[table[before]]
+
+    def check_before(self, one: Pass) -> None:
+        if not one.computed:  # a state begins as nothing, whatever the block holds
+            return
+        found, last = self._block(one), one.computed - 1
+        if (found != self._expand(one.cells[last : last + 1])[0]).any():
+            after = np.flatnonzero((self._expand(one.cells) == found).all(axis=1)) + 1
+            holds = f"that after {after[0]}" if len(after) else "none of this context's"
+            raise WrongKV(
+                f"{one.request_id}: {self.name}: the state after {one.computed} tokens is {holds}"
+            )
+
+    def write(self, one: Pass) -> None:
+        self._block(one)[:] = self._expand(one.cells[-1:])[0]
+
+    def check_after(self, one: Pass) -> None:
+        """Do nothing: only the state itself goes on."""
+
+    def _block(self, one: Pass) -> Cells:
+        block = one.table[self._at[one.request_id]]
+        if block == NULL:
+            raise WrongKV(f"{one.request_id}: {self.name}: no block at {len(one.cells) - 1}")
+        return self[block]
+
+
+def group_kv(pages: GroupPages, memory: NDArray[np.uint8]) -> GroupKv:
+    """KV of a group in this memory."""
+    made = StateKv if pages.spec.kind is KvKind.STATE else AttentionKv
+    return made(pages, memory)

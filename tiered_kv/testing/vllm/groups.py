@@ -1,0 +1,147 @@
+"""Groups of KV of an engine under test, and how vLLM lays them out.
+
+vLLM gives all groups one allocation. A block id belongs to one group at a time, so a page of every
+group takes the same room, and fills it or leaves some at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.kv_reach import KvKind, KvReach
+
+CONV_BYTES = 8
+"""Size of a state's convolution part, which is bfloat16; the rest is float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Kind of KV of some layers.
+
+    Attributes:
+        kind: kind of KV.
+        block_size: length of a block, tokens. A state needs that of the smallest blocks: vLLM ends
+            the parts of a prefill there, and caches the states that it finds.
+        span: length of the window or chunk, tokens; 0 for other kinds.
+    """
+
+    kind: KvKind = KvKind.FULL
+    block_size: int = 16
+    span: int = 0
+
+    @property
+    def reach(self) -> KvReach:
+        """Tokens that the next token needs."""
+        return KvReach(self.kind, self.span)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Pages of a group.
+
+    Attributes:
+        index: vLLM's number of the group.
+        spec: kind of KV.
+        page_bytes: room that a page takes, the same for all groups.
+        used_bytes: bytes of it that hold KV.
+    """
+
+    index: int
+    spec: GroupSpec
+    page_bytes: int
+    used_bytes: int
+
+    @property
+    def layer(self) -> str:
+        """Name of the group's only layer."""
+        return f"layer.{self.index}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Size of a token's KV, bytes; of a state, which is that of no token, all of it."""
+        is_state = self.spec.kind is KvKind.STATE
+        return self.used_bytes if is_state else self.used_bytes // self.spec.block_size
+
+    def vllm_spec(self) -> Any:
+        """A layer's KV, as vLLM describes it."""
+        import torch
+        from vllm.v1 import kv_cache_interface as vllm
+
+        block, span = self.spec.block_size, self.spec.span
+        padded = self.page_bytes if self.used_bytes < self.page_bytes else None
+        if self.spec.kind is KvKind.STATE:
+            shapes = ((CONV_BYTES // 2,), ((self.used_bytes - CONV_BYTES) // 4,))
+            return vllm.MambaSpec(
+                block_size=block,
+                shapes=shapes,
+                dtypes=(torch.bfloat16, torch.float32),
+                page_size_padded=padded,
+                mamba_cache_mode="align",
+            )
+        head = min(128, self.token_bytes // 4)  # K and V of two bytes each
+        attention: dict[str, Any] = {
+            "block_size": block,
+            "num_kv_heads": self.token_bytes // 4 // head,
+            "head_size": head,
+            "dtype": torch.bfloat16,
+            "page_size_padded": padded,
+        }
+        match self.spec.kind:
+            case KvKind.WINDOW:
+                return vllm.SlidingWindowSpec(sliding_window=span, **attention)
+            case KvKind.CHUNK:
+                return vllm.ChunkedLocalAttentionSpec(attention_chunk_size=span, **attention)
+            case _:
+                return vllm.FullAttentionSpec(**attention)
+
+    def view(self, memory: Any) -> Any:
+        """The group's layer in the allocation, an int8 tensor, as vLLM hands it to connectors.
+
+        Attention is ``[blocks, heads, tokens, K and V of a head]``; a state is one row of bytes a
+        block, whatever the types of its parts.
+        """
+        import torch
+
+        blocks = memory.numel() // self.page_bytes
+        pages = memory.view(blocks, self.page_bytes)[:, : self.used_bytes]
+        if self.spec.kind is KvKind.STATE:
+            return pages.unflatten(1, (1, 1, self.used_bytes))
+        spec = self.vllm_spec()
+        heads, content = spec.num_kv_heads, spec.state_content_size_bytes
+        layer = pages.view(torch.bfloat16)
+        return layer.unflatten(1, (heads, self.spec.block_size, content // 2))
+
+
+def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPages, ...]:
+    """Pages of the groups, all of one size, as vLLM demands.
+
+    The largest blocks have ``token_bytes`` a token. Smaller ones have several times that, as often
+    as it fits; what is left over is not used. A state uses three quarters.
+
+    Raises:
+        ValueError: a state's blocks are not the smallest.
+    """
+    smallest = min(spec.block_size for spec in specs)
+    if any(spec.kind is KvKind.STATE and spec.block_size > smallest for spec in specs):
+        raise ValueError(f"states need blocks of {smallest} tokens, as the other groups have")
+    attention = [spec.block_size for spec in specs if spec.kind is not KvKind.STATE]
+    page = token_bytes * max(attention, default=smallest)
+
+    def used(spec: GroupSpec) -> int:
+        if spec.kind is KvKind.STATE:
+            return max(2 * CONV_BYTES, page * 3 // 4 // 8 * 8)
+        return page // (spec.block_size * token_bytes) * spec.block_size * token_bytes
+
+    return tuple(GroupPages(i, spec, page, used(spec)) for i, spec in enumerate(specs))
+
+
+def kept_blocks(groups: Sequence[GroupPages], tokens: int, *, sparse: bool) -> int:
+    """Number of blocks, at least, in which vLLM finds a context of so many tokens again.
+
+    Args:
+        sparse: vLLM keeps windows and states only where a prompt ends.
+    """
+    kinds = (KvKind.FULL, KvKind.CHUNK) if sparse else KvKind
+    return sum(tokens // one.spec.block_size for one in groups if one.spec.kind in kinds) or 1
