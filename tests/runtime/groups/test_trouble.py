@@ -1,0 +1,143 @@
+"""What goes wrong with one kind of KV costs time, and never an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.vllm.groups import GroupSpec
+from tiered_kv.testing.vllm.rig import Rig
+from tiered_kv.transfer.base import Direction
+
+from .kinds import ANSWER, JOB, MODELS, PROMPT, cpu_tokens, forget_vram, readable
+
+SEVERAL = {name: groups for name, groups in MODELS.items() if len(groups) > 1}
+several = pytest.mark.parametrize("groups", SEVERAL.values(), ids=SEVERAL)
+ahead = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+
+
+class Store(StatelessPolicy):
+    """Sends every turn down at once."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(Tier.STORE)
+
+
+def returning(rig: Rig) -> list[int]:
+    """Have a turn end and leave VRAM; returns the prompt of the next one."""
+    answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
+    forget_vram(rig)
+    return PROMPT + answer + text(30, seed=2)
+
+
+@several
+@ahead
+@pytest.mark.parametrize("which", [0, 1], ids=["first group", "second group"])
+def test_a_group_that_does_not_arrive_has_all_computed(
+    make_rig: MakeRig, groups: Sequence[GroupSpec], ahead: bool, which: int
+) -> None:
+    """vLLM cannot be told of single blocks here: the request begins anew."""
+    rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01}, ahead=ahead)
+    faulty = rig.inject(FaultyTransfer)
+    prompt = returning(rig)
+    for _ in range(which):
+        faulty.fail_next(Direction.LOAD, [])
+    faulty.fail_next(Direction.LOAD, [0])
+    assert rig.ask("t2", prompt, params=JOB) == expected(prompt, 4)
+    assert faulty.struck == which + 1
+    assert rig.count("restore_failures") == 1
+    forget_vram(rig)
+    longer = prompt + rig.outputs["t2"] + text(9, seed=4)
+    assert rig.ask("t3", longer, params=JOB) == expected(longer, 4)
+    rig.pins.release_all()
+    rig.check_clean()
+
+
+@several
+@ahead
+def test_a_request_that_goes_away_while_its_groups_are_loaded_leaves_nothing(
+    make_rig: MakeRig, groups: Sequence[GroupSpec], ahead: bool
+) -> None:
+    rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01}, ahead=ahead)
+    faulty = rig.inject(FaultyTransfer)
+    prompt = returning(rig)
+    faulty.hold(Direction.LOAD)
+    rig.add("t2", prompt, params=JOB)
+    for _ in range(3):
+        rig.step()
+    assert rig.turn("t2").loading
+    rig.abort("t2")
+    rig.step()
+    faulty.let_go()
+    rig.run()
+    assert rig.ask("t3", prompt, params=JOB) == expected(prompt, 4)
+    rig.pins.release_all()
+    rig.check_clean()
+
+
+@several
+def test_a_cache_reset_makes_pages_of_every_group_unreachable(
+    make_rig: MakeRig, groups: Sequence[GroupSpec]
+) -> None:
+    rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01})
+    prompt = returning(rig)
+    assert rig.reset_cache()
+    assert rig.ask("t2", prompt, params=JOB) == expected(prompt, 4)
+    assert cpu_tokens(rig) == 0
+
+
+@several
+def test_a_restore_that_cannot_be_ordered_is_computed(
+    make_rig: MakeRig, groups: Sequence[GroupSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01})
+    prompt = returning(rig)
+    rig.add("t2", prompt, params=JOB)
+    restores = rig.pages.restores
+    find = restores.find
+
+    def gone(*args: object) -> object:
+        hit = find(*args)  # type: ignore[arg-type]
+        if hit is not None:
+            rig.index.forget(next(hit.keys))
+        return hit
+
+    monkeypatch.setattr(restores, "find", gone)
+    rig.step()
+    monkeypatch.undo()
+    rig.run()
+    assert rig.outputs["t2"] == expected(prompt, 4)
+    assert rig.count("hook_errors") == 1
+
+
+@several
+def test_contexts_come_up_from_ssd_and_after_a_restart(
+    make_rig: MakeRig, groups: Sequence[GroupSpec], tmp_path: Path
+) -> None:
+    extra = {"cpu_gib": 0.01, "ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.02, "codec": "raw"}
+    rig = make_rig(groups=groups, blocks=200, extra=extra)
+    rig.policy = Store()
+    prompt = returning(rig)
+    rig.run()
+    for key in readable(rig):
+        rig.index.forget(key)
+    rig.add("t2", prompt, params=JOB)
+    rig.run()
+    assert rig.outputs["t2"] == expected(prompt, 4)
+    assert cpu_tokens(rig) == len(PROMPT) + ANSWER - 1
+    assert rig.count("prompt_tokens_ssd") > 0
+    rig.run()
+    rig.check_clean()
+    rig.close()
+
+    again = make_rig(groups=groups, blocks=200, extra=extra)
+    assert again.ask("t3", prompt, params=JOB) == expected(prompt, 4)
+    unit = again.half.facts.hit_tokens
+    assert cpu_tokens(again) >= (len(PROMPT) - 1) // unit * unit
