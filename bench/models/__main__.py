@@ -35,6 +35,7 @@ def environment(base: Mapping[str, str], scratch: Path, *, stub: bool) -> dict[s
     """Environment of a model's process."""
     env = {name: value for name, value in base.items() if not name.startswith("TIERED_KV_")}
     env["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()
+    env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin make tiny steps several times as long
     env["TMPDIR"] = str(scratch)  # vLLM leaves sockets there
     paths = [str(Path.cwd()), env.get("PYTHONPATH", "")]
     if stub:

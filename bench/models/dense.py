@@ -33,8 +33,8 @@ class AlignedContext:
             asker.ask(self.context, name, 1)
 
     def go_on(self, asker: Asker, name: str) -> Turn:
-        """Ask the job's next turn."""
-        return asker.ask(self.prompt, name, SAID)
+        """Ask the job's next turn, which is its last: it keeps nothing in VRAM."""
+        return asker.ask(self.prompt, name, SAID, last=True)
 
 
 def before_restart(asker: Asker, row: Row) -> Turn:

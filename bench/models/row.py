@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -71,6 +72,7 @@ class Row:
         try:
             yield
         except Exception as error:
+            traceback.print_exc()
             self.notes.append(f"{what}: {first_line(error)}")
 
     def summary(self) -> str:
@@ -89,5 +91,5 @@ def first_line(error: BaseException) -> str:
     """The kind of an error and the first line that it says, of the error that caused it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = str(error).strip().partition("\n")[0][:300]
+    said = str(error).strip().partition("\n")[0][:200]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

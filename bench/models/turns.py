@@ -12,11 +12,12 @@ LEAST_BEFORE_STOP = 20
 STRIPPED, STOPPED, PINNED = "stripped", "stopped", "pinned"
 
 
-def stock_turns(asker: Asker, row: Row) -> None:
-    """Fill in what stock vLLM shows, with nothing evicted."""
+def stock_turns(asker: Asker, row: Row) -> list[int]:
+    """Fill in what stock vLLM shows, with nothing evicted; returns an answer's tokens."""
     first = asker.ask(_prompt(asker), "stock", ANSWER)
     after = _next(asker, first, "stock")
     row.stock_answer_recomputed = _recomputed(first, after)
+    return first.tokens
 
 
 def turns(asker: Asker, row: Row) -> None:
@@ -30,9 +31,11 @@ def turns(asker: Asker, row: Row) -> None:
         first = asker.ask(_prompt(asker), STRIPPED, ANSWER)
         asker.evict_vram()
         kept = first.prompt + first.tokens[len(first.tokens) // 2 :]
-        row.stripped_hit = asker.ask(kept + _more(asker), STRIPPED, SAID).source.found
+        row.stripped_hit = asker.ask(kept + _more(asker), STRIPPED, SAID, last=True).source.found
     with row.noting("pin"):
         first = asker.ask(_prompt(asker), PINNED, ANSWER)
+        if not asker.pinned_blocks:
+            row.notes.append("pin: none was made")
         asker.rivals(PROMPT, seed=1000)
         row.pinned_hit = _next(asker, first, PINNED).source.local
 
@@ -75,7 +78,7 @@ def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
     asker.evict_vram()
     kept = ended.prompt + ended.tokens[:at]
     row.stop_string_had = len(kept)
-    row.stop_string_hit = asker.ask(kept + _more(asker), STOPPED, SAID).source.found
+    row.stop_string_hit = asker.ask(kept + _more(asker), STOPPED, SAID, last=True).source.found
 
 
 def stop_token(tokens: list[int]) -> int | None:
@@ -96,7 +99,7 @@ def _recomputed(first: Turn, after: Turn) -> int:
 
 
 def _next(asker: Asker, turn: Turn, name: str) -> Turn:
-    return asker.ask(turn.context + _more(asker), name, SAID)
+    return asker.ask(turn.context + _more(asker), name, SAID, last=True)
 
 
 def _prompt(asker: Asker) -> list[int]:

@@ -96,6 +96,11 @@ class Asker:
         """Tokens at whose multiples a prefix is found in VRAM."""
         return int(self.scheduler.vllm_config.cache_config.cache_hit_alignment_tokens)
 
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks of VRAM that the connector holds for jobs between turns."""
+        return int(self.engine.half.admission.pins.held_blocks)
+
     def ask(
         self,
         prompt: Sequence[int],
@@ -129,9 +134,9 @@ class Asker:
         )
 
     def rivals(self, tokens: int, seed: int) -> None:
-        """Have other prompts take every block of VRAM that can be had, twice over."""
+        """Have other prompts take every block of VRAM that can be had."""
         pool, taken, round_ = self.scheduler.kv_cache_manager.block_pool, 0, 0
-        while taken < 2 * pool.num_gpu_blocks:
+        while taken < 1.25 * pool.num_gpu_blocks:
             prompt = text(tokens, seed + round_, self.vocabulary)
             self.ask(prompt, f"rival {seed + round_}", 1, last=True)
             taken += sum(len(group.needs(tokens)) for group in self.groups)
