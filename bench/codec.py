@@ -1,6 +1,7 @@
 """Size of KV pages on the SSD and its cost: the centred codec beside zstd.
 
     python -m bench.codec --json
+    python -m bench.codec --states
 
 Pages are those of the small real model, as the worker keeps them in its CPU pool. The codec
 is trained on source code and measured on prose it has not seen. bf16 and fp16 pages come from
@@ -13,6 +14,9 @@ zstd level 1 on the same pages in the same rounds. ``entropy_bound`` is the rati
 order-0 entropy of the symbols of the measured pages, centred by these pages' own centres, with
 one static code for all and the rest stored as it is: what no static code and no training
 text can exceed. ``zipnn_ratio`` is null where zipnn is not installed or has no such dtype.
+
+``--states`` measures pages of states instead, of 1 and 4 MiB, which need no model: see
+``common.states``.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 import zstandard
 from numpy.typing import NDArray
 
@@ -38,13 +43,17 @@ from tiered_kv.bench.common.output import (
     run_benchmark,
     show,
 )
+from tiered_kv.bench.common.states import KINDS, state_pages
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.registry import parse
 from tiered_kv.codecs.zstd import ZstdCodec
 
 PAGE_TOKENS = 32
 TRAINING_PAGES, HELD_OUT_PAGES = 24, 8
 ROUNDS = 100
+STATE_LAYERS, STATE_PAGES, STATE_ROUNDS = (1, 4), 2, 50
 ZIPNN_DTYPES = {ElementType.BF16: "bfloat16", ElementType.FP16: "float16"}
 
 Tick = Callable[[str], None]
@@ -172,14 +181,9 @@ def compare(training: Sequence[Bytes], pages: Sequence[Bytes], element: ElementT
     }
     found = race(contestants, pages, ROUNDS)
     found |= race({"zstd19": ZstdCodec(page_format, 19)}, pages, 1)  # a second per round
-
-    def over_zstd1(measure: str) -> float:
-        return float(found["centred"][measure] or 0) / float(found["zstd1"][measure] or 0)
-
     return {
         **found["centred"],
-        "encode_vs_zstd1": over_zstd1("encode_mbs"),
-        "decode_vs_zstd1": over_zstd1("decode_mbs"),
+        **over_zstd1(found),
         "untrained_ratio": found["untrained"]["ratio"],
         **{
             f"{name}_{key}": found[name][key] for name in ("zstd1", "zstd19") for key in found[name]
@@ -187,6 +191,43 @@ def compare(training: Sequence[Bytes], pages: Sequence[Bytes], element: ElementT
         "zipnn_ratio": zipnn_ratio(pages, element),
         "entropy_bound": entropy_bound(pages, page_format),
     }
+
+
+def over_zstd1(found: Mapping[str, Result]) -> Result:
+    """Speeds of the centred codec over those of zstd."""
+    return {
+        f"{what}_vs_zstd1": float(found["centred"][f"{what}_mbs"] or 0)
+        / float(found["zstd1"][f"{what}_mbs"] or 0)
+        for what in ("encode", "decode")
+    }
+
+
+def compare_states(kind: str, layers: int) -> Result:
+    """All figures of one kind of state."""
+    page_format, pages = state_pages(kind, layers, STATE_PAGES)
+    contestants: dict[str, Codec] = {
+        "centred": parse("centred")(page_format),
+        "zstd1": ZstdCodec(page_format),
+        "raw": RawCodec(page_format),
+    }
+    found = race(contestants, pages, STATE_ROUNDS)
+    others = {f"zstd1_{key}": value for key, value in found["zstd1"].items()}
+    return {
+        **found["centred"],
+        **over_zstd1(found),
+        **others,
+        "raw_decode_mbs": found["raw"]["decode_mbs"],
+    }
+
+
+def measure_states(tick: Tick) -> dict[str, Result]:
+    """All kinds of states, of one layer and of four."""
+    results = {}
+    for kind in KINDS:
+        for layers in STATE_LAYERS:
+            results[f"{kind}, {layers} MiB"] = compare_states(kind, layers)
+            tick(kind)
+    return results
 
 
 def measure(model: Path, tick: Tick) -> dict[str, Result]:
@@ -211,20 +252,24 @@ def measure(model: Path, tick: Tick) -> dict[str, Result]:
 
 def main(
     model: ModelFolder = None,
+    states: Annotated[bool, typer.Option("--states", help="Measure pages of states.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the codecs on real pages."""
     with only_result_on_stdout(), progress() as bar:
         bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("starting the engines", total=4)
-        result = measure(
-            model or small_model(), lambda what: bar.update(task, advance=1, description=what)
-        )
+        task = bar.add_task("starting", total=len(KINDS) * len(STATE_LAYERS) if states else 4)
+
+        def tick(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        result = measure_states(tick) if states else measure(model or small_model(), tick)
     if as_json:
         show("Codecs", result, as_json=True)
         return
-    for dtype, figures in result.items():
-        show(f"Pages of {dtype}: centred codec, held-out text", figures, as_json=False)
+    pages = "synthetic states" if states else "held-out text"
+    for what, figures in result.items():
+        show(f"Pages of {what}: centred codec, {pages}", figures, as_json=False)
 
 
 if __name__ == "__main__":

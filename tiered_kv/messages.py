@@ -120,10 +120,14 @@ class Handshake:
 
     Attributes:
         speeds: speeds of its machine.
+        slots: pages that its share of CPU memory holds.
+        page_bytes: size of a page of each group there, bytes.
         stored: content of its stores.
     """
 
     speeds: Speeds
+    slots: int
+    page_bytes: tuple[int, ...]
     stored: Mapping[StoreId, StoredPages] = field(default_factory=dict)
 
 

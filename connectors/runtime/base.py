@@ -204,6 +204,7 @@ class EngineFacts:
         replica: index of this engine among data-parallel ones.
         ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
         sync_restores: whether restores may be sync.
+        speculates: True if a step computes tokens that may be taken back.
         placeholders: blocks of the pool that no request is ever given.
     """
 
@@ -216,6 +217,7 @@ class EngineFacts:
     replica: int = 0
     ahead: bool = False
     sync_restores: bool = True
+    speculates: bool = False
     placeholders: int = 0
 
     @property
@@ -237,6 +239,11 @@ class EngineFacts:
     def has_states(self) -> bool:
         """True if some group keeps states."""
         return any(group.reach.kind is KvKind.STATE for group in self.groups)
+
+    @cached_property
+    def drafts(self) -> bool:
+        """True if KV of drafters depends on tokens behind it."""
+        return any(group.draft_tokens for group in self.groups)
 
     def blocks(self, tokens: int) -> int:
         """Blocks that the KV of a context takes."""

@@ -86,13 +86,11 @@ class SchedulerHalf:
             logger.exception("dropping pins and saves before a cache reset failed")
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
-        """Learn how fast the ranks are, and which pages they have from before."""
-        if copies := [one.speeds.copy for one in said.values() if one.speeds.copy]:
-            self.pages.book.bandwidth = min(copies)
+        """Learn what the ranks are like: their speed, and the pages that they have and hold."""
         flops = sum(one.speeds.flops for one in said.values())
         if self._given.prefill_work is not None and flops:
             self.gaps.prefills.fit.suppose(*self._given.prefill_work.estimate(flops))
-        self.pages.tiers.on_handshake(said)
+        self.pages.dispatch.on_handshake(said)
 
     def take_over_queue(self, *, in_job_order: bool) -> None:
         """Have the engine's scheduler ask ``admission.queue`` who is held.
@@ -273,23 +271,12 @@ class SchedulerHalf:
 
     def _give_everything_up(self) -> None:
         """Let go of everything: requests wait and nothing happens, and it must not be for us."""
-        turns = self.turns.by_id.values()
-        state = {
-            "requests": len(turns),
-            "new": sum(turn.hold.new for turn in turns),
-            "loading": sum(turn.loading for turn in turns),
-            "awaiting pages": sum(bool(turn.tiers.awaits) for turn in turns),
-            "pinned blocks": self.admission.pins.held_blocks,
-            "free blocks": self._pool.num_free(),
-            "orders in flight": self.pages.book.in_flight,
-            "active jobs": self.admission.gate.num_active,
-        }
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
-        logger.error("the state was: %s", state)
+        logger.error("the state was: %s", self._stats.of_stuck(self.turns, self._pool))
         self.counters.add("watchdog_barks")
         self.release_all()
         self.admission.queue.let_all_in()
-        for turn in turns:
+        for turn in self.turns.by_id.values():
             self.pages.tiers.stop_waiting(turn)
 
     def measure_demand(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tiered_kv.metrics import Counters
 
+from .base import BlockPool
 from .build import AdmissionGroup, GapGroup, Pages
 from .dependencies import Dependencies
+from .live_turns import LiveTurns
 
 
 class Stats:
@@ -36,6 +38,20 @@ class Stats:
             self._gauges_told = True
             fresh |= self._gauges()
         return fresh
+
+    def of_stuck(self, turns: LiveTurns, pool: BlockPool) -> dict[str, int]:
+        """State of an engine that does nothing although requests wait."""
+        waiting = turns.by_id.values()
+        return {
+            "requests": len(turns),
+            "new": sum(turn.hold.new for turn in waiting),
+            "loading": sum(turn.loading for turn in waiting),
+            "awaiting pages": sum(bool(turn.tiers.awaits) for turn in waiting),
+            "pinned blocks": self._admission.pins.held_blocks,
+            "free blocks": pool.num_free(),
+            "orders in flight": self._pages.book.in_flight,
+            "active jobs": self._admission.gate.num_active,
+        }
 
     def _totals(self) -> dict[str, int]:
         """Counters that the components keep themselves, since the start."""

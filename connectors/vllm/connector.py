@@ -281,6 +281,14 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.reset()
         return True
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = 1 + max((rank for _, rank in metadata), default=0)
+        self.set_xfer_handshake_metadata(
+            {stage * ranks + rank: one for (stage, rank), one in metadata.items()}
+        )
+
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:

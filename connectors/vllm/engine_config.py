@@ -53,11 +53,6 @@ def refuse_unsupported(vllm_config: Any) -> None:
         UnsupportedError: the message tells what to change.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedError(
-            "TieredContinuumConnector does not support pipeline parallelism: "
-            "use --tensor-parallel-size instead of --pipeline-parallel-size."
-        )
     if (
         parallel.decode_context_parallel_size > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1
@@ -66,10 +61,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
             "TieredContinuumConnector does not support context parallelism: "
             "remove --decode-context-parallel-size and --prefill-context-parallel-size."
         )
-    if vllm_config.speculative_config is not None:
+    if getattr(vllm_config.model_config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            "TieredContinuumConnector does not support speculative decoding: "
-            "remove --speculative-config."
+            "TieredContinuumConnector does not support encoder-decoder models, whose attention to "
+            "the encoder vLLM gives to no connector: leave --kv-transfer-config out."
         )
     if is_diffusion(vllm_config):
         raise UnsupportedError(
@@ -106,7 +101,9 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     if why_not_offloadable(vllm_config, kv_cache_config) is None:
         groups = read_groups(vllm_config, kv_cache_config)
     block_size = groups[0].block_size if groups else vllm_config.cache_config.block_size
-    ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    # Several batches are under way with pipelines, as with asynchronous scheduling.
+    pipelines = vllm_config.parallel_config.pipeline_parallel_size > 1
+    ahead = bool(vllm_config.scheduler_config.async_scheduling) or pipelines
     # vLLM rewinds a request whose sync restore failed only where no later step was scheduled yet,
     # and only for its older model runner (vllm-project/vllm#49250); elsewhere it would go on with
     # wrong KV. With states a sync restore comes too late, with several groups it cannot fail.
@@ -121,6 +118,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         groups=groups,
         replica=vllm_config.parallel_config.data_parallel_index,
         ahead=ahead,
+        speculates=vllm_config.speculative_config is not None,
         sync_restores=plain and not (ahead or vllm_config.use_v2_model_runner),
     )
 

@@ -90,7 +90,14 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
             f"{group.index} {group.block_size} {group.reach.describe()} {group.describe()}"
             for group in facts.groups
         ]
-    digest = _model_digest(vllm_config)
+    digest = _weights_digest(model, vllm_config.load_config)
+    if (drafter := _drafter(vllm_config)) is not None:
+        config["drafter"] = drafter
+        if drafter["weights"].startswith(UNIDENTIFIED):
+            digest = drafter["weights"]
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:  # ranks have unlike layers then
+        config["stages"] = stages
     return tuple(
         Fingerprint(
             model=digest,
@@ -127,14 +134,23 @@ def _loaded(config: Any) -> dict[str, object]:
     return {k: v for k, v in items if not k.startswith("_") and k != "transformers_version"}
 
 
+def _drafter(vllm_config: Any) -> dict[str, Any] | None:
+    """The drafter whose layers lie in the pages as well; None if there is none."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not speculation.uses_draft_kv_cache():
+        return None
+    model = speculation.draft_model_config
+    weights = _weights_digest(model, vllm_config.load_config)
+    return {"method": speculation.method, "weights": weights, "config": _loaded(model.hf_config)}
+
+
 def _hash_algorithm(cache: Any) -> str:
     return f"{cache.prefix_caching_hash_algo}/{os.environ.get('PYTHONHASHSEED', '')}"
 
 
-def _model_digest(vllm_config: Any) -> str:
+def _weights_digest(model: Any, load: Any) -> str:
     """Digest of the weights as served; random, and so never found again, for a model without
     files."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown

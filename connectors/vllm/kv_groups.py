@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
-from tiered_kv.codecs.base import ElementType
+from tiered_kv.codecs.base import ElementType, Section
 from tiered_kv.kv_reach import KvKind, KvReach
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.page_group import PageGroup
+
+_ELEMENTS = {
+    "bfloat16": ElementType.BF16,
+    "float16": ElementType.FP16,
+    "half": ElementType.FP16,
+    "fp8": ElementType.FP8_E4M3,
+    "fp8_e4m3": ElementType.FP8_E4M3,
+    "fp8_e5m2": ElementType.FP8_E5M2,
+}
+_STATE_ELEMENTS = {**_ELEMENTS, "float32": ElementType.FP32}
+"""Types of elements by vLLM's names. KV of attention in float32 has been stored as opaque."""
 
 
 def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[PageGroup, ...]:
@@ -34,6 +46,11 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
     only, spec = len(kv_cache_config.kv_cache_groups) == 1, group.kv_cache_spec
     reach = read_reach(spec)
     assert isinstance(reach, KvReach)
+    tensors = [
+        one
+        for one in kv_cache_config.kv_cache_tensors
+        if only or one.layers[0] in group.layer_names
+    ]
     placements = [
         Placement(
             len(t.layers),
@@ -42,17 +59,41 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
             t.offset,
             _used_bytes(spec, t, kv_cache_config.num_blocks, only=only),
         )
-        for t in kv_cache_config.kv_cache_tensors
-        if only or t.layers[0] in group.layer_names
+        for t in tensors
     ]
+    sections = [section for t in tensors for _ in t.layers for section in _state_sections(spec)]
     return PageGroup(
         index=index,
         block_size=spec.block_size,
         layout=page_layout(placements, kv_cache_config.num_blocks),
-        element=ElementType.OPAQUE if reach.kind is KvKind.STATE else _element(vllm_config),
+        element=_element(vllm_config),
+        sections=tuple(sections),
         reach=reach,
+        draft_tokens=0
+        if reach.kind is KvKind.STATE  # drafters have none
+        else _draft_tokens(vllm_config, kv_cache_config, index),
         arrangement=_arrangement(vllm_config, kv_cache_config),
     )
+
+
+def _state_sections(spec: Any) -> Iterator[Section]:
+    """Parts of a layer's state, which may be of unlike types; none of attention."""
+    for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
+        name = str(dtype).removeprefix("torch.")
+        yield Section(_STATE_ELEMENTS.get(name, ElementType.OPAQUE), prod(shape) * dtype.itemsize)
+
+
+def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
+    """Tokens behind one on which its KV in layers of the drafter depends: EAGLE and MTP take the
+    next token in. vLLM takes all groups for such if it knows of none."""
+    drafter = vllm_config.speculative_config
+    if drafter is None or not drafter.use_eagle():
+        return 0
+    groups = kv_cache_config.kv_cache_groups
+    known = [bool(getattr(group, "is_eagle_group", False)) for group in groups]
+    if any(known) and not known[index]:
+        return 0
+    return max(1, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
 
 
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
@@ -135,11 +176,4 @@ def _element(vllm_config: Any) -> ElementType:
     stored = str(vllm_config.cache_config.cache_dtype)
     if stored == "auto":
         stored = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return {
-        "bfloat16": ElementType.BF16,
-        "float16": ElementType.FP16,
-        "half": ElementType.FP16,
-        "fp8": ElementType.FP8_E4M3,
-        "fp8_e4m3": ElementType.FP8_E4M3,
-        "fp8_e5m2": ElementType.FP8_E5M2,
-    }.get(stored, ElementType.OPAQUE)
+    return _ELEMENTS.get(stored, ElementType.OPAQUE)

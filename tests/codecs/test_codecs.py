@@ -20,15 +20,12 @@ from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, Encoded
 from tiered_kv.codecs.centred import ELEMENTS, CentredCodec, channel_count
 from tiered_kv.codecs.raw import NOTHING
 from tiered_kv.codecs.registry import from_table, parse
+from tiered_kv.codecs.symbols import ELEMENT_BYTES
 from tiered_kv.codecs.zstd import LiteralEncoder, ZstdCodec, plain_encoder, symbol_encoder
 
 WIDE = (ElementType.BF16, ElementType.FP16)
 ONE = {ElementType.BF16: 0x3F80, ElementType.FP16: 0x3C00}
 DOUBLED = {ElementType.BF16: 0x80, ElementType.FP16: 0x400}
-
-
-def width(element: ElementType) -> int:
-    return 2 if element in WIDE else 1
 
 
 def there_and_back(codec: Codec, page: Bytes) -> Bytes:
@@ -62,7 +59,7 @@ def page_formats(draw: st.DrawFn) -> PageFormat:
     tokens = draw(st.integers(1, 40))
     ragged = draw(st.sampled_from([0, 0, 0, 1, 7]))  # elements that no token owns
     count = tokens * draw(st.integers(1, 150)) + ragged
-    return PageFormat(element, count * width(element), tokens)
+    return PageFormat(element, count * ELEMENT_BYTES[element], tokens)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.codecs.autotune import synthetic_page
-from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
+from tiered_kv.codecs.base import (
+    Bytes,
+    Codec,
+    CodecError,
+    ElementType,
+    EncodedPage,
+    PageFormat,
+    Section,
+)
 from tiered_kv.codecs.centred import HEADER, CentredCodec
 from tiered_kv.codecs.raw import NOTHING
 from tiered_kv.codecs.registry import from_table, parse
@@ -22,6 +30,16 @@ FORMATS = [
     PageFormat(element, 6400, 16)
     for element in (ElementType.BF16, ElementType.FP16, ElementType.FP8_E4M3)
 ]
+MIXED = PageFormat.of(
+    [
+        Section(ElementType.BF16, 640),
+        Section(ElementType.FP32, 1601),
+        Section(ElementType.OPAQUE, 17),
+        Section(ElementType.FP32, 2399),
+        Section(ElementType.BF16, 1280),
+    ],
+    16,
+)
 
 
 def trained(page_format: PageFormat) -> Codec:
@@ -31,6 +49,8 @@ def trained(page_format: PageFormat) -> Codec:
 CODECS: list[Codec] = [
     *(trained(page_format) for page_format in FORMATS),
     *(parse(name)(FORMATS[0]) for name in ("raw", "zstd", "centred")),
+    parse("centred")(PageFormat(ElementType.FP32, 6400, 16)),
+    parse("centred")(MIXED).trained([synthetic_page(MIXED, i) for i in range(2)]),
 ]
 STORED = [codec.encode(synthetic_page(codec.page_format, 7)) for codec in CODECS]
 

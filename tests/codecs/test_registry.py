@@ -8,11 +8,12 @@ import pytest
 
 from tests.codecs.shuffled import Shuffled
 from tiered_kv.codecs.autotune import synthetic_page
-from tiered_kv.codecs.base import Codec, CodecError, ElementType, PageFormat
+from tiered_kv.codecs.base import Codec, CodecError, ElementType, PageFormat, Section
 from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.codecs.out_of_tree import OUT_OF_TREE_ID, split_table
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import CODECS, UnknownCodecError, codec_name, from_table, parse
+from tiered_kv.codecs.sections import SectionsCodec
 from tiered_kv.codecs.zstd import ZstdCodec
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.store.store import SegmentStore
@@ -22,6 +23,7 @@ from tiered_kv.testing.segment_store import SegmentStoreConformance, store_optio
 from tiered_kv.testing.segments import SegmentFile
 
 PAGE = PageFormat(ElementType.BF16, 1_000_000, 16)
+MIXED = PageFormat.of((Section(ElementType.BF16, 4096), Section(ElementType.FP32, 8192)), 0)
 SHUFFLED = "tests.codecs.shuffled:Shuffled"
 
 
@@ -52,6 +54,17 @@ def test_codecs_by_name() -> None:
     assert parse("zstd:1")(PAGE) == parse("zstd")(PAGE)
 
 
+def test_names_mean_the_same_for_pages_of_several_types() -> None:
+    assert [parse(name)(MIXED).name for name in CODECS] == list(CODECS)
+    assert [parse(name)(MIXED).codec_id for name in CODECS] == [0, 1, 3]
+    assert parse("raw")(MIXED).stores_in_place
+    assert parse("zstd:3")(MIXED) == ZstdCodec(MIXED, 3)
+    assert parse("centred")(MIXED) == SectionsCodec(MIXED)
+    with pytest.raises(ValueError, match="opaque"):
+        CentredCodec(MIXED)
+    assert parse(SHUFFLED)(MIXED).page_format == MIXED
+
+
 @pytest.mark.parametrize(
     "name", ["", "Raw", "lz4", "zstd:", "zstd:x", "zstd:-1", "zstd:\u00b2", "centred:3", "raw:1"]
 )
@@ -79,9 +92,12 @@ def test_segments_name_their_codec_by_number_and_table() -> None:
     for codec in (*(parse(name)(PAGE) for name in CODECS), trained):
         assert from_table(codec.codec_id, codec.table, PAGE) == codec
         assert codec_name(codec.codec_id, codec.table) == codec.name
+    for codec in (parse(name)(MIXED) for name in CODECS):
+        assert from_table(codec.codec_id, codec.table, MIXED) == codec
+        assert codec_name(codec.codec_id, codec.table) == codec.name
 
-    with pytest.raises(CodecError, match="codec 3 is not known"):
-        from_table(3, b"", PAGE)
+    with pytest.raises(CodecError, match="codec 4 is not known"):
+        from_table(4, b"", PAGE)
     with pytest.raises(CodecError, match="codec 1 has no table"):
         from_table(1, trained.table, PAGE)
     with pytest.raises(CodecError, match="no table of centres"):

@@ -100,11 +100,6 @@ def test_a_configuration_with_nothing_special_is_taken() -> None:
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     (
-        {"parallel_config__pipeline_parallel_size": 2},
-        "does not support pipeline parallelism",
-        "use --tensor-parallel-size instead of --pipeline-parallel-size.",
-    ),
-    (
         {"parallel_config__decode_context_parallel_size": 2},
         "does not support context parallelism",
         "remove --decode-context-parallel-size and --prefill-context-parallel-size.",
@@ -115,9 +110,9 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "remove --decode-context-parallel-size and --prefill-context-parallel-size.",
     ),
     (
-        {"speculative_config": SimpleNamespace(method="ngram")},
-        "does not support speculative decoding",
-        "remove --speculative-config.",
+        {"model_config__is_encoder_decoder": True},
+        "does not support encoder-decoder models",
+        "leave --kv-transfer-config out.",
     ),
     (
         {"diffusion_config": SimpleNamespace(canvas_length=32)},
@@ -192,7 +187,8 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 class MambaSpec(FullAttentionSpec):
     mamba_cache_mode = "align"
-    shapes = ((3, 4),)
+    shapes = ((4,), (2, 5))
+    dtypes = (SimpleNamespace(itemsize=2), SimpleNamespace(itemsize=4))
     real_page_size_bytes = 48
 
 
@@ -269,6 +265,7 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
         ({}, False, True),
         ({"scheduler_config__async_scheduling": True}, True, False),
         ({"use_v2_model_runner": True}, False, False),
+        ({"parallel_config__pipeline_parallel_size": 2}, True, False),
     ],
 )
 def test_restores_are_sync_only_where_vllm_can_go_back_on_them(
@@ -319,13 +316,37 @@ def test_groups_say_what_a_hit_needs_and_full_attention_comes_first() -> None:
         [12],
     ]
     assert groups[3].page_bytes == 2 * 48, "not the padding"
-    assert groups[3].element is ElementType.OPAQUE
+    assert [section.nbytes for section in groups[3].sections] == [8, 40, 8, 40]
 
 
 @pytest.mark.usefixtures("without_vllm")
 def test_restores_beside_other_groups_are_async() -> None:
     assert not read_engine(config(), kv_config(FullAttentionSpec, MambaSpec)).sync_restores
     assert not read_engine(config(), kv_config(SlidingWindowSpec)).sync_restores
+
+
+class Drafter:
+    """vLLM's configuration of speculation."""
+
+    def __init__(self, *, takes_next_token: bool) -> None:
+        self._takes_next_token = takes_next_token
+
+    def use_eagle(self) -> bool:
+        return self._takes_next_token
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_kv_of_drafters_that_take_the_next_token_depends_on_it() -> None:
+    ngram, eagle = (Drafter(takes_next_token=takes) for takes in (False, True))
+    facts = read_engine(config(speculative_config=ngram), kv_config(FullAttentionSpec))
+    assert facts.speculates
+    assert not facts.drafts
+    cache = kv_config(FullAttentionSpec, MambaSpec)
+    facts = read_engine(config(speculative_config=eagle), cache)
+    assert [group.draft_tokens for group in facts.groups] == [1, 0], "states have none"
+    cache.kv_cache_groups[0].is_eagle_group = True
+    facts = read_engine(config(speculative_config=eagle), cache)
+    assert [group.draft_tokens for group in facts.groups] == [1, 0]
 
 
 def test_slots_are_whole_pages_of_the_memory_given() -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .base import Bytes, Codec, CodecError, ElementType, PageFormat
 from .registry import CODECS
+from .symbols import ELEMENT_BYTES
 
 TOLERANCE = 1.15
 """Smaller pages are worth restores that take up to this much longer: the disk holds more
@@ -79,7 +80,7 @@ def _candidates(page_format: PageFormat) -> Iterator[Codec]:
     """The codecs that can serve such pages, at their default levels."""
     for kind in CODECS.values():
         with suppress(ValueError):
-            yield kind.cls(page_format)
+            yield kind.make(page_format)
 
 
 def pick(
@@ -147,18 +148,27 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
 def synthetic_page(page_format: PageFormat, seed: int = 0) -> Bytes:
     """Cast normal random numbers to the elements of a page: KV of which nothing is known.
 
-    Bytes of an opaque page are of random numbers as bf16, which most likely they are.
+    Opaque bytes are of random numbers as bf16, which most likely they are.
     """
-    width = 1 if page_format.element in (ElementType.FP8_E4M3, ElementType.FP8_E5M2) else 2
-    count = -(-page_format.page_bytes // width)
-    values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32)
-    return _cast(values, page_format.element).view(np.uint8)[: page_format.page_bytes]
+    rng = np.random.default_rng(seed)
+    sections = [
+        _synthetic_bytes(section.element, section.nbytes, rng) for section in page_format.sections
+    ]
+    return np.concatenate(sections)
+
+
+def _synthetic_bytes(element: ElementType, nbytes: int, rng: np.random.Generator) -> Bytes:
+    count = -(-nbytes // ELEMENT_BYTES.get(element, 2))
+    values = rng.standard_normal(count, dtype=np.float32)
+    return _cast(values, element).view(np.uint8)[:nbytes]
 
 
 def _cast(
     values: NDArray[np.float32], element: ElementType
-) -> NDArray[np.uint16] | NDArray[np.uint8]:
-    """Round to the nearest number of that type; numpy knows only fp16 itself."""
+) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]:
+    """Round to the nearest number of that type; numpy knows only fp32 and fp16 itself."""
+    if element is ElementType.FP32:
+        return values
     if element is ElementType.FP16:
         return values.astype(np.float16).view(np.uint16)
     if element is ElementType.FP8_E5M2:  # the upper half of an fp16

@@ -9,8 +9,10 @@ interpreter lock where the work is. Codecs are tested by subclassing
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +27,7 @@ class ElementType(Enum):
 
     BF16 = "bf16"
     FP16 = "fp16"
+    FP32 = "fp32"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
     OPAQUE = "opaque"
@@ -32,18 +35,76 @@ class ElementType(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """Bytes of a page that lie one behind the other and are of one type.
+
+    Attributes:
+        element: type of the elements.
+        nbytes: number of bytes.
+    """
+
+    element: ElementType
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageFormat:
     """The facts that a codec may know of a page.
 
     Attributes:
-        element: type of the elements.
+        element: type of the elements; opaque if they are of several types.
         page_bytes: bytes of a page.
-        tokens: tokens of a page.
+        tokens: tokens of a page; 0 for a state, in which no token has bytes of its own.
+        sections: sections in the order of the page, neighbours of unlike types; without any given,
+            one of ``element``.
+
+    Raises:
+        ValueError: the sections are not those of such a page.
     """
 
     element: ElementType
     page_bytes: int
     tokens: int
+    sections: tuple[Section, ...] = ()
+
+    @classmethod
+    def of(cls, sections: Iterable[Section], tokens: int) -> PageFormat:
+        """Make the format of pages that consist of these sections."""
+        joined = _joined(sections)
+        element = joined[0].element if len(joined) == 1 else ElementType.OPAQUE
+        return cls(element, sum(section.nbytes for section in joined), tokens, joined)
+
+    def __post_init__(self) -> None:
+        sections = _joined(self.sections) or (Section(self.element, self.page_bytes),)
+        found = sections[0].element if len(sections) == 1 else ElementType.OPAQUE
+        nbytes = sum(section.nbytes for section in sections)
+        if (found, nbytes) != (self.element, self.page_bytes):
+            raise ValueError(
+                f"sections of {nbytes} bytes of {found.value} are no page of "
+                f"{self.page_bytes} bytes of {self.element.value}"
+            )
+        object.__setattr__(self, "sections", sections)
+
+    @property
+    def mixed(self) -> bool:
+        """True if the elements are of several types."""
+        return len(self.sections) > 1
+
+    @property
+    def outline(self) -> PageFormat:
+        """The format without the sections of a mixed page, as the header of a segment has it."""
+        return PageFormat(self.element, self.page_bytes, self.tokens)
+
+
+def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
+    """Sections of which no two neighbours are alike and none is empty."""
+    full = [section for section in sections if section.nbytes]
+    if any(section.nbytes < 0 for section in full):
+        raise ValueError("a section has no negative number of bytes")
+    return tuple(
+        Section(element, sum(section.nbytes for section in run))
+        for element, run in groupby(full, key=lambda section: section.element)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The codec of KV pages: what varies little is coded, what is noise is stored.
 
 An element's magnitude is much the same in one channel (a layer's K or V, a head, a
-dimension) for all tokens, and its mantissa is noise. So ``planes`` splits each element into
+dimension) for all tokens, and its mantissa is noise. So ``symbols`` splits each element into
 a symbol and a rest; symbols, less the centre of their channel, go through zstd's Huffman
 stage, and the rest is stored as it is. Bit for bit for any content: only the size depends on
 how well the centres fit.
@@ -32,20 +32,22 @@ from __future__ import annotations
 
 import itertools
 import struct
-import threading
 import zlib
 from dataclasses import dataclass, field
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
-from .raw import NOTHING
-from .zstd import compress_symbols, decompress
+from .base import Bytes, CodecError, ElementType, EncodedPage, PageFormat
+from .symbols import ELEMENT_BYTES, REST_BYTES, decode, encode, kernels, symbols_of
 
-ELEMENTS = (ElementType.BF16, ElementType.FP16, ElementType.FP8_E4M3, ElementType.FP8_E5M2)
+ELEMENTS = (
+    ElementType.BF16,
+    ElementType.FP16,
+    ElementType.FP8_E4M3,
+    ElementType.FP8_E5M2,
+    ElementType.FP32,
+)
 """Types of elements, in the order of their numbers in the table."""
 
 HEADER = struct.Struct("<4sBBHIQII")
@@ -69,17 +71,12 @@ def symbol_count(page_format: PageFormat) -> int:
         raise ValueError(
             "the centred codec needs to know the elements of a page: use zstd for opaque pages"
         )
-    count, left = divmod(page_format.page_bytes, 2 if is_wide(page_format) else 1)
+    count, left = divmod(page_format.page_bytes, ELEMENT_BYTES[page_format.element])
     if left:
         raise ValueError(
             f"{page_format.page_bytes} bytes are no whole number of {page_format.element.value}"
         )
     return count
-
-
-def is_wide(page_format: PageFormat) -> bool:
-    """True if elements take two bytes."""
-    return page_format.element in (ElementType.BF16, ElementType.FP16)
 
 
 def channel_count(page_format: PageFormat) -> int:
@@ -109,7 +106,7 @@ class CentredCodec:
     stores_in_place = False
 
     @classmethod
-    def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
+    def from_table(cls, page_format: PageFormat, table: bytes) -> CentredCodec:
         try:
             return cls(page_format, table)
         except ValueError as error:
@@ -127,27 +124,28 @@ class CentredCodec:
     def wants_training(self) -> bool:
         return not self.table and channel_count(self.page_format) > 0
 
-    def encode(self, page: Bytes) -> EncodedPage:
+    @property
+    def most_plane_bytes(self) -> int:
+        """Size of the longest plane of a page, bytes."""
+        return REST_BYTES[self.page_format.element] * self._centres.size
+
+    def encode(self, page: Bytes, plane: Bytes | None = None) -> EncodedPage:
+        """Encode a page.
+
+        Args:
+            plane: memory for the plane, which is its beginning, of ``most_plane_bytes`` or more;
+                new memory if None.
+        """
         self._check_page(page)
-        symbols = _scratch.bytes(self._centres.size)
-        rest = self._split(page, self._centres, symbols)
-        return EncodedPage(rest, compress_symbols(symbols))
+        if plane is None:
+            plane = np.empty(self.most_plane_bytes, dtype=np.uint8)
+        return encode(self.page_format.element, page, self._centres, plane)
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         self._check_page(out)
-        element, count = self.page_format.element, self._centres.size
-        if encoded.plane.nbytes != (count if is_wide(self.page_format) else 0):
-            raise CodecError(f"{encoded.plane.nbytes} raw bytes beside {count} symbols")
-        if not is_wide(self.page_format):
-            decompress(encoded.frame, out)
-            _kernels().merge_fp8(out, self._centres)
-            return
-        symbols = _scratch.bytes(count)
-        decompress(encoded.frame, symbols)
-        merge = _kernels().merge_bf16 if element is ElementType.BF16 else _kernels().merge_fp16
-        merge(symbols, encoded.plane, self._centres, out)
+        decode(self.page_format.element, encoded, self._centres, out)
 
-    def trained(self, pages: list[Bytes]) -> Codec:
+    def trained(self, pages: list[Bytes]) -> CentredCodec:
         """Make a codec with the centres of these pages; the first 64 are looked at.
 
         It takes from a tenth of a second to a few, mostly without the interpreter lock.
@@ -161,20 +159,7 @@ class CentredCodec:
 
     def _symbols(self, page: Bytes) -> Bytes:
         self._check_page(page)
-        symbols = np.empty_like(self._centres)
-        self._split(page, np.zeros_like(self._centres), symbols)
-        return symbols
-
-    def _split(self, page: Bytes, centres: Bytes, symbols: Bytes) -> Bytes:
-        """Fill ``symbols``; give the rest."""
-        if not is_wide(self.page_format):
-            _kernels().split_fp8(page, centres, symbols)
-            return NOTHING
-        rest = np.empty_like(symbols)
-        bf16 = self.page_format.element is ElementType.BF16
-        split = _kernels().split_bf16 if bf16 else _kernels().split_fp16
-        split(page, centres, symbols, rest)
-        return rest
+        return symbols_of(self.page_format.element, page)
 
     def _check_page(self, page: Bytes) -> None:
         # The kernels trust sizes.
@@ -261,7 +246,7 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
     spreads: dict[int, NDArray[np.int64]] = {}
     for inner in divisors(channels):
         spreads[inner] = np.empty(channels // inner, dtype=np.int64)
-        _kernels().medians(fitted, scored, tokens, inner, centres, spreads[inner])
+        kernels().medians(fitted, scored, tokens, inner, centres, spreads[inner])
     best, least = Layout(channels, np.ones(1, np.int64), centres), np.inf
     for stripe in reversed(divisors(channels)):
         if stripe < MIN_STRIPE and stripe < channels:
@@ -291,40 +276,17 @@ def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFor
     for inner in np.unique(layout.inners).tolist():
         medians = np.empty_like(layout.centres)
         unread = np.empty(medians.size // inner, dtype=np.int64)
-        _kernels().medians(symbols, symbols[:0], tokens, inner, medians, unread)
+        kernels().medians(symbols, symbols[:0], tokens, inner, medians, unread)
         mine = layout.inners == inner
         stripes[mine] = medians.reshape(-1, stripe)[mine]
     for _ in range(REFINEMENTS):
         centred = symbols - layout.per_element(page_format)
         counts = np.bincount(centred.reshape(-1), minlength=256) + 0.5  # unseen is not impossible
         costs = -np.log2(counts / counts.sum()).astype(np.float32)
-        _kernels().refine(symbols, tokens, stripe, layout.inners, costs, layout.centres)
+        kernels().refine(symbols, tokens, stripe, layout.inners, costs, layout.centres)
 
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return small + [number // i for i in reversed(small) if i * i != number]
-
-
-class _Scratch(threading.local):
-    """Memory of this thread for symbols under way; grows, and lives as long as the thread."""
-
-    def __init__(self) -> None:
-        self._memory: Bytes = NOTHING
-
-    def bytes(self, count: int) -> Bytes:
-        if self._memory.nbytes < count:
-            self._memory = np.empty(count, dtype=np.uint8)
-        return self._memory[:count]
-
-
-_scratch = _Scratch()
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Import the kernels when first needed: see ``planes``."""
-    from . import planes
-
-    return planes

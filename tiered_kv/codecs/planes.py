@@ -6,6 +6,8 @@ modulo 256, in the same pass:
 
     bf16   symbol = the exponent, bits 14..7; rest = the sign, and bits 6..0
     fp16   symbol = the upper byte rotated; rest = the lower byte
+    fp32   symbol = the exponent, bits 30..23; rest = three planes: the sign and bits 22..16,
+           bits 15..8, bits 7..0
     fp8    symbol = the byte rotated; no rest
 
 Rotated left by one, so that the sign, which has no magnitude, becomes the lowest bit. It stays
@@ -111,6 +113,50 @@ def merge_fp8(page: Bytes, centres: Bytes) -> None:
     for i in range(page.size):
         byte = np.uint8(page[i] + centres[i])
         page[i] = np.uint8((byte >> 1) | (byte << 7))
+
+
+@_kernel(_IN, _IN, _OUT, _OUT, _OUT, _OUT)
+def split_fp32(
+    page: Bytes, centres: Bytes, symbols: Bytes, high: Bytes, middle: Bytes, low: Bytes
+) -> None:
+    """Split four bytes of page into one symbol and one byte of each plane of the rest."""
+    elements = page.view(np.uint32)
+    for i in range(elements.size):
+        element = elements[i]
+        symbols[i] = np.uint8(element >> 23) - centres[i]
+        high[i] = np.uint8((element >> 24) & 0x80) | np.uint8((element >> 16) & 0x7F)
+        middle[i] = np.uint8(element >> 8)
+        low[i] = np.uint8(element)
+
+
+@_kernel(_IN, _IN, _IN, _IN, _IN, _OUT)
+def merge_fp32(
+    symbols: Bytes, high: Bytes, middle: Bytes, low: Bytes, centres: Bytes, page: Bytes
+) -> None:
+    """The inverse of ``split_fp32``."""
+    elements = page.view(np.uint32)
+    for i in range(elements.size):
+        symbol = np.uint32(np.uint8(symbols[i] + centres[i]))
+        top = np.uint32(high[i])
+        sign = (top & np.uint32(0x80)) << np.uint32(24)
+        mantissa = (top & np.uint32(0x7F)) << np.uint32(16)
+        mantissa |= (np.uint32(middle[i]) << np.uint32(8)) | np.uint32(low[i])
+        elements[i] = sign | (symbol << np.uint32(23)) | mantissa
+
+
+@_kernel(_IN, types.int64, _SUMS)
+def count_fp32(page: Bytes, step: int, counts: NDArray[np.int64]) -> None:
+    """Count the bytes of the three planes of the rest in every ``step``-th element.
+
+    Args:
+        counts: receives the counts of each plane's bytes, zero before, [3 * 256].
+    """
+    elements = page.view(np.uint32)
+    for i in range(0, elements.size, step):
+        element = elements[i]
+        counts[np.int64(((element >> 24) & 0x80) | ((element >> 16) & 0x7F))] += 1
+        counts[256 + np.int64((element >> 8) & 0xFF)] += 1
+        counts[512 + np.int64(element & 0xFF)] += 1
 
 
 @_kernel(_PAGES, _PAGES, types.int64, types.int64, _OUT, _SUMS)

@@ -15,6 +15,7 @@ from .base import Codec, CodecClass, CodecError, PageFormat
 from .centred import CentredCodec
 from .out_of_tree import OUT_OF_TREE_ID, OutOfTreeCodec, split_table
 from .raw import RawCodec
+from .sections import SectionsCodec
 from .zstd import MAX_LEVEL, ZstdCodec
 
 CodecMaker: TypeAlias = Callable[[PageFormat], Codec]
@@ -34,18 +35,35 @@ class CodecKind:
         at_level: maker of the codec at a level, which follows the name as in ``zstd:3``; None
             if it has no levels.
         levels: the levels.
+        mixed: class that does the same for pages whose elements are of several types; None if
+            ``cls`` does.
     """
 
     cls: CodecClass
     at_level: Callable[[PageFormat, int], Codec] | None = None
     levels: range = range(0)
+    mixed: CodecClass | None = None
+
+    @property
+    def classes(self) -> list[CodecClass]:
+        """Its classes."""
+        return [self.cls] if self.mixed is None else [self.cls, self.mixed]
+
+    def make(self, page_format: PageFormat) -> Codec:
+        """Make an untrained codec.
+
+        Raises:
+            ValueError: it cannot serve such pages.
+        """
+        cls = self.mixed if self.mixed is not None and page_format.mixed else self.cls
+        return cls(page_format)
 
 
 CODECS: Mapping[str, CodecKind] = MappingProxyType(
     {
         "raw": CodecKind(RawCodec),
         "zstd": CodecKind(ZstdCodec, ZstdCodec, range(1, MAX_LEVEL + 1)),
-        "centred": CodecKind(CentredCodec),
+        "centred": CodecKind(CentredCodec, mixed=SectionsCodec),
     }
 )
 """The codecs of this package by name."""
@@ -65,7 +83,7 @@ def parse(name: str) -> CodecMaker:
     if kind is None and colon and head and rest:
         return partial(_out_of_tree, name, _load(name))
     if kind is not None and not colon:
-        return kind.cls
+        return kind.make
     if kind is None or kind.at_level is None or not (rest.isascii() and rest.isdigit()):
         raise ConfigError(
             f"{name!r} is no codec: write {', '.join(_spellings())}, or module:Class of your own"
@@ -117,9 +135,9 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
     """
     if codec_id == OUT_OF_TREE_ID:
         return _stored_out_of_tree(table, page_format, trusted)
-    for kind in CODECS.values():
-        if kind.cls.codec_id == codec_id:
-            return kind.cls.from_table(page_format, table)
+    for cls in (cls for kind in CODECS.values() for cls in kind.classes):
+        if cls.codec_id == codec_id:
+            return cls.from_table(page_format, table)
     raise CodecError(f"codec {codec_id} is not known here")
 
 
@@ -137,7 +155,7 @@ def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> 
 def codec_name(codec_id: int, table: bytes) -> str:
     """Name a segment's codec, which need not be at hand; its number if nothing else is known."""
     for name, kind in CODECS.items():
-        if kind.cls.codec_id == codec_id:
+        if any(cls.codec_id == codec_id for cls in kind.classes):
             return name
     try:
         return split_table(table)[0] if codec_id == OUT_OF_TREE_ID else f"codec {codec_id}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from .base import Bytes, Codec, CodecError, EncodedPage, PageFormat, refuse_table
+from .base import Bytes, CodecError, EncodedPage, PageFormat, refuse_table
 from .raw import NOTHING
 
 MAX_LEVEL = 22
@@ -177,7 +177,7 @@ class ZstdCodec:
             raise ValueError(f"zstd has levels 1 to {MAX_LEVEL}, not {self.level}")
 
     @classmethod
-    def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
+    def from_table(cls, page_format: PageFormat, table: bytes) -> ZstdCodec:
         refuse_table(cls.codec_id, table)
         return cls(page_format)
 
@@ -193,5 +193,5 @@ class ZstdCodec:
             raise CodecError(f"{encoded.plane.nbytes} raw bytes beside a page that is all zstd")
         decompress(encoded.frame, out)
 
-    def trained(self, pages: list[Bytes]) -> Codec:
+    def trained(self, pages: list[Bytes]) -> ZstdCodec:
         return self

@@ -76,6 +76,17 @@ class PageIndex:
     def free_slots(self) -> int:
         return len(self._free)
 
+    def limit(self, num_slots: int) -> None:
+        """Use the first ``num_slots`` slots only. Before the first page.
+
+        Raises:
+            ValueError: there are pages.
+        """
+        if len(self._free) < self.num_slots:
+            raise ValueError("slots are in use")
+        self.num_slots = min(self.num_slots, num_slots)
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
     def readable(self, key: PageKey) -> bool:
         """True if the page is in CPU memory, whole."""
         return key in self._cpu

@@ -75,6 +75,7 @@ class OrderBook:
 
     Attributes:
         stores: pages of the tiers below, fastest first.
+        page_bytes: size of a page of each group on the rank where it is largest, bytes.
         unsaved: pages left without a slot so far.
     """
 
@@ -91,7 +92,7 @@ class OrderBook:
         self.bandwidth = bandwidth
         self.unsaved = 0
         self._ranks = ranks
-        self._page_bytes = page_bytes
+        self.page_bytes = list(page_bytes)
         self._next_id = 0
         self._flights: dict[OrderId, _Flight] = {}
         self._promoting: dict[PageKey, OrderId] = {}
@@ -141,14 +142,14 @@ class OrderBook:
 
     def copy_seconds(self, pages: int, group: int = CONTEXT) -> float:
         """Time one rank needs to copy that many pages, at the bandwidth seen so far."""
-        return pages * self._page_bytes[group] / self.bandwidth
+        return pages * self.page_bytes[group] / self.bandwidth
 
     def promote_seconds(self, store: StoreId, pages: int) -> float:
         """Time until that many pages more are up from a store, behind those already ordered and
         due."""
         state = self.stores[store]
         due = state.promoting - self.ahead(store)
-        return (pages + max(0, due)) * self._page_bytes[store.group] / state.bandwidth
+        return (pages + max(0, due)) * self.page_bytes[store.group] / state.bandwidth
 
     def ahead(self, store: StoreId | None = None) -> int:
         """Pages on their way up, from one store or all, that were not due when last looked at
@@ -385,12 +386,12 @@ class OrderBook:
             return
         seen = report.nbytes / report.seconds
         if isinstance(order, PromoteOrder):
-            if report.nbytes >= min(MIN_SAMPLE, self._page_bytes[order.store.group] * 8):
+            if report.nbytes >= min(MIN_SAMPLE, self.page_bytes[order.store.group] * 8):
                 tier = self.stores[order.store]
                 tier.bandwidth += 0.3 * (seen - tier.bandwidth)
         elif (
             isinstance(order, (SaveOrder, LoadOrder))
-            and report.nbytes >= self._page_bytes[order.group]
+            and report.nbytes >= self.page_bytes[order.group]
         ):
             self.bandwidth += 0.2 * (seen - self.bandwidth)
 

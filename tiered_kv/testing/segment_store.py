@@ -16,6 +16,7 @@ import pytest
 from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import FileLayer, RealFiles
+from tiered_kv.storage.segment.format import record_header_bytes
 from tiered_kv.storage.store.locks import StoreBusyError, StoreError
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
@@ -127,7 +128,8 @@ class SegmentStoreConformance(StoreConformance):
             for entry in SegmentFile(path).entries:
                 if entry.key == key:
                     with path.open("r+b") as segment:
-                        at = entry.offset + entry.nbytes - entry.stored_bytes // 2
+                        header = record_header_bytes(len(key), entry.stored_bytes)
+                        at = entry.offset + header + entry.stored_bytes // 2
                         segment.seek(at)
                         (byte,) = segment.read(1)
                         segment.seek(at)

@@ -175,7 +175,9 @@ class Engine:
         server, machine = self._server, self.machine
         stored = {StoreId(SSD, CONTEXT): StoredPages((), machine.ssd_read)} if server.ssd else {}
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
-        said = TieredHandshake(Handshake(speeds, stored))
+        facts, pages = self.half.facts, self.half.pages
+        page_bytes = tuple(group.page_bytes for group in facts.groups)
+        said = TieredHandshake(Handshake(speeds, pages.index.num_slots, page_bytes, stored))
         self.scheduler.connector.set_xfer_handshake_metadata({0: said})
         fit = self.half.gaps.prefills.fit
         fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)

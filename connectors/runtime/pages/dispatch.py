@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.messages import Orders, Reports
+from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 
@@ -51,6 +51,17 @@ class OrderDispatch:
         self._clock = clock
         self._no_orders = Orders()
         self._last_word = clock()  # either way
+
+    def on_handshake(self, said: Mapping[int, Handshake]) -> None:
+        """Take in what the ranks hold. With pipelines each has layers of its own, so that its pages
+        have a size of their own."""
+        book, ranks = self._planner, list(said.values())
+        if copies := [one.speeds.copy for one in ranks if one.speeds.copy]:
+            book.bandwidth = min(copies)
+            book.index.limit(min(one.slots for one in ranks))
+            sizes = zip(*(one.page_bytes for one in ranks), strict=True)
+            book.page_bytes = [max(size) for size in sizes]
+        self._tiers.on_handshake(said)
 
     def take(self) -> Orders:
         """Hand over the orders not yet sent."""

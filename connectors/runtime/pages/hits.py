@@ -93,14 +93,12 @@ class HitFinder:
             limit: tokens of the prompt that may be used.
         """
         ends = tuple(
-            run(turn.page_keys(at), start // group.block_size, self._whole(turn, at, limit))
-            * group.block_size
-            if group.reach.kind is KvKind.FULL
-            else 0
-            for at, group in enumerate(self._facts.groups)
+            self._end(turn, at, start, limit, run) if self._keeps_all(at) else 0
+            for at in range(len(self._facts.groups))
         )
         query = _Query(turn, start, there, ends)
-        if not self._facts.has_states and limit > start:
+        ends_anywhere = not (self._facts.has_states or self._facts.drafts)
+        if ends_anywhere and limit > start:
             found = self._at(query, limit)  # a full page of which all but the last token counts
             if isinstance(found, Found):
                 return found
@@ -123,14 +121,22 @@ class HitFinder:
     def _keeps_all(self, group: int) -> bool:
         return self._facts.groups[group].reach.kind is KvKind.FULL
 
-    def _whole(self, turn: Turn, group: int, limit: int) -> int:
-        """Blocks that the prompt fills, and whose tokens may all be used."""
-        size = self._facts.groups[group].block_size
-        return min(len(turn.page_keys(group)), limit // size)
+    def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
+        """Tokens of the run of a group's pages.
+
+        Its last page is left out where KV of a drafter depends on the token behind it: that need
+        not be the one that it was made with.
+        """
+        group, keys = self._facts.groups[at], turn.page_keys(at)
+        first = start // group.block_size
+        end = run(keys, first, min(len(keys), limit // group.block_size))
+        return max(first, end - (group.draft_tokens > 0)) * group.block_size
 
     def _in_tail(self, query: _Query, at: int, limit: int) -> Found | None:
         """The longest prefix that ends in a partial page behind ``at`` tokens."""
         turn = query.turn
+        if self._facts.drafts:
+            return None
         parent = turn.state_key(CONTEXT, at) if at else turn.pages.fingerprints[CONTEXT]
         if parent is None or not self._tails.has_any(parent):
             return None

@@ -128,11 +128,13 @@ class Saves:
         if not turn.save.cursors:
             self.start_over(turn)
         computed = kept_tokens(turn.request)
-        end = computed if not self._facts.has_states else state_tokens(turn.request)
+        end: int | None = computed
+        if self._facts.has_states:
+            end = state_tokens(turn.request, self._facts)
         filled = self._nothing()
         self._add_filled(turn, max(computed, end or 0), filled)
         self._remember_prompt_end(turn)
-        if end is not None:
+        if end is not None and not self._facts.drafts:
             self._add_end(turn, end, filled)
         order, context = self._order(filled), self._context(turn)
         if order is None:
@@ -294,7 +296,8 @@ class Saves:
                 continue
             keys = turn.page_keys(at)
             blocks = self._pool.tables[at].get(turn.request_id, ())
-            full = min(tokens // group.block_size, len(keys), len(blocks))
+            final = tokens - group.draft_tokens
+            full = min(final // group.block_size, len(keys), len(blocks))
             start = turn.save.cursors[at]
             if full <= start:
                 continue

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.pages.ends import last_boundary
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.kv_reach import KvKind
 
@@ -52,9 +53,7 @@ class BoundaryBlocks:
         """Hold the blocks at the turn's boundary as soon as they are there."""
         if not self._narrow or turn.request_id in self._boundaries:
             return
-        unit = self._facts.hit_tokens
-        tokens = (turn.request.num_prompt_tokens - 1) // unit * unit
-        if tokens:
+        if tokens := last_boundary(turn.request, self._facts):
             self._boundaries[turn.request_id] = _Boundary(tokens, set(self._narrow))
             self._awaited[turn.request_id] = turn
 
@@ -79,7 +78,9 @@ class BoundaryBlocks:
     def _in_table(self, turn: Turn, group: int, tokens: int) -> Sequence[Block]:
         table = self._pool.tables[group].get(turn.request_id, ())
         needed = self._facts.groups[group].needs(tokens)
-        return table[needed.start : needed.stop] if needed.stop <= len(table) else ()
+        # The engine finds one block more where a drafter's KV depends on the next token.
+        stop = needed.stop + (self._facts.groups[group].draft_tokens > 0)
+        return table[needed.start : stop] if stop <= len(table) else ()
 
     def on_state(self, request_id: str, group: int, block_id: int, tokens: int) -> None:
         """Hold a state that the engine offers, if it is the one at the boundary."""

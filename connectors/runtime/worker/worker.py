@@ -152,7 +152,12 @@ class WorkerHalf:
 
     def handshake(self) -> Handshake:
         """Speeds of this rank, and the pages that its stores have from before."""
-        return Handshake(self._speeds, {name: tier.stored for name, tier in self.stores.items()})
+        return Handshake(
+            self._speeds,
+            slots=len(self.pool.slots) if self.pool is not None else 0,
+            page_bytes=tuple(group.page_bytes for group in self._facts.groups),
+            stored={name: tier.stored for name, tier in self.stores.items()},
+        )
 
     # -- a step -----------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What goes wrong with one kind of KV costs time, and never an answer."""
+"""Trouble with one kind of KV costs time, and never an answer."""
 
 from __future__ import annotations
 

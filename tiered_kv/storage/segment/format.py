@@ -11,7 +11,8 @@
               created        u64  seconds since 1970
               page bytes     u64
               tokens         u32  of a page
-              element        u16  type of the elements
+              element        u16  type of the elements; opaque if there are several: a codec that
+                                  needs to know the sections of a page has them in its table
               codec          u16
               rank, ranks    2 u32
               replica        u32
@@ -100,7 +101,11 @@ class FormatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """Fields of a segment header; see the table above."""
+    """Fields of a segment header; see the table above.
+
+    Attributes:
+        page_format: outline of the format of its pages.
+    """
 
     fingerprint: bytes
     nonce: int

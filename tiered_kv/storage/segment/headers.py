@@ -38,6 +38,7 @@ _ELEMENTS = {
     ElementType.FP16: 2,
     ElementType.FP8_E4M3: 3,
     ElementType.FP8_E5M2: 4,
+    ElementType.FP32: 5,
 }
 _ELEMENT_TYPES = {code: element for element, code in _ELEMENTS.items()}
 

@@ -119,7 +119,7 @@ class Recovery:
         here = (options.fingerprint, options.replica, options.rank, options.ranks, number)
         if found != here:
             raise FormatError("it belongs to another store")
-        if header.page_format != options.page_format:
+        if header.page_format != options.page_format.outline:
             raise FormatError("it holds pages of another format")
 
     def _codec_of(self, header: SegmentHeader) -> Codec:
@@ -133,9 +133,13 @@ class Recovery:
             known = segment.header
             if (known.codec_id, known.table) == (header.codec_id, header.table):
                 return segment.codec
+        page_format = self._context.options.page_format
         try:
-            return self._codec_from(header.codec_id, header.table, header.page_format)
+            codec = self._codec_from(header.codec_id, header.table, page_format)
         except UnknownCodecError:
             raise
         except CodecError as error:
             raise FormatError(f"codec {header.codec_id} cannot be made of it: {error}") from error
+        if codec.page_format != page_format:  # told by a table, not by the header
+            raise FormatError("it holds pages of another format")
+        return codec

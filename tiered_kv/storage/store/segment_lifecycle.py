@@ -115,7 +115,7 @@ class SegmentLifecycle:
             nonce=int.from_bytes(os.urandom(8), "little"),
             number=self._next_number,
             created=seconds_now(),
-            page_format=options.page_format,
+            page_format=options.page_format.outline,
             codec_id=codec.codec_id,
             rank=options.rank,
             ranks=options.ranks,

@@ -18,14 +18,20 @@ from tiered_kv.codecs.base import (
     ElementType,
     EncodedPage,
     PageFormat,
+    Section,
 )
 
-FORMATS = tuple(
-    PageFormat(element, nbytes, tokens)
-    for element in ElementType
-    for nbytes, tokens in ((4096, 16), (6400, 16), (2 * 16 * 10 + 2, 16))
+FORMATS = (
+    *(
+        PageFormat(element, nbytes, tokens)
+        for element in ElementType
+        for nbytes, tokens in ((4096, 16), (6400, 16), (2 * 16 * 10 + 2, 16))
+    ),
+    PageFormat.of([Section(ElementType.BF16, 1280), Section(ElementType.FP32, 6912)] * 2, 0),
+    PageFormat.of([Section(ElementType.OPAQUE, 77), Section(ElementType.FP8_E4M3, 4019)], 16),
 )
-"""Pages of all types; of whole blocks, of none, and of channels that do not come out even."""
+"""Pages of all types; of whole blocks, of none, and of channels that do not come out even; and of
+several types."""
 
 
 def noise(page_format: PageFormat, seed: int) -> Bytes:

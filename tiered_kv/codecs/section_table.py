@@ -1,0 +1,136 @@
+"""Table of the codec of sections: it tells the sections, which the header of a segment does not.
+
+So pages can be read by who knows no more than their size (little-endian):
+
+    offset  bytes  field
+    0       4      magic b"TKVS"
+    4       1      version, 1
+    5       1      zero
+    6       2      parts, p
+    8       4      tokens of a page
+    12      8      bytes of a page
+    20      4      sections, s: none empty, no neighbours of one type
+    24      11*s   of each section: element type u8, as in ``ELEMENTS``; part u16; bytes u64
+    ...     6*p    of each part: codec u16; bytes of its table u32
+    ...            tables of the parts, one behind the other
+    end-4   4      CRC-32 of all of the above
+
+Reading is total: any bytes give a table or raise ``CodecError``.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import CodecError, ElementType, PageFormat, Section
+
+ELEMENTS = (
+    ElementType.OPAQUE,
+    ElementType.BF16,
+    ElementType.FP16,
+    ElementType.FP8_E4M3,
+    ElementType.FP8_E5M2,
+    ElementType.FP32,
+)
+"""Types of elements, in the order of their numbers."""
+
+MAGIC, VERSION = b"TKVS", 1
+HEADER = struct.Struct("<4sBBHIQI")
+SECTION = struct.Struct("<BHQ")
+PART = struct.Struct("<HI")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a page, as the table tells of it.
+
+    Attributes:
+        sections: numbers of its sections, ascending.
+        codec_id: number of its codec.
+        table: table of that codec.
+    """
+
+    sections: tuple[int, ...]
+    codec_id: int
+    table: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SectionTable:
+    """Contents of a table.
+
+    Attributes:
+        page_format: format of the pages.
+        parts: parts of a page; each section is in one of them.
+    """
+
+    page_format: PageFormat
+    parts: Sequence[StoredPart]
+
+    def pack(self) -> bytes:
+        """Make the table."""
+        of, parts = self.page_format, self.parts
+        part_of = {number: i for i, part in enumerate(parts) for number in part.sections}
+        head = (MAGIC, VERSION, 0, len(parts), of.tokens, of.page_bytes, len(of.sections))
+        pieces = [HEADER.pack(*head)]
+        for i, section in enumerate(of.sections):
+            pieces.append(SECTION.pack(ELEMENTS.index(section.element), part_of[i], section.nbytes))
+        pieces += [PART.pack(part.codec_id, len(part.table)) for part in parts]
+        body = b"".join([*pieces, *(part.table for part in parts)])
+        return body + struct.pack("<I", zlib.crc32(body))
+
+    @staticmethod
+    def read(table: bytes) -> SectionTable:
+        """Read a table.
+
+        Raises:
+            CodecError: damaged, of another version, or of no possible page.
+        """
+        if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
+            raise CodecError("this is no table of sections")
+        body = table[:-4]
+        if struct.unpack("<I", table[-4:])[0] != zlib.crc32(body):
+            raise CodecError("a table of sections is damaged")
+        _, version, zero, part_count, tokens, page_bytes, count = HEADER.unpack_from(body)
+        if version != VERSION or zero:
+            raise CodecError(f"a table of sections of version {version} where {VERSION} is known")
+        parts_at = HEADER.size + SECTION.size * count
+        tables_at = parts_at + PART.size * part_count
+        if tables_at > len(body):
+            raise CodecError("a table of sections is cut off")
+        members = [list[int]() for _ in range(part_count)]
+        sections: list[Section] = []
+        for element, part, nbytes in SECTION.iter_unpack(body[HEADER.size : parts_at]):
+            if element >= len(ELEMENTS) or part >= part_count:
+                raise CodecError(f"a section of type {element} in part {part}")
+            members[part].append(len(sections))
+            sections.append(Section(ELEMENTS[element], nbytes))
+        page_format = _format(sections, tokens, page_bytes)
+        for numbers in members:
+            if len({sections[number].element for number in numbers}) != 1:
+                raise CodecError("a part of sections that are not of one type")
+        stored = PART.iter_unpack(body[parts_at:tables_at])
+        parts, end = [], tables_at
+        for numbers, (codec_id, nbytes) in zip(members, stored, strict=True):
+            parts.append(StoredPart(tuple(numbers), codec_id, body[end : end + nbytes]))
+            end += nbytes
+        if end != len(body):
+            raise CodecError(f"tables of parts that end at {end} in one of {len(table)} bytes")
+        return SectionTable(page_format, parts)
+
+
+def _format(sections: Sequence[Section], tokens: int, page_bytes: int) -> PageFormat:
+    """The format of such pages.
+
+    Raises:
+        CodecError: there are none.
+    """
+    found = PageFormat.of(sections, tokens) if sections else None
+    if found is None or found.sections != tuple(sections):
+        raise CodecError("a table of sections that are not cut as they should be")
+    if found.page_bytes != page_bytes:
+        raise CodecError(f"sections of {found.page_bytes} bytes for pages of {page_bytes}")
+    return found

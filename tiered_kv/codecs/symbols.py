@@ -1,0 +1,199 @@
+"""Pages of one element type as stored: symbols in a zstd frame, and the rest.
+
+``planes`` tells what is symbol and what is rest in each type. The rest is noise and stored as it
+is, but for fp32: numbers that came from a shorter type end in zeros, and some states hold many of
+them. So each of the three planes of its rest is coded too if a sample of it is worth that. Planes
+have frames of their own, since their bytes have little in common (little-endian):
+
+    offset  bytes  field
+    0       1      planes that are coded: bit 0 the highest, bit 2 the lowest
+    1       4*n    bytes of each frame: of the symbols, and of the n - 1 planes that are coded
+    1+4*n          zstd frames, one behind the other
+
+The functions trust sizes: pages are whole numbers of elements, and have one centre for each.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType, ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import Bytes, CodecError, ElementType, EncodedPage
+from .scratch import Scratch
+from .zstd import compress_symbols, decompress
+
+ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
+    {
+        ElementType.BF16: 2,
+        ElementType.FP16: 2,
+        ElementType.FP8_E4M3: 1,
+        ElementType.FP8_E5M2: 1,
+        ElementType.FP32: 4,
+    }
+)
+"""Bytes of an element of each type that has symbols."""
+
+PLANES = 3
+"""Planes of the rest of fp32."""
+
+REST_BYTES: Mapping[ElementType, int] = MappingProxyType(
+    {
+        ElementType.BF16: 1,
+        ElementType.FP16: 1,
+        ElementType.FP8_E4M3: 0,
+        ElementType.FP8_E5M2: 0,
+        ElementType.FP32: PLANES,
+    }
+)
+"""Most bytes that an element of each type has in the plane of a stored page."""
+
+SAMPLE = 2048
+"""Elements that are looked at to decide which planes are coded."""
+
+CODED_BITS = 7.0
+"""Bits per byte of a plane's sample, below which the plane is coded. That adds a third to the time
+that decoding a page takes: it must save more than a little."""
+
+
+def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
+    """Split a page, and code its symbols less their centres.
+
+    Args:
+        plane: memory for the plane, which is its beginning; ``REST_BYTES`` for each element or
+            more.
+    """
+    if element is ElementType.FP32:
+        return _encode_fp32(page, centres, plane)
+    symbols = _scratch.bytes(centres.size)
+    rest = plane[: REST_BYTES[element] * centres.size]
+    _split(element, page, centres, symbols, rest)
+    return EncodedPage(rest, compress_symbols(symbols))
+
+
+def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
+    """Fill ``out`` with the page.
+
+    Raises:
+        CodecError: the bytes are no page of that type and of so many elements.
+    """
+    if element is ElementType.FP32:
+        _decode_fp32(encoded, centres, out)
+        return
+    count = centres.size
+    if encoded.plane.nbytes != REST_BYTES[element] * count:
+        raise CodecError(f"{encoded.plane.nbytes} raw bytes beside {count} symbols")
+    if not REST_BYTES[element]:
+        decompress(encoded.frame, out)
+        kernels().merge_fp8(out, centres)
+        return
+    symbols = _scratch.bytes(count)
+    decompress(encoded.frame, symbols)
+    bf16 = element is ElementType.BF16
+    merge = kernels().merge_bf16 if bf16 else kernels().merge_fp16
+    merge(symbols, encoded.plane, centres, out)
+
+
+def symbols_of(element: ElementType, page: Bytes) -> Bytes:
+    """Symbols of a page as they are, in memory of their own."""
+    symbols = np.empty(page.nbytes // ELEMENT_BYTES[element], dtype=np.uint8)
+    rest = _scratch.bytes(REST_BYTES[element] * symbols.size)
+    _split(element, page, np.zeros_like(symbols), symbols, rest)
+    return symbols
+
+
+def _split(element: ElementType, page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
+    """Fill ``symbols`` and ``rest``."""
+    match element:
+        case ElementType.BF16:
+            kernels().split_bf16(page, centres, symbols, rest)
+        case ElementType.FP16:
+            kernels().split_fp16(page, centres, symbols, rest)
+        case ElementType.FP32:
+            kernels().split_fp32(page, centres, symbols, *_cut(rest, symbols.size))
+        case _:
+            kernels().split_fp8(page, centres, symbols)
+
+
+# -- fp32 -------------------------------------------------------------------------
+
+
+def _encode_fp32(page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
+    count, chosen = centres.size, _worth_coding(page)
+    coded = _cut(_scratch.bytes((1 + chosen.bit_count()) * count), count)
+    plane = plane[: (PLANES - chosen.bit_count()) * count]
+    kernels().split_fp32(page, centres, *_in_order(chosen, coded, _cut(plane, count)))
+    frames = [compress_symbols(piece) for piece in coded]
+    head = struct.pack(f"<B{len(frames)}I", chosen, *(frame.nbytes for frame in frames))
+    return EncodedPage(plane, np.concatenate([np.frombuffer(head, np.uint8), *frames]))
+
+
+def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
+    count = centres.size
+    chosen, frames = _frames(encoded.frame)
+    stored = PLANES - chosen.bit_count()
+    if encoded.plane.nbytes != stored * count:
+        raise CodecError(f"{encoded.plane.nbytes} raw bytes for {stored} planes of {count}")
+    coded = _cut(_scratch.bytes(len(frames) * count), count)
+    for frame, piece in zip(frames, coded, strict=True):
+        decompress(frame, piece)
+    planes = _in_order(chosen, coded, _cut(encoded.plane, count))
+    kernels().merge_fp32(*planes, centres, out)
+
+
+def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
+    """The planes that are coded, and the frames of the symbols and of these.
+
+    Raises:
+        CodecError: their sizes are not those of frames that fill these bytes.
+    """
+    chosen = int(frame[0]) if frame.nbytes else 1 << PLANES
+    if chosen >> PLANES:
+        raise CodecError("a frame of fp32 does not tell which planes are in it")
+    sizes = struct.Struct(f"<{1 + chosen.bit_count()}I")
+    at, frames = 1 + sizes.size, list[Bytes]()
+    if frame.nbytes < at:
+        raise CodecError("a frame of fp32 ends before its planes")
+    for nbytes in sizes.unpack_from(frame.data, 1):
+        frames.append(frame[at : at + nbytes])
+        at += nbytes
+    if at != frame.nbytes:
+        raise CodecError(f"planes that end at {at} in a frame of {frame.nbytes} bytes")
+    return chosen, frames
+
+
+def _in_order(chosen: int, coded: list[Bytes], stored: list[Bytes]) -> list[Bytes]:
+    """The symbols and the planes of the rest, some of which are coded."""
+    symbols, *first = coded
+    other = list(stored)
+    return [symbols, *((first if chosen >> i & 1 else other).pop(0) for i in range(PLANES))]
+
+
+def _cut(memory: Bytes, count: int) -> list[Bytes]:
+    """Memory in pieces of ``count`` bytes."""
+    return [memory[at : at + count] for at in range(0, memory.nbytes, count)]
+
+
+def _worth_coding(page: Bytes) -> int:
+    """The planes of the rest that a code makes smaller, a bit for each."""
+    counts: NDArray[np.int64] = np.zeros((PLANES, 256), dtype=np.int64)
+    step = page.nbytes // 4 // SAMPLE | 1  # odd: rows of states have even numbers of elements
+    kernels().count_fp32(page, step, counts.reshape(-1))
+    seen = counts[0].sum()
+    bits = np.log2(seen) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=1) / seen
+    return sum(1 << i for i in range(PLANES) if bits[i] < CODED_BITS)
+
+
+_scratch = Scratch()
+
+
+@cache
+def kernels() -> ModuleType:
+    """Import the kernels when first needed: see ``planes``."""
+    from . import planes
+
+    return planes
