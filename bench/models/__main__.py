@@ -22,7 +22,7 @@ import typer
 
 from tiered_kv.bench.common.output import AsJson, run_benchmark, show
 from tiered_kv.bench.common.server import all_cores, error_in
-from tiered_kv.bench.models.catalogue import MODELS, TinyModel
+from tiered_kv.bench.models.catalogue import EVERY, MODELS, VARIANTS, TinyModel
 from tiered_kv.bench.models.processes import TimedOut, run_process
 from tiered_kv.bench.models.row import Row
 from tiered_kv.bench.models.stub import write_torchvision
@@ -31,14 +31,16 @@ CHILD = "tiered_kv.bench.models.child"
 TIMEOUT_S = 600.0
 
 
-def environment(base: Mapping[str, str], scratch: Path, *, stub: bool) -> dict[str, str]:
+def environment(base: Mapping[str, str], scratch: Path, model: TinyModel) -> dict[str, str]:
     """Environment of a model's process."""
     env = {name: value for name, value in base.items() if not name.startswith("TIERED_KV_")}
-    env["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()
+    cores = sorted(os.sched_getaffinity(0))
+    of_ranks = [cores[rank :: model.ranks] for rank in range(model.ranks)]
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(all_cores, of_ranks))
     env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin make tiny steps several times as long
     env["TMPDIR"] = str(scratch)  # vLLM leaves sockets there
     paths = [str(Path.cwd()), env.get("PYTHONPATH", "")]
-    if stub:
+    if model.stub_torchvision:
         write_torchvision(scratch)
         paths.insert(0, str(scratch))
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -50,7 +52,7 @@ def run_model(model: TinyModel, log: Path, timeout_s: float) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{model.name}-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        env = environment(os.environ, folder, stub=model.stub_torchvision)
+        env = environment(os.environ, folder, model)
         said = None
         try:
             status = run_process(CHILD, [model.name, name], env, log, timeout_s)
@@ -73,19 +75,24 @@ def measure(
     models: Sequence[TinyModel], logs: Path, timeout_s: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Rows of all models, one after the other."""
-    began, rows, cannot_start = time.monotonic(), list[dict[str, Any]](), list[dict[str, str]]()
+    began, rows = time.monotonic(), dict[str, dict[str, Any]]()
     for number, model in enumerate(models, 1):
-        tell(f"[{number}/{len(models)}] {model.name}")
-        row = run_model(model, logs / f"{model.name}.log", timeout_s)
-        tell(f"[{number}/{len(models)}] {Row(**row).summary()} ({row['seconds']:.0f} s)")
-        if (reason := row.get("cannot_start")) is not None:
-            cannot_start.append({"model": model.name, "why": reason})
-        else:
-            rows.append(row)
+        at = f"[{number}/{len(models)}]"
+        tell(f"{at} {model.name}")
+        row = rows[model.name] = run_model(model, logs / f"{model.name}.log", timeout_s)
+        tell(f"{at} {model.name}: {Row(**row).summary()} ({row['seconds']:.0f} s)")
+    run = {name: row for name, row in rows.items() if "cannot_start" not in row}
+    stopped = {name: row["cannot_start"] for name, row in rows.items() if name not in run}
+    of_kind = {
+        kind: [run[model.name] for model in variants if model.name in run]
+        for kind, variants in VARIANTS.items()
+    }
+    plain = [run[model.name] for model in MODELS if model.name in run]
     return {
-        **verdict(rows),
-        "cannot_start": cannot_start,
-        "rows": rows,
+        **verdict(plain),
+        "cannot_start": [{"model": name, "why": why} for name, why in stopped.items()],
+        "rows": plain,
+        **of_kind,
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -105,10 +112,10 @@ def chosen(only: Sequence[str]) -> list[TinyModel]:
     Raises:
         typer.BadParameter: no model has such a name.
     """
-    names = [model.name for model in MODELS]
+    names = [model.name for model in EVERY]
     if unknown := [name for name in only if name not in names]:
         raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(names)}")
-    return [model for model in MODELS if not only or model.name in only]
+    return [model for model in EVERY if not only or model.name in only]
 
 
 def main(

@@ -7,7 +7,8 @@ its reason beside it. Nothing here imports torch or vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 VOCABULARY = 2048
 BLOCK = 128
@@ -20,6 +21,19 @@ longer than a block."""
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LAYERED_ROPE = {"sliding_attention": dict(_ROPE), "full_attention": dict(_ROPE)}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+class Drafter(Enum):
+    """Guessing tokens ahead, which the model then verifies."""
+
+    NGRAM = "ngram"
+    """What followed the same words before."""
+    ITSELF = "draft_model"
+    """A second copy of the model: its guesses are right as long as its own KV is."""
+    EAGLE = "eagle"
+    """A layer of random weights on the model's last hidden state."""
+    MTP = "mtp"
+    """A layer of the model's own, of random weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,8 @@ class TinyModel:
         adapter: True to serve it with a LoRA adapter.
         image: True to have an image in its prompts.
         stub_torchvision: True if vLLM imports torchvision for it, which CPU builds lack.
+        drafter: what guesses tokens ahead.
+        ranks: processes that the model is cut over.
     """
 
     name: str
@@ -45,6 +61,8 @@ class TinyModel:
     adapter: bool = False
     image: bool = False
     stub_torchvision: bool = False
+    drafter: Drafter | None = None
+    ranks: int = 1
 
 
 COMMON: Mapping[str, object] = {
@@ -247,3 +265,55 @@ MODELS: tuple[TinyModel, ...] = (
     TinyModel("llama_lora", *_LLAMA, adapter=True),
 )
 """Every architecture whose KV differs from the others'."""
+
+_BY_NAME = {model.name: model for model in MODELS}
+
+_GLM = TinyModel(
+    "glm4_moe_mtp",
+    "Glm4MoeConfig",
+    "Glm4MoeForCausalLM",
+    {
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "use_qk_norm": False,
+    },
+    drafter=Drafter.MTP,
+)
+
+VARIANTS: Mapping[str, tuple[TinyModel, ...]] = {
+    "speculation": (
+        replace(_BY_NAME["llama"], name="llama_ngram", drafter=Drafter.NGRAM),
+        replace(_BY_NAME["llama"], name="llama_draft", drafter=Drafter.ITSELF),
+        replace(_BY_NAME["llama"], name="llama_eagle", drafter=Drafter.EAGLE),
+        _GLM,
+        replace(_BY_NAME["qwen3_next"], name="qwen3_next_ngram", drafter=Drafter.NGRAM),
+        replace(_BY_NAME["deepseek_v3"], name="deepseek_v3_mtp", drafter=Drafter.MTP),
+    ),
+    "tensor_parallel": (
+        replace(
+            _BY_NAME["qwen3_5"],
+            name="qwen3_5_tp2",
+            options={"tensor_parallel_size": 2},
+            ranks=2,
+        ),
+    ),
+    "pipeline_parallel": (
+        replace(
+            _BY_NAME["gemma3"],
+            name="gemma3_pp2",
+            options={
+                "pipeline_parallel_size": 2,
+                "worker_cls": "tiered_kv.bench.models.engine.pipeline_worker.PipelineWorker",
+            },
+            ranks=2,
+        ),
+    ),
+}
+"""Ways of serving that change what KV there is, by kind."""
+
+EVERY: tuple[TinyModel, ...] = (*MODELS, *(model for some in VARIANTS.values() for model in some))

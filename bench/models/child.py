@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.bench.common.engines import engine
-from tiered_kv.bench.models.catalogue import BLOCK, MODELS, VOCABULARY, TinyModel
+from tiered_kv.bench.models.additions import ADAPTER_RANK, write_adapter, write_drafter
+from tiered_kv.bench.models.catalogue import BLOCK, EVERY, VOCABULARY, TinyModel
 from tiered_kv.bench.models.dense import after_restart, before_restart
 from tiered_kv.bench.models.engine.asking import Asker
 from tiered_kv.bench.models.row import Row, first_line
 from tiered_kv.bench.models.turns import stock_turns, turns
-from tiered_kv.bench.models.weights import write_adapter, write_model
+from tiered_kv.bench.models.weights import write_model
 
 ROW = "row.json"
 DTYPE = "bfloat16"
@@ -44,6 +45,7 @@ class Engines:
         self._folder = folder
         self._path = write_model(model, folder, DTYPE)
         self._adapter = write_adapter(self._path, folder, DTYPE) if model.adapter else None
+        self._drafts = write_drafter(model.drafter, self._path, folder) if model.drafter else None
 
     @contextmanager
     def started(self, *, connector: bool, **options: Any) -> Iterator[Asker]:
@@ -61,13 +63,15 @@ class Engines:
         if self._adapter is not None:
             from vllm.lora.request import LoRARequest
 
-            settings |= {"enable_lora": True, "max_lora_rank": 8}
+            settings |= {"enable_lora": True, "max_lora_rank": ADAPTER_RANK}
             asked["lora_request"] = LoRARequest("adapter", 1, str(self._adapter))
+        if self._drafts is not None:
+            settings["speculative_config"] = self._drafts
         if connector:
             ssd = str(self._folder / "ssd")
             settings["extra"] = {"cpu_gib": CPU_GIB, "ssd_path": ssd, "ssd_gib": SSD_GIB}
         with engine(self._path, connector, **settings) as running:
-            yield Asker(running, VOCABULARY, options=asked)
+            yield Asker(running, VOCABULARY, in_process=self._model.ranks == 1, options=asked)
 
 
 def measure(model: TinyModel, folder: Path) -> Row:
@@ -119,4 +123,4 @@ def check_stock(stock: Asker, row: Row) -> None:
 
 
 if __name__ == "__main__":
-    measure(next(model for model in MODELS if model.name == sys.argv[1]), Path(sys.argv[2]))
+    measure(next(model for model in EVERY if model.name == sys.argv[1]), Path(sys.argv[2]))

@@ -13,6 +13,8 @@ from tiered_kv.bench.models.engine.asking import Asker, Turn, text
 from .row import AFTER, CONTEXT, SAID, Row
 
 CPU, SSD, RESTART, VRAM = "cpu", "ssd", "restart", "vram"
+DRAFTED = 33
+"""Tokens of an answer of which guesses are counted: one, and steps of up to four."""
 
 
 class AlignedContext:
@@ -32,9 +34,9 @@ class AlignedContext:
         for name in names:
             asker.ask(self.context, name, 1)
 
-    def go_on(self, asker: Asker, name: str) -> Turn:
+    def go_on(self, asker: Asker, name: str, tokens: int = SAID) -> Turn:
         """Ask the job's next turn, which is its last: it keeps nothing in VRAM."""
-        return asker.ask(self.prompt, name, SAID, last=True)
+        return asker.ask(self.prompt, name, tokens, last=True)
 
 
 def before_restart(asker: Asker, row: Row) -> Turn:
@@ -52,6 +54,8 @@ def before_restart(asker: Asker, row: Row) -> Turn:
     row.equal = _same(row, CPU, again, hit, tokens)
     with row.noting("control"):
         _control(asker, case, hit, row)
+    with row.noting("drafts"):
+        row.acceptance = _acceptance(asker, case)
     with row.noting("ssd"):
         asker.move_to_ssd()
         asker.evict_vram()
@@ -85,11 +89,25 @@ def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
         name = f"control {position}"
         case.begin(asker, [name])
         asker.evict_vram()
-        with asker.zeroed(position) as zeroed:
+        with asker.zeroed(position) as struck:
             wrong = case.go_on(asker, name)
-        if not zeroed.struck:
+        if not struck():
             silent.append(f"no page of {group.words} was restored")
         elif wrong.logprobs == hit.logprobs:
-            silent.append(f"{zeroed.struck} zeroed pages of {group.words} change nothing")
+            silent.append(f"{struck()} zeroed pages of {group.words} change nothing")
     row.control_differs = bool(groups) and not silent
     row.notes += [f"control: {said}" for said in silent]
+
+
+def _acceptance(asker: Asker, case: AlignedContext) -> dict[str, float | None]:
+    """Share of a drafter's guesses that are right: after a hit in VRAM, after a restore, and when
+    its own layers' part of that is zeroed. Empty without a drafter that has layers."""
+    layers = asker.vram.draft_layers() if asker.vram is not None else []
+    found = dict[str, float | None]()
+    for name in ("pool", "restored", "zeroed") if layers else ():
+        case.begin(asker, [f"drafts {name}"])
+        if name != "pool":
+            asker.evict_vram()
+        with asker.zeroed_layers(layers if name == "zeroed" else []):
+            found[name] = case.go_on(asker, f"drafts {name}", DRAFTED).acceptance
+    return found

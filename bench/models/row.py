@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 PROMPT, ANSWER, MORE = 700, 60, 30
 """Tokens of a turn's prompt (no whole number of blocks), of its answer, and of what comes after."""
@@ -35,6 +36,7 @@ class Row:
         stripped_hit: tokens found of a prompt that leaves out half of the last answer.
         stop_string_hit: tokens found of a prompt after an answer that a stop string ended.
         stop_string_had: tokens of that prompt that had KV.
+        acceptance: share of a drafter's guesses that are right, by where its KV came from.
         notes: what is wrong, or was left out, in words.
         cannot_start: reason why stock vLLM does not run the model here; None if it does.
         seconds: time that it all took.
@@ -55,15 +57,17 @@ class Row:
     stripped_hit: int = 0
     stop_string_hit: int = 0
     stop_string_had: int = 0
+    acceptance: dict[str, float | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cannot_start: str | None = None
     seconds: float = 0.0
 
-    def as_json(self) -> dict[str, object]:
-        """All fields by name, but for a reason that there is none of."""
+    def as_json(self) -> dict[str, Any]:
+        """All fields by name, but for those that do not concern the model."""
         fields = asdict(self)
-        if self.cannot_start is None:
-            del fields["cannot_start"]
+        for name in ("acceptance", "cannot_start"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     @contextmanager

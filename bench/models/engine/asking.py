@@ -10,7 +10,7 @@ from typing import Any
 
 from tiered_kv.bench.common.engines import Engine
 
-from .control import ZeroedGroup
+from .control import begin_to_zero, end_zeroing
 from .kv_groups import KvGroup, kv_groups
 from .sources import Source, SourceWatch
 from .vram import Snapshot, Vram
@@ -47,6 +47,11 @@ class Turn:
     began: Snapshot | None = None
 
     @property
+    def acceptance(self) -> float | None:
+        """Share of the guesses of a drafter that were right; None without any."""
+        return self.source.acceptance(len(self.tokens))
+
+    @property
     def context(self) -> list[int]:
         """Prompt and answer."""
         return self.prompt + self.tokens
@@ -75,6 +80,7 @@ class Asker:
     groups: list[KvGroup] = field(init=False)
     vram: Vram | None = field(init=False, default=None)
     _watch: SourceWatch = field(init=False)
+    _zeroed_layers: list[str] = field(init=False, default_factory=list)
     _ended: dict[str, Snapshot] = field(init=False, default_factory=dict)
     _began: dict[str, Snapshot] = field(init=False, default_factory=dict)
 
@@ -157,14 +163,24 @@ class Asker:
         pages.index.clear()
 
     @contextmanager
-    def zeroed(self, position: int) -> Iterator[ZeroedGroup]:
-        """Pages of a group are zeroed before they are restored, until the block ends."""
-        worker = self.engine.worker
-        zeroed = worker.backend = ZeroedGroup(worker.backend, worker.pool, position)
+    def zeroed(self, position: int) -> Iterator[Callable[[], int]]:
+        """Have pages of a group zeroed before they are restored, until the block ends. What it
+        gives tells how many were, once it has ended."""
+        llm, struck = self.engine.llm, list[int]()
+        llm.collective_rpc(begin_to_zero, args=(position,))
         try:
-            yield zeroed
+            yield lambda: sum(struck)
         finally:
-            worker.backend = zeroed.inner
+            struck += llm.collective_rpc(end_zeroing)
+
+    @contextmanager
+    def zeroed_layers(self, layers: list[str]) -> Iterator[None]:
+        """Have the KV that a request finds of these layers zeroed, until the block ends."""
+        self._zeroed_layers = layers
+        try:
+            yield
+        finally:
+            self._zeroed_layers = []
 
     def offloaded_groups(self) -> list[KvGroup]:
         """The groups that the connector copies, in its own order."""
@@ -213,6 +229,7 @@ class Asker:
                 if tokens:
                     tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
                     self._began[request_id] = vram.snapshot(tables, tokens)
+                    vram.zero(tables, tokens, self._zeroed_layers)
             self._watch.starting.clear()
             return forward(*args, **kwargs)
 

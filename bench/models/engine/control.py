@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
 
@@ -45,3 +47,23 @@ class ZeroedGroup(TransferBackend):
         if job.direction is Direction.LOAD and job.group == self._group:
             self._pool.slots[list(job.slots)] = 0
             self.struck += len(job.slots)
+
+
+def begin_to_zero(_worker: Any, position: int) -> None:
+    """Have a worker restore zeros of a group. Runs in the worker's process."""
+    half = _half()
+    half.backend = ZeroedGroup(half.backend, half.pool, position)
+
+
+def end_zeroing(_worker: Any) -> int:
+    """Put a worker's own transfer back; returns the pages that were zeroed. Runs there as well."""
+    half = _half()
+    zeroed: ZeroedGroup = half.backend
+    half.backend = zeroed.inner
+    return zeroed.struck
+
+
+def _half() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker_half

@@ -17,12 +17,16 @@ class Source:
         external: taken from the connector.
         computed: scheduled to be computed before the first token of the answer. It is more than
             the rest if a restore failed.
+        steps: steps after that token.
+        drafted: guesses that these verified.
     """
 
     prompt: int
     local: int = 0
     external: int = 0
     computed: int = 0
+    steps: int = 0
+    drafted: int = 0
 
     @property
     def found(self) -> int:
@@ -33,6 +37,13 @@ class Source:
     def restored(self) -> int:
         """Tokens that came from the connector and were used."""
         return max(0, self.found - self.local)
+
+    def acceptance(self, answer: int) -> float | None:
+        """Share of the guesses that were right, of an answer of so many tokens; None without any.
+
+        The last step's may be cut off by the answer's end.
+        """
+        return (answer - 1 - self.steps) / self.drafted if self.drafted else None
 
 
 class SourceWatch:
@@ -56,15 +67,17 @@ class SourceWatch:
         self.starting.clear()
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[request_id]
-            if request.num_output_tokens:
-                continue
-            source = self.sources.get(request_id)
-            if source is None:
-                source = self.sources[request_id] = Source(request.num_prompt_tokens)
+            drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            if request_id not in self.sources:
+                self.sources[request_id] = Source(request.num_prompt_tokens)
                 self.starting[request_id] = request.num_computed_tokens - tokens
+            source = self.sources[request_id]
+            if request.num_output_tokens:
+                source.steps += 1
+                source.drafted += drafted
+                continue
             if request.prefill_stats is not None:
                 source.local = request.prefill_stats.num_local_cached_tokens
                 source.external = request.prefill_stats.num_external_cached_tokens
-            drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             source.computed += tokens - drafted
         return output

@@ -51,6 +51,18 @@ class Vram:
             taken.blocks[group.index] = blocks
         return taken
 
+    def draft_layers(self) -> list[str]:
+        """Names of the layers that are a drafter's."""
+        drafter = getattr(self.runner, "drafter", None)
+        return sorted(getattr(drafter, "_draft_attn_layer_names", ()))
+
+    def zero(self, tables: Sequence[Sequence[int]], tokens: int, layers: Sequence[str]) -> None:
+        """Overwrite the KV of some layers of attention that a hit of ``tokens`` needs."""
+        for group in self._groups:
+            blocks = [tables[group.index][at] for at in group.needs(tokens)]
+            for layer in set(layers).intersection(group.layers):
+                self._layers[layer].kv_cache[blocks] = 0
+
     def _copy(self, group: KvGroup, block: int, used: int) -> list[Any]:
         if group.reach.kind is KvKind.STATE:
             return [
