@@ -27,7 +27,7 @@ class Drafter(Enum):
     """Guessing tokens ahead, which the model then verifies."""
 
     NGRAM = "ngram"
-    """What followed the same words before."""
+    """Words that followed the same words before."""
     ITSELF = "draft_model"
     """A second copy of the model: its guesses are right as long as its own KV is."""
     EAGLE = "eagle"
