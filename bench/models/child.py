@@ -19,7 +19,7 @@ from typing import Any
 
 from tiered_kv.bench.common.engines import engine
 from tiered_kv.bench.models.additions import ADAPTER_RANK, write_adapter, write_drafter
-from tiered_kv.bench.models.catalogue import BLOCK, EVERY, VOCABULARY, TinyModel
+from tiered_kv.bench.models.catalogue import BLOCK, EVERY, IMAGE_PIXELS, VOCABULARY, TinyModel
 from tiered_kv.bench.models.dense import after_restart, before_restart
 from tiered_kv.bench.models.engine.asking import Asker
 from tiered_kv.bench.models.row import Row, first_line
@@ -71,7 +71,20 @@ class Engines:
             ssd = str(self._folder / "ssd")
             settings["extra"] = {"cpu_gib": CPU_GIB, "ssd_path": ssd, "ssd_gib": SSD_GIB}
         with engine(self._path, connector, **settings) as running:
-            yield Asker(running, VOCABULARY, in_process=self._model.ranks == 1, options=asked)
+            yield Asker(
+                running,
+                VOCABULARY,
+                in_process=self._model.ranks == 1,
+                image=_image() if self._model.image_tokens else None,
+                image_tokens=self._model.image_tokens,
+                options=asked,
+            )
+
+
+def _image() -> Any:
+    from PIL import Image
+
+    return Image.linear_gradient("L").resize((IMAGE_PIXELS, IMAGE_PIXELS)).convert("RGB")
 
 
 def measure(model: TinyModel, folder: Path) -> Row:

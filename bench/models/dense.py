@@ -21,13 +21,16 @@ class AlignedContext:
     """The context and what comes after it.
 
     Args:
-        alignment: the context's length is a multiple of it, and of a block.
+        asker: an engine; the context ends where it can find a prefix.
+
+    Attributes:
+        tokens: length of the context.
     """
 
-    def __init__(self, alignment: int, vocabulary: int) -> None:
-        tokens = -(-CONTEXT // alignment) * alignment
-        self.context = text(tokens, 1, vocabulary)
-        self.prompt = self.context + text(AFTER, 2, vocabulary)
+    def __init__(self, asker: Asker) -> None:
+        self.tokens = -(-CONTEXT // asker.alignment) * asker.alignment
+        self.context = asker.text(self.tokens, 1)
+        self.prompt = self.context + text(AFTER, 2, asker.vocabulary)
 
     def begin(self, asker: Asker, names: Sequence[str]) -> None:
         """Have the context computed for each job."""
@@ -41,8 +44,8 @@ class AlignedContext:
 
 def before_restart(asker: Asker, row: Row) -> Turn:
     """Fill in what one engine shows; returns the turn that was a hit in VRAM."""
-    case = AlignedContext(asker.alignment, asker.vocabulary)
-    tokens = row.context = len(case.context)
+    case = AlignedContext(asker)
+    tokens = row.context = case.tokens
     case.begin(asker, [VRAM])
     hit = case.go_on(asker, VRAM)
     if hit.source.local != tokens:
@@ -67,10 +70,10 @@ def before_restart(asker: Asker, row: Row) -> Turn:
 
 def after_restart(asker: Asker, row: Row, hit: Turn) -> None:
     """Fill in what an engine shows that was started again with the same SSD."""
-    case = AlignedContext(asker.alignment, asker.vocabulary)
+    case = AlignedContext(asker)
     again = case.go_on(asker, RESTART)
     row.restart_tokens = again.source.restored
-    row.equal = _same(row, RESTART, again, hit, len(case.context)) and row.equal
+    row.equal = _same(row, RESTART, again, hit, case.tokens) and row.equal
 
 
 def _same(row: Row, source: str, again: Turn, hit: Turn, tokens: int) -> bool:

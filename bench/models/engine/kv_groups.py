@@ -46,7 +46,8 @@ def _read(index: int, group: Any) -> KvGroup:
     first = next(iter(inner.values())) if inner else spec
     reach, name = _reach(first)
     layers = tuple(group.layer_names)
-    words = f"{name}, {len(layers)} layers, blocks of {spec.block_size}"
+    layers_in_words = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+    words = f"{name}, {layers_in_words}, blocks of {spec.block_size}"
     return KvGroup(index, reach, spec.block_size, layers, words)
 
 
