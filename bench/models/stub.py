@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_STUB = '''"""Stand-in for torchvision: every module and every name is there, and none does anything."""
+_STUB = '''"""Stand-in for torchvision: all modules and names are there, none does anything."""
 
 import importlib.abc
 import importlib.machinery
