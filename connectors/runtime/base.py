@@ -235,6 +235,12 @@ class EngineFacts:
         """True if some group keeps less than all of a context."""
         return any(group.reach.kind is not KvKind.FULL for group in self.groups)
 
+    @property
+    def recovers_by_block(self) -> bool:
+        """True if the engine is told of single blocks that could not be restored, and computes from
+        there on. A window lacks the blocks before, and of several groups a number tells nothing."""
+        return len(self.groups) == 1 and not self.narrow
+
     @cached_property
     def has_states(self) -> bool:
         """True if some group keeps states."""
