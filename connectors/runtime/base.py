@@ -247,9 +247,9 @@ class EngineFacts:
         return any(group.reach.kind is KvKind.STATE for group in self.groups)
 
     @cached_property
-    def drafts(self) -> bool:
-        """True if KV of drafters depends on tokens behind it."""
-        return any(group.draft_tokens for group in self.groups)
+    def draft_tokens(self) -> int:
+        """Tokens behind one on which its KV depends in layers of a drafter; 0 without such."""
+        return max((group.draft_tokens for group in self.groups), default=0)
 
     def blocks(self, tokens: int) -> int:
         """Blocks that the KV of a context takes."""
