@@ -132,6 +132,9 @@ _LATENT: Mapping[str, object] = {
     "first_k_dense_replace": 1,
 }
 
+_SMALL_BLOCKS = {"num_gpu_blocks_override": 100}
+"""A pool for blocks of 16 tokens, which vLLM's CPU build takes for MLA where there is no AMX."""
+
 _LLAMA = ("LlamaConfig", "LlamaForCausalLM")
 
 MODELS: tuple[TinyModel, ...] = (
@@ -266,8 +269,14 @@ MODELS: tuple[TinyModel, ...] = (
         },
         {**STATE_CHUNK, "block_size": 256},
     ),
-    TinyModel("deepseek_v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
-    TinyModel("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
+    TinyModel("deepseek_v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT, _SMALL_BLOCKS),
+    TinyModel(
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**_LATENT, "topk_method": "noaux_tc"},
+        _SMALL_BLOCKS,
+    ),
     TinyModel(
         "llava",
         "LlavaConfig",

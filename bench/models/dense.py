@@ -72,6 +72,8 @@ def before_restart(asker: Asker, row: Row) -> Turn:
 def after_restart(asker: Asker, row: Row, hit: Turn) -> None:
     """Fill in what an engine shows that was started again with the same SSD."""
     case = AlignedContext(asker)
+    # By the end of another turn the connector knows an adapter by its files.
+    asker.ask(asker.text(AFTER, 5), "first", 1, last=True)
     again = case.go_on(asker, RESTART)
     row.restart_tokens = again.source.restored
     row.equal = _same(asker, row, RESTART, again, hit) and row.equal

@@ -54,7 +54,9 @@ def _read(index: int, group: Any) -> KvGroup:
 def _reach(spec: Any) -> tuple[KvReach, str]:
     kind = type(spec).__name__
     if hasattr(spec, "shapes"):
-        return KvReach(KvKind.STATE), f"{getattr(spec, 'mamba_type', 'state')} state"
+        said = getattr(spec, "mamba_type", "")
+        name = str(getattr(said, "name", said)).lower().removesuffix("_attn")
+        return KvReach(KvKind.STATE), f"{name} state"
     if (chunk := getattr(spec, "attention_chunk_size", None)) is not None:
         return KvReach(KvKind.CHUNK, chunk), f"chunks of {chunk}"
     if (window := getattr(spec, "sliding_window", None)) is not None:
