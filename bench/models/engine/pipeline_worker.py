@@ -1,0 +1,22 @@
+"""Worker of a pipeline's rank on CPU, which vLLM 0.32 lacks.
+
+Its CPU worker warms nothing up, so that ranks behind the first have no tensors to receive into.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class PipelineWorker(CPUWorker):  # type: ignore[misc] # vLLM is not followed
+    """vLLM's CPU worker, with the tensors that come from the rank before."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        done = super().compile_or_warm_up_model()
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+        return done
