@@ -11,6 +11,8 @@ from tiered_kv.kv_reach import KvKind, KvReach
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.page_group import PageGroup
 
+NO_LAYER_BYTES = 512
+"""Size of a page of a group of which a rank has no layer. Nobody reads its blocks there."""
 _ELEMENTS = {
     "bfloat16": ElementType.BF16,
     "float16": ElementType.FP16,
@@ -61,6 +63,10 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
         )
         for t in tensors
     ]
+    if not placements:  # a pipeline's rank without layers of this kind
+        some = kv_cache_config.kv_cache_tensors[0]
+        whole = kv_cache_config.num_blocks * some.block_stride
+        placements = [Placement(1, whole, some.block_stride, 0, NO_LAYER_BYTES)]
     sections = [section for t in tensors for _ in t.layers for section in _state_sections(spec)]
     return PageGroup(
         index=index,

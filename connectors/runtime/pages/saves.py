@@ -105,8 +105,11 @@ class Saves:
         self._order(filled)
 
     def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
-        """Save a state that the engine keeps after ``tokens``, once this step has run."""
-        if not turn.pages.fingerprints:
+        """Save a state that the engine keeps after ``tokens``, once this step has run, if that is a
+        boundary of the prompt. An engine may keep many more, and each takes a slot."""
+        if not turn.pages.fingerprints or tokens not in prompt_boundaries(
+            turn.request, self._facts
+        ):
             return
         key = turn.state_key(group, tokens)
         if key is not None:
