@@ -235,15 +235,21 @@ class EngineFacts:
         """True if some group keeps less than all of a context."""
         return any(group.reach.kind is not KvKind.FULL for group in self.groups)
 
+    @property
+    def recovers_by_block(self) -> bool:
+        """True if the engine is told of single blocks that could not be restored, and computes from
+        there on. A window lacks the blocks before, and of several groups a number tells nothing."""
+        return len(self.groups) == 1 and not self.narrow
+
     @cached_property
     def has_states(self) -> bool:
         """True if some group keeps states."""
         return any(group.reach.kind is KvKind.STATE for group in self.groups)
 
     @cached_property
-    def drafts(self) -> bool:
-        """True if KV of drafters depends on tokens behind it."""
-        return any(group.draft_tokens for group in self.groups)
+    def draft_tokens(self) -> int:
+        """Tokens behind one on which its KV depends in layers of a drafter; 0 without such."""
+        return max((group.draft_tokens for group in self.groups), default=0)
 
     def blocks(self, tokens: int) -> int:
         """Blocks that the KV of a context takes."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.checked_kv import CELL, VOCABULARY, expected, text
 from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.stores import SSD
+from tiered_kv.testing.vllm.groups import GroupSpec, group_pages
 from tiered_kv.testing.vllm.rig import Rig, RigOptions
 from tiered_kv.transfer.base import Direction
 
 SCRIPTS = 150
 NIGHTLY_SCRIPTS = 10_000
+LONGEST = 256
+"""Longest request, tokens."""
 
 
 class SomeGoToSsd(StatelessPolicy):
@@ -138,8 +141,8 @@ def play(rig: Rig, rng: random.Random) -> None:
         elif what < 0.95:
             if faulty is not None:
                 faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
-            if rig.worker.worker_half.stores:
-                break_once(rig.worker.worker_half.stores[SSD].io.store, rng)
+            if stores := rig.worker.worker_half.stores:
+                break_once(stores[rng.choice(sorted(stores))].io.store, rng)
         else:
             rig.scheduler.reset_prefix_cache()
     rig.run()
@@ -167,27 +170,36 @@ def test_many_more_random_scripts_end_well(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / f"{seed}")
 
 
-def play_script(folder: Path, seed: int) -> None:
+def play_script(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) -> None:
+    """Play one script.
+
+    Args:
+        groups: kinds of KV; one of full attention without any.
+    """
     rng = random.Random(seed)
+    page_bytes = group_pages(groups or (GroupSpec(),), CELL)[0].page_bytes
+    longest = sum(LONGEST // group.block_size + 2 for group in groups) + 1
     slots = rng.choice([0, 0, 30, 300])
     on_disk: dict[str, Any] = {"ssd_path": str(folder / "ssd"), "codec": "raw"}
     ssd = rng.choice([{}, {**on_disk, "ssd_gib": 1}, {**on_disk, "ssd_gib": 0.004}])
     options = RigOptions(
-        blocks=rng.choice([20, 30, 60]),
-        max_model_len=256,
+        blocks=max(longest, rng.choice([20, 30, 60]) * max(1, len(groups))),
+        max_model_len=LONGEST,
         max_batched_tokens=rng.choice([64, 256]),
         max_num_seqs=rng.choice([2, 8]),
         in_job_order=rng.random() < 0.7,
         ahead=rng.random() < 0.5,
         tools=SomeTools(rng) if rng.random() < 0.5 else None,
         extra={
-            "cpu_gib": slots * 16 * CELL / 2**30,
+            "cpu_gib": slots * page_bytes / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
             "admission": rng.choice(["auto", "auto", "off"]),
             "eviction": "lru" if seed % 4 == 0 else "worth",
             **(ssd if slots else {}),
         },
     )
+    if groups:
+        options = replace(options, groups=groups, retention=rng.choice([0, 0, None]))
     with Rig(folder / "model", options) as rig:
         if rng.random() < 0.7:
             named = registry.policy(rng.choice(sorted(registry.POLICIES)))

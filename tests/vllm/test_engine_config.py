@@ -340,7 +340,7 @@ def test_kv_of_drafters_that_take_the_next_token_depends_on_it() -> None:
     ngram, eagle = (Drafter(takes_next_token=takes) for takes in (False, True))
     facts = read_engine(config(speculative_config=ngram), kv_config(FullAttentionSpec))
     assert facts.speculates
-    assert not facts.drafts
+    assert not facts.draft_tokens
     cache = kv_config(FullAttentionSpec, MambaSpec)
     facts = read_engine(config(speculative_config=eagle), cache)
     assert [group.draft_tokens for group in facts.groups] == [1, 0], "states have none"

@@ -35,7 +35,7 @@ def last_boundary(request: Request, facts: EngineFacts) -> int:
     does not. The block before is left out where KV of a drafter depends on the token behind it."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
-    return max(0, resent - unit) if facts.drafts else resent
+    return max(0, resent - unit) if facts.draft_tokens else resent
 
 
 def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
@@ -49,6 +49,6 @@ def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
     prompt, unit = request.num_prompt_tokens, facts.hit_tokens
     shared = min(request.shared_tokens, prompt) // unit * unit
     found = {last_boundary(request, facts), shared}
-    if not (facts.has_states or facts.drafts):
+    if not facts.has_states:
         found.add(prompt)
     return sorted((tokens for tokens in found if tokens > 0), reverse=True)

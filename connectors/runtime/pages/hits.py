@@ -97,16 +97,23 @@ class HitFinder:
             for at in range(len(self._facts.groups))
         )
         query = _Query(turn, start, there, ends)
-        ends_anywhere = not (self._facts.has_states or self._facts.drafts)
+        longest = min(
+            (
+                end + self._facts.groups[at].block_size - 1
+                for at, end in enumerate(ends)
+                if self._keeps_all(at)
+            ),
+            default=limit,
+        )
+        ends_anywhere = not self._facts.has_states
         if ends_anywhere and limit > start:
             found = self._at(query, limit)  # a full page of which all but the last token counts
             if isinstance(found, Found):
                 return found
-        unit, block = self._facts.hash_tokens, self._facts.block_size
-        longest = min(
-            (end for at, end in enumerate(ends) if self._keeps_all(at)), default=limit - block + 1
-        )
-        at = min(limit, longest + block - 1) // unit * unit
+        # And one whose last tokens a drafter's KV is not sure of.
+        unsure = min((end for at, end in enumerate(ends) if self._keeps_all(at)), default=0)
+        unit = self._facts.hash_tokens
+        at = min(limit, longest) // unit * unit
         while at >= start:
             if (tail := self._in_tail(query, at, limit)) is not None:
                 return tail
@@ -115,7 +122,12 @@ class HitFinder:
             found = self._at(query, at)
             if isinstance(found, Found):
                 return found
-            at = min(found.below // unit, at // unit - 1) * unit
+            below = min(found.below // unit, at // unit - 1) * unit
+            if ends_anywhere and below < unsure < at and unsure > start:
+                found = self._at(query, unsure)
+                if isinstance(found, Found):
+                    return found
+            at = below
         return None
 
     def _keeps_all(self, group: int) -> bool:
@@ -124,19 +136,17 @@ class HitFinder:
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
         """Tokens of the run of a group's pages.
 
-        Its last page is left out where KV of a drafter depends on the token behind it: that need
-        not be the one that it was made with.
+        Its last tokens are left out where KV of a drafter depends on those behind them: these need
+        not be the ones that it was made with.
         """
         group, keys = self._facts.groups[at], turn.page_keys(at)
         first = start // group.block_size
         end = run(keys, first, min(len(keys), limit // group.block_size))
-        return max(first, end - (group.draft_tokens > 0)) * group.block_size
+        return max(first * group.block_size, end * group.block_size - group.draft_tokens)
 
     def _in_tail(self, query: _Query, at: int, limit: int) -> Found | None:
         """The longest prefix that ends in a partial page behind ``at`` tokens."""
-        turn = query.turn
-        if self._facts.drafts:
-            return None
+        turn, drafts = query.turn, self._facts.draft_tokens
         parent = turn.state_key(CONTEXT, at) if at else turn.pages.fingerprints[CONTEXT]
         if parent is None or not self._tails.has_any(parent):
             return None
@@ -149,8 +159,9 @@ class HitFinder:
         def usable(tail: Tail, shared: int) -> bool:
             if self._facts.has_states and shared < len(tail.tokens):
                 return False  # a state is of all its tokens
-            found = self._at(query, at + shared, tail.key)
-            if isinstance(found, Found):
+            tokens = at + shared - drafts
+            found = self._at(query, tokens, tail.key)
+            if tokens > query.start and isinstance(found, Found):
                 best[:] = [found]
                 return True
             return False
@@ -190,18 +201,20 @@ class HitFinder:
         size, keys = group.block_size, query.turn.page_keys(at)
         needed, whole = group.needs(tokens), tokens // size
         first = max(needed.start, query.start // size)
-        if group.reach.kind is KvKind.FULL and whole * size > max(query.ends[at], query.start):
-            return _Lacks(query.ends[at])
+        # Behind the last page of a run comes the text of the tail.
+        end = query.ends[at] + (group.draft_tokens if tail is not None else 0)
+        if group.reach.kind is KvKind.FULL and whole * size > max(end, query.start):
+            return _Lacks(min(tokens, end + size) - 1)
         last: tuple[PageKey, ...] = ()
         if needed.stop > whole:
             partial = self._partial(query, at, tokens, tail)
             if partial is None:
-                return _Lacks(whole * size)
+                return _Lacks(tokens - 1)
             last = (partial,)
         if group.reach.kind is not KvKind.FULL:
             for block in range(min(whole, needed.stop) - 1, first - 1, -1):
                 if block >= len(keys) or not query.there(keys[block]):
-                    return _Lacks(block * size)
+                    return _Lacks(min(tokens, (block + 1) * size) - 1)
         return GroupPages(at, first, (*keys[first : min(whole, needed.stop)], *last))
 
     def _partial(self, query: _Query, at: int, tokens: int, tail: PageKey | None) -> PageKey | None:

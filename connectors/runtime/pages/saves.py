@@ -94,7 +94,7 @@ class Saves:
                 turn.save.suspended = True  # until the engine admits it again
                 continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-            self._add_filled(turn, tokens, filled)
+            self._add_filled(turn, tokens - self._facts.draft_tokens, filled)
             while turn.save.boundaries and turn.save.boundaries[-1] <= tokens:
                 self._add_boundary(turn, turn.save.boundaries.pop(), filled)
             known = request.num_tokens
@@ -137,7 +137,7 @@ class Saves:
         filled = self._nothing()
         self._add_filled(turn, max(computed, end or 0), filled)
         self._remember_prompt_end(turn)
-        if end is not None and not self._facts.drafts:
+        if end is not None:
             self._add_end(turn, end, filled)
         order, context = self._order(filled), self._context(turn)
         if order is None:
@@ -299,8 +299,7 @@ class Saves:
                 continue
             keys = turn.page_keys(at)
             blocks = self._pool.tables[at].get(turn.request_id, ())
-            final = tokens - group.draft_tokens
-            full = min(final // group.block_size, len(keys), len(blocks))
+            full = min(tokens // group.block_size, len(keys), len(blocks))
             start = turn.save.cursors[at]
             if full <= start:
                 continue

@@ -104,8 +104,10 @@ def prefill_work(model_config: Any) -> PrefillWork | None:
         kv_heads = int(getattr(shape, "num_key_value_heads", None) or heads)
         experts = int(getattr(shape, "num_experts_per_tok", None) or 1)
         wide = int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        kinds = list(getattr(shape, "layer_types", None) or ())
+    except Exception:  # configurations raise what they like, of layers that differ for example
         return None
+    attending = kinds.count("full_attention") if len(kinds) == layers else layers
     attention = hidden * head * (2 * heads + 2 * kv_heads)
     weights = layers * (attention + 3 * hidden * wide * experts)
-    return PrefillWork(2.0 * weights, 2.0 * layers * heads * head)
+    return PrefillWork(2.0 * weights, 2.0 * attending * heads * head)

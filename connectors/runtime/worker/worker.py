@@ -38,8 +38,8 @@ class Arrivals(NamedTuple):
 
     Attributes:
         requests: all of them, whether it went well or not.
-        failed: those of them that must be computed anew. With one page group none is: bad blocks
-            tell.
+        failed: those of them that must be computed anew; none where the engine recovers by
+            block.
     """
 
     requests: set[str]
@@ -258,9 +258,9 @@ class WorkerHalf:
     def _restored(
         self, request_id: str, mode: RestoreMode, bad: Sequence[int], *, failed: bool
     ) -> None:
-        if len(self._facts.groups) == 1:
+        if self._facts.recovers_by_block:
             self._bad_blocks.update(bad)
-        elif failed:  # a block's number does not tell its group
+        elif failed:
             self._failed.add(request_id)
         if mode is RestoreMode.ASYNC:
             self._parts[request_id] -= 1

@@ -283,6 +283,32 @@ def test_of_experts_only_the_active_ones_work() -> None:
     assert work == prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
 
 
+def test_only_layers_of_full_attention_look_at_all_tokens() -> None:
+    layers = SMOL["num_hidden_layers"]
+    mixed = {**SMOL, "layer_types": ["full_attention"] + ["linear_attention"] * (layers - 1)}
+    whole, some = (
+        prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**shape)))
+        for shape in (SMOL, mixed)
+    )
+    assert whole is not None
+    assert some is not None
+    assert some.estimate(1e9)[1] == pytest.approx(whole.estimate(1e9)[1] / layers)
+
+
+class PerLayer:
+    """A configuration whose heads differ from layer to layer."""
+
+    num_hidden_layers, hidden_size, num_attention_heads = 4, 128, 2
+
+    @property
+    def head_dim(self) -> int:
+        raise RuntimeError("it varies across layers")
+
+
+def test_a_model_whose_layers_differ_in_size_is_not_guessed_at() -> None:
+    assert prefill_work(SimpleNamespace(hf_text_config=PerLayer())) is None
+
+
 def test_a_model_of_unusual_shape_is_not_guessed_at() -> None:
     for shape in ({}, {**SMOL, "hidden_size": None}, {**SMOL, "num_attention_heads": 0}):
         assert prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**shape))) is None

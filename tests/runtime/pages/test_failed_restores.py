@@ -76,7 +76,7 @@ class Touched:
     """A pool, the saves and the restores: records calls of them."""
 
     def __init__(self, tables: dict[str, list[Any]]) -> None:
-        self.tables = tables
+        self.tables = [tables]
         self.evicted: set[int] = set()
         self.watched: list[tuple[Any, int]] = []
         self.started_over: list[Any] = []
