@@ -79,6 +79,7 @@ class Replay:
         folder: gets a log of every run.
         on_turn: called after every turn that is measured.
         on_wait: see ``VllmServer``.
+        look: called with the server right before what is measured, and right after it.
     """
 
     def __init__(
@@ -88,11 +89,13 @@ class Replay:
         *,
         on_turn: Callable[[], None] = lambda: None,
         on_wait: Callable[[float], None] | None = None,
+        look: Callable[[VllmServer], None] = lambda _: None,
     ) -> None:
         self._workload = workload
         self._folder = folder
         self._on_turn = on_turn
         self._on_wait = on_wait
+        self._look = look
 
     def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
         """Raises:
@@ -135,6 +138,7 @@ class Replay:
     ) -> Kept:
         jobs = self._workload.of(load)
         group = server.pid or 0
+        self._look(server)
         before, own_before_s = read_clock(group), time.process_time()
         if jobs_per_s is None:
             done = self._one_by_one(server, jobs)
@@ -144,6 +148,7 @@ class Replay:
         after, own_after_s = read_clock(group), time.process_time()
         rss_bytes = resident_bytes(group)
         server.check()
+        self._look(server)
         cpu_s = after.own - before.own - (own_after_s - own_before_s) if before and after else 0.0
         run = Run(
             server=kind.name,

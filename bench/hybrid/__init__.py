@@ -1,0 +1,1 @@
+"""Agents under pressure on models of several KV groups: ours beside stock vLLM."""

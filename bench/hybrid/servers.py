@@ -1,0 +1,52 @@
+"""The four servers that are compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tiered_kv.bench.common.server import CONNECTOR, ServerOptions
+from tiered_kv.bench.replay.kinds import CPU_GIB, RAW_LOGPROBS, SCHEDULER, Kind
+from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
+
+from .shapes import Pools, Shape
+
+OURS, STOCK, DENSE, UNLIMITED = "ours", "stock", "stock_dense", "unlimited"
+RESERVED_GIB = "4"
+"""GiB that the CPU build sets aside before the pool's size is known."""
+
+
+def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: bool) -> list[Kind]:
+    """Stock, stock that keeps every window and state, ours, and stock with room for everything.
+
+    Args:
+        alone: ours runs under vLLM's own scheduler, not under ``ContinuumScheduler``.
+    """
+    stock = ServerOptions(
+        model=model,
+        kv_blocks=pools.pressed,
+        block_size=shape.block,
+        max_model_len=pools.longest,
+        dtype=dtype,
+        env={**server_env(), "VLLM_CPU_KVCACHE_SPACE": RESERVED_GIB},
+        extra_args=(
+            "--enable-prefix-caching",
+            *("--max-num-batched-tokens", str(shape.chunk)),
+            *("--max-num-seqs", "8"),
+            *RAW_LOGPROBS,
+            *SERVER_ARGS,
+        ),
+    )
+    dense = (*stock.extra_args, "--prefix-cache-retention-interval", "None")
+    ours = replace(
+        stock,
+        extra_args=(*stock.extra_args, *(() if alone else ("--scheduler-cls", SCHEDULER))),
+        kv_transfer_config=CONNECTOR,
+        env={**stock.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}"},
+    )
+    return [
+        Kind(STOCK, stock),
+        Kind(OURS, ours),
+        Kind(DENSE, replace(stock, extra_args=dense)),
+        Kind(UNLIMITED, replace(stock, kv_blocks=pools.unlimited)),
+    ]

@@ -1,0 +1,119 @@
+"""Figures of a model's row, and the counters that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+
+from tiered_kv.bench.common.server import ServerOptions
+from tiered_kv.bench.hybrid.__main__ import chosen
+from tiered_kv.bench.hybrid.counts import Counts, group_blocks, read_counts
+from tiered_kv.bench.hybrid.row import Played, make_row, mean_difference
+from tiered_kv.bench.hybrid.servers import DENSE, OURS, STOCK, UNLIMITED, make_servers
+from tiered_kv.bench.hybrid.shapes import QUICK, Pools
+from tiered_kv.bench.replay.ledger import Kept
+from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
+
+METRICS = """
+# TYPE vllm:prompt_tokens_by_source counter
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 100.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 20.0
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 3.0
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{engine="0"} 2.0
+"""
+
+
+def a_run(
+    server: str,
+    seconds: Sequence[float],
+    *,
+    number: int = 0,
+    logprobs: Sequence[float] = (-1.0,) * 8,
+    computed: int = 10,
+    preempted: int = 0,
+) -> Played:
+    turn = TurnDone(1, 0.0, 0.5, 1.0, 100, 0, 8, {}, tuple(range(8)), tuple(logprobs))
+    jobs = tuple(JobDone(f"j{at}", 0.0, s, (turn,)) for at, s in enumerate(seconds))
+    run = Run(server, "pressure", number, 0, 1.0, jobs, (), {}, 0.0, 0)
+    return Played(Kept(run, "[]", 0.0), Counts(100, computed, 5, preempted))
+
+
+def test_counters_are_read_by_source() -> None:
+    assert read_counts(METRICS) == Counts(prompt=123, computed=100, restored=3, preempted=2)
+    assert Counts(9, 8, 7, 6) - Counts(1, 1, 1, 1) == Counts(8, 7, 6, 5)
+
+
+def test_a_server_that_does_not_tell_is_refused() -> None:
+    with pytest.raises(ValueError, match="by_source"):
+        read_counts("up 1\n")
+
+
+def test_blocks_of_the_groups_stand_in_the_log() -> None:
+    assert group_blocks("INFO kv cache group sizes (256, 128,)\n") == [256, 128]
+    assert group_blocks("nothing") == []
+
+
+def test_ratios_are_of_means_and_have_the_range_of_the_rounds() -> None:
+    played = [
+        a_run(STOCK, [10, 30], number=0),
+        a_run(OURS, [5, 15], number=0),
+        a_run(STOCK, [20, 20], number=1),
+        a_run(OURS, [20, 20], number=1),
+        a_run(UNLIMITED, [10, 10], number=0),
+    ]
+    row = make_row("m", "1 full", played)
+    assert row["ours_over_stock"] == pytest.approx(30 / 40)
+    assert row["ours_over_stock_range"] == [0.5, 1.0]
+    assert row["ours_over_unlimited"] == 1.0  # of the round that both had
+    assert row["ours_over_dense"] is None
+    assert row["servers"][STOCK]["mean_job_s"] == 20
+    assert row["servers"][OURS]["mean_job_s_range"] == [10, 20]
+    assert row["servers"][OURS]["prompt_tokens_computed"] == 10
+
+
+def test_answers_are_equal_if_ours_differ_no_more_than_stocks_do() -> None:
+    stock, dense = a_run(STOCK, [1]), a_run(DENSE, [1])
+    near, far = a_run(OURS, [1], logprobs=[-1.01] * 8), a_run(OURS, [1], logprobs=[-2.0] * 8)
+    assert make_row("m", "", [stock, dense, near])["answers_equal"] is True
+    assert make_row("m", "", [stock, dense, far])["answers_equal"] is False
+    assert make_row("m", "", [stock, near])["answers_equal"] is None  # nothing to measure by
+
+
+def test_requests_that_gave_way_are_noted() -> None:
+    row = make_row("m", "", [a_run(STOCK, [1], preempted=2), a_run(STOCK, [1], preempted=1)])
+    assert row["notes"] == ["stock: 3 requests were preempted"]
+
+
+def test_a_mistake_is_measured_on_the_first_answer() -> None:
+    one, other = a_run(STOCK, [1]).run.jobs, a_run(STOCK, [1], logprobs=[-1.5] * 8).run.jobs
+    assert mean_difference(one, other) == 0.5
+
+
+def test_servers_differ_in_what_is_compared_only() -> None:
+    kinds = make_servers_of_a_tiny_model(alone=False)
+    stock = kinds[STOCK]
+    assert kinds[UNLIMITED].kv_blocks == 900
+    assert {kinds[name].kv_blocks for name in (STOCK, DENSE, OURS)} == {30}
+    assert kinds[DENSE].extra_args[len(stock.extra_args) :] == (
+        "--prefix-cache-retention-interval",
+        "None",
+    )
+    assert kinds[OURS].kv_transfer_config is not None
+    alone = make_servers_of_a_tiny_model(alone=True)
+    assert alone[OURS].extra_args == stock.extra_args
+
+
+def test_a_model_is_chosen_by_name_or_by_the_machine() -> None:
+    assert [shape.name for shape in chosen(QUICK, ["granite4"], bf16=True)] == ["granite4"]
+    assert [shape.name for shape in chosen(QUICK, [], bf16=False)] == ["gemma3", "granite4"]
+    with pytest.raises(typer.BadParameter, match="is none of"):
+        chosen(QUICK, ["gpt-2"], bf16=False)
+
+
+def make_servers_of_a_tiny_model(alone: bool) -> dict[str, ServerOptions]:
+    made = make_servers(Path("m"), "float32", QUICK[0], Pools(1024, 30, 900), alone=alone)
+    return {kind.name: kind.options for kind in made}
