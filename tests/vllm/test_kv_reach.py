@@ -91,7 +91,7 @@ def test_vllm_skips_the_same_tokens(group: Group, tokens: int) -> None:
 def test_a_hit_gets_the_blocks_that_it_needs(groups: list[Group], tokens: int) -> None:
     """One from outside, with nothing in VRAM; of any length, aligned or not."""
     found, _ = coordinator(groups)
-    empty = tuple([] for _ in groups)
+    empty: tuple[list[Any], ...] = tuple([] for _ in groups)
     found.allocate_new_computed_blocks("one", empty, 0, tokens)
     check(groups, found, tokens)
 
