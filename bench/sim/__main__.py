@@ -81,7 +81,7 @@ def sweep(
         str | None,
         typer.Option(
             callback=one_of(PRESETS),
-            help=f"Every machine and model instead: {', '.join(PRESETS)}.",
+            help=f"Machines and models of a preset instead: {', '.join(PRESETS)}.",
         ),
     ] = None,
     workloads: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",

@@ -257,6 +257,14 @@ class EngineFacts:
             return -(-tokens // self.block_size)
         return sum(len(group.needs(tokens)) for group in self.groups)
 
+    def blocks_to_go_on(self, computed: int, tokens: int) -> int:
+        """Blocks that a context takes which goes on from so many tokens computed: the state that it
+        goes on from stays beside the one that is written."""
+        states = (group for group in self.groups if group.reach.kind is KvKind.STATE)
+        return self.blocks(tokens) + sum(
+            computed > 0 and group.needs(computed) != group.needs(tokens) for group in states
+        )
+
     @cached_property
     def blocks_per_token(self) -> float:
         """Blocks by which a context grows with each token."""

@@ -252,7 +252,8 @@ class SchedulerHalf:
             self.counters.add("pins_expired", late)
         if restored := pages.dispatch.restored:
             # Of the step that was just scheduled: what is on its way is there in the next.
-            admission.pressure.for_restored(list(restored.values()), self.step - 1)
+            waiting = list(restored.values())
+            admission.pressure.for_restored(waiting, self.step - 1, idle=not scheduled)
         if gaps.prefills.running:
             gaps.prefills.poll(self._clock())
         for state in states:

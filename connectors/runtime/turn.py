@@ -160,9 +160,11 @@ class PressureState:
     Attributes:
         asked_at: the step in which the engine last asked what can be restored, with blocks free
             for it; None if they were not, or it never did.
+        restored_at: the last step in which it was restored and nothing was scheduled.
     """
 
     asked_at: int | None = None
+    restored_at: int | None = None
 
 
 @dataclass(slots=True)

@@ -47,15 +47,19 @@ def worth_waiting_for_saves(stalled_s: float) -> bool:
     return stalled_s < SAVES_PATIENCE_S
 
 
-def needs_one_more(mode: RestoreMode | None, *, refused: bool, released: int) -> bool:
+def needs_one_more(
+    mode: RestoreMode | None, *, refused: bool, released: int, stuck: bool = False
+) -> bool:
     """True if a pin goes for a turn although its blocks are free.
 
     It was refused in the step before with its blocks free: an async restore must leave what running
-    prefills still need. How much that is the engine does not say, so pins go one by one.
+    prefills still need, and the next part of a prompt may take more blocks of windows and states
+    than its end. How much that is the engine does not say, so pins go one by one.
 
     Args:
         mode: mode of the restore that it was offered; None without one.
         refused: True if it was refused in the step before although its blocks were free.
         released: pins that went for it now.
+        stuck: True if nothing runs, and the context has windows or states.
     """
-    return refused and not released and mode is RestoreMode.ASYNC
+    return refused and not released and (stuck or mode is RestoreMode.ASYNC)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.turn import PressureState
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.checked_kv import expected, text
@@ -106,14 +107,15 @@ def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
     """The third place of vLLM's step at which blocks are found missing."""
     rig = tight(make_rig, in_job_order=False)
     room = rig.admission.pressure
-    request = SimpleNamespace(num_tokens=300)
-    turn: Any = SimpleNamespace(request=request, request_id="restored")
+    request = SimpleNamespace(num_tokens=300, num_computed_tokens=0)
+    pressure = PressureState()
+    turn: Any = SimpleNamespace(request=request, request_id="restored", pressure=pressure)
     short = 19 - rig.pool.get_num_free_blocks()
     taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks() - 10)
     room.freed_late(short + 30, step=7)
-    room.for_restored([turn], 7)
+    room.for_restored([turn], 7, idle=False)
     assert rig.count("pins_released") == 0
-    room.for_restored([turn], 8)
+    room.for_restored([turn], 8, idle=False)
     assert rig.count("pins_released") == 1
     rig.pool.free_blocks(taken)
 

@@ -1,9 +1,9 @@
 """Models: what a token of one costs, and the kinds of KV that its layers keep.
 
 Where layers keep KV of several kinds, vLLM puts them into page groups of equally many layers, whose
-pages are all of one size (``kv_cache_utils._get_kv_cache_groups_uniform_page_size``): as many as the
-kind with the fewest has. Beside states, blocks are made so long that a page of attention is no
-smaller than a state (``Platform.update_block_size_for_backend``).
+pages are all of one size (``_get_kv_cache_groups_uniform_page_size``): as many as the kind with
+the fewest has. Beside states, blocks are made so long that a page of attention is no smaller than
+a state (``Platform.update_block_size_for_backend``).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from .cells import CODING_AGENTS, Place, Source
 from .study import Study
 
 SMALL, LARGE = "llama-3.1-8b", "llama-3.1-70b"
+HYBRID = "nemotron-nano-9b-v2"
 PLACES = (
     Place("rtx4090-24", SMALL),
     Place("a100-40", SMALL),
@@ -73,7 +74,14 @@ def limits(traces: str) -> Study:
     return _everywhere(traces, servers, (1.1, 1.3))
 
 
-PRESETS = {"paper": paper, "limits": limits}
+def hybrid(traces: str) -> Study:
+    """Coding agents on a model of states and full attention, small enough to take minutes."""
+    place = Place("rtx4090-24", HYBRID, cpu_gib=16.0, ssd_gib=64.0)
+    servers = ("occupancy", *WITH_OFFLOAD, "lru+cpu+ssd", "occupancy+cpu+ssd")
+    return Study(((place, Source(CODING_AGENTS, 24, traces)),), (servers,), (1.1,), 1)
+
+
+PRESETS = {"paper": paper, "limits": limits, "hybrid": hybrid}
 
 
 def _everywhere(traces: str, servers: tuple[str, ...], loads: tuple[float, ...]) -> Study:

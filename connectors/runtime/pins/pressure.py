@@ -110,7 +110,7 @@ class PinPressure:
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
         only those are left that are worth its wait."""
-        wanted = self._blocks(turn) + self._pool.watermark
+        wanted = self._blocks(turn, num_computed) + self._pool.watermark
         # If not, vLLM refuses it once for want of blocks.
         sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.pressure.asked_at == step - 1
@@ -123,32 +123,45 @@ class PinPressure:
             free = self._free(step)
             return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
+        somebody_runs = any(self._pool.tables[CONTEXT].values())
         waiter = waiter_started_at(
             job_started_at(turn),
             preempted=turn.request.num_preemptions > 0,
-            somebody_runs=any(self._pool.tables[CONTEXT].values()),
+            somebody_runs=somebody_runs,
             in_job_order=self.in_job_order,
             new=turn.hold.new,
         )
         released = self._pins.make_room(enough, spare, waiter)
         self._counters.add("pins_released", released)
         mode = turn.restore.hit.mode if turn.restore.hit is not None else None
-        if needs_one_more(mode, refused=asked_before, released=released):
+        stuck = self._facts.narrow and not somebody_runs
+        if needs_one_more(mode, refused=asked_before, released=released, stuck=stuck):
             self._release_one(spare, waiter)
 
-    def for_restored(self, turns: Sequence[Turn], step: int) -> None:
-        """Release pins until each restored request has the blocks it lacks."""
+    def for_restored(self, turns: Sequence[Turn], step: int, *, idle: bool) -> None:
+        """Release pins until each restored request has the blocks it lacks.
+
+        Args:
+            idle: nothing was scheduled, so that those which are there since before were refused.
+        """
         for turn in turns:
             own = self._pool.blocks_of(turn.request_id)
-            lack = self._blocks(turn) - sum(not block.is_null for block in own)
-            self._release_until_free(lack + self._pool.watermark, step)
+            wanted = self._blocks(turn, turn.request.num_computed_tokens)
+            lack = wanted - sum(not block.is_null for block in own)
+            released = self._release_until_free(lack + self._pool.watermark, step)
+            refused = turn.pressure.restored_at == step - 1
+            turn.pressure.restored_at = step if idle else None
+            stuck = self._facts.narrow and idle
+            if needs_one_more(None, refused=refused, released=released, stuck=stuck):
+                self._release_one(None)
 
-    def _release_until_free(self, wanted: int, step: int) -> None:
+    def _release_until_free(self, wanted: int, step: int) -> int:
         released = self._pins.make_room(lambda: self._free(step) >= wanted)
         self._counters.add("pins_released", released)
+        return released
 
-    def _blocks(self, turn: Turn) -> int:
-        return self._facts.blocks(turn.request.num_tokens)
+    def _blocks(self, turn: Turn, computed: int) -> int:
+        return self._facts.blocks_to_go_on(computed, turn.request.num_tokens)
 
     def _release_one(self, spare: JobKey | None, waiter: float | None = None) -> bool:
         before = self._pool.num_free()

@@ -50,3 +50,9 @@ def test_pins_go_one_by_one_for_an_async_restore_that_is_refused_beside_free_blo
     assert not needs_one_more(RestoreMode.ASYNC, refused=False, released=0)
     assert not needs_one_more(RestoreMode.SYNC, refused=True, released=0)
     assert not needs_one_more(None, refused=True, released=0)
+
+
+def test_pins_go_one_by_one_where_nothing_runs_and_windows_take_more_than_is_told() -> None:
+    assert needs_one_more(None, refused=True, released=0, stuck=True)
+    assert not needs_one_more(None, refused=True, released=1, stuck=True)
+    assert not needs_one_more(None, refused=False, released=0, stuck=True)

@@ -1,0 +1,71 @@
+"""Room for contexts of several kinds of KV: pins give way for all that is needed to go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.groups import GroupSpec
+from tiered_kv.testing.vllm.rig import Rig
+
+from .kinds import ANSWER, FULL, JOB, PROMPT, STATE, WINDOW, forget_vram
+
+KEEPER = text(160, seed=8)
+FREE = range(4, 14)
+"""Free blocks: from fewer than a turn needs, but for those under the pin, to more."""
+GROUPS = pytest.mark.parametrize(
+    "groups", [(FULL, STATE, STATE, STATE), (FULL, WINDOW, WINDOW)], ids=["states", "windows"]
+)
+
+
+def take_all_but(rig: Rig, free: int) -> list[Any]:
+    """Have VRAM with so many free blocks; returns those that were taken."""
+    return list(rig.pool.get_new_blocks(rig.free_blocks - free))
+
+
+@pytest.mark.parametrize("free", FREE)
+@GROUPS
+def test_pins_give_way_to_a_restored_turn_that_goes_on_from_states(
+    make_rig: MakeRig, groups: tuple[GroupSpec, ...], free: int
+) -> None:
+    """A state that was restored stays beside the one that is computed from it."""
+    rig = make_rig(groups=groups, blocks=120, extra={"cpu_gib": 0.01})
+    answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
+    forget_vram(rig)
+    rig.ask("k1", KEEPER, params={"job_id": "keeper"})
+    rig.run()
+    assert len(rig.pins) == 1
+    prompt = PROMPT + answer + text(30, seed=2)
+    rig.add("t2", prompt, params=JOB)
+    while not rig.turn("t2").loading:
+        rig.step()
+    taken = take_all_but(rig, free)
+    rig.run(limit=60)
+    assert rig.outputs["t2"] == expected(prompt, 4)
+    rig.pool.free_blocks(taken)
+    rig.pins.release_all()
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("beside", FREE)
+@GROUPS
+def test_pins_give_way_to_a_turn_that_finds_its_states_in_vram(
+    make_rig: MakeRig, groups: tuple[GroupSpec, ...], beside: int
+) -> None:
+    rig = make_rig(groups=groups, blocks=120, extra={"cpu_gib": 0})
+    rig.ask("t1", PROMPT, max_tokens=ANSWER)
+    rig.ask("k1", KEEPER, params={"job_id": "keeper"})
+    rig.run()
+    assert len(rig.pins) == 1
+    prompt = PROMPT + text(60, seed=2)
+    full = len(prompt) // 16
+    taken = take_all_but(rig, full + beside)
+    rig.add("t2", prompt)
+    rig.run(limit=60)
+    assert rig.outputs["t2"] == expected(prompt, 4)
+    rig.pool.free_blocks(taken)
+    rig.pins.release_all()
+    rig.check_clean()
