@@ -88,7 +88,10 @@ class Row:
             for name in ("equal", "equal_bytes", "control_differs")
         ]
         tokens = f"restored {self.cpu_tokens}/{self.ssd_tokens}/{self.restart_tokens}"
-        return ", ".join([*verdicts, f"{tokens} of {self.context}", *self.notes])
+        words = [*verdicts, f"{tokens} of {self.context}"]
+        right = [f"{share:.0%} {where}" for where, share in self.acceptance.items() if share]
+        words += [f"guesses right: {', '.join(right)}"] if right else []
+        return "; ".join([*words, *self.notes])
 
 
 def in_a_line(error: BaseException) -> str:

@@ -38,7 +38,7 @@ def test_an_error_is_a_note_and_the_row_goes_on() -> None:
     with row.noting("ssd"):
         fail()
     assert row.notes == ["ssd: KeyError: 'inner'"]
-    assert row.summary().startswith("equal, NOT equal_bytes")
+    assert row.summary().startswith("equal; NOT equal_bytes")
     assert row.summary().endswith("ssd: KeyError: 'inner'")
     assert Row(**row.as_json()) == row
     assert in_a_line(RuntimeError()) == "RuntimeError"
