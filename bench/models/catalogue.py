@@ -295,6 +295,8 @@ MODELS: tuple[TinyModel, ...] = (
             },
             "image_token_index": IMAGE_TOKEN,
         },
+        {"mm_processor_kwargs": {"backend": "pil"}},  # the other needs a real torchvision
+        stub_torchvision=True,
         image_tokens=(IMAGE_PIXELS // PATCH_PIXELS) ** 2,
     ),
     TinyModel("llama_fp8_kv", *_LLAMA, options={"kv_cache_dtype": "fp8"}),

@@ -22,7 +22,7 @@ from tiered_kv.bench.models.additions import ADAPTER_RANK, write_adapter, write_
 from tiered_kv.bench.models.catalogue import BLOCK, EVERY, IMAGE_PIXELS, VOCABULARY, TinyModel
 from tiered_kv.bench.models.dense import after_restart, before_restart
 from tiered_kv.bench.models.engine.asking import Asker
-from tiered_kv.bench.models.row import Row, first_line
+from tiered_kv.bench.models.row import Row, in_a_line
 from tiered_kv.bench.models.turns import stock_turns, turns
 from tiered_kv.bench.models.weights import write_model
 
@@ -107,7 +107,7 @@ def measure(model: TinyModel, folder: Path) -> Row:
             row.cannot_start = None
     except Exception as error:
         traceback.print_exc()
-        row.cannot_start = first_line(error)
+        row.cannot_start = in_a_line(error)
     tell("stock vLLM is over")
     if row.cannot_start is None:
         with row.noting("connector"):
@@ -128,8 +128,10 @@ def check_stock(stock: Asker, row: Row) -> None:
     Raises:
         RuntimeError: it does not, in words.
     """
-    if not stock.scheduler.vllm_config.cache_config.enable_prefix_caching:
-        raise RuntimeError("vLLM turns prefix caching off for it on this CPU")
+    config = stock.scheduler.vllm_config
+    if not config.cache_config.enable_prefix_caching:
+        why = " (MLA without AMX)" if config.model_config.use_mla else ""
+        raise RuntimeError(f"vLLM turns prefix caching off for it on this CPU{why}")
     answer = stock_turns(stock, row)
     if max(answer) >= VOCABULARY:
         raise RuntimeError(f"it answers with token {max(answer)}, which the model does not have")

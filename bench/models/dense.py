@@ -1,7 +1,8 @@
 """An aligned context, dense retention: the same answer wherever its KV comes from.
 
 Every source gets a job of its own. The jobs' prompts are equal, but no KV is shared, so that each
-finds exactly the context and computes exactly the rest.
+finds exactly the context and computes exactly the rest. Where a drafter looks ahead, vLLM's pool
+gives a block less, and a restore may give more.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def before_restart(asker: Asker, row: Row) -> Turn:
     tokens = row.context = case.tokens
     case.begin(asker, [VRAM])
     hit = case.go_on(asker, VRAM)
-    if hit.source.local != tokens:
+    if hit.source.local != tokens - asker.dropped:
         row.notes.append(f"vLLM found {hit.source.local} of {tokens} tokens in its own pool")
     case.begin(asker, [CPU, SSD, RESTART])
     asker.evict_vram()
@@ -81,10 +82,10 @@ def after_restart(asker: Asker, row: Row, hit: Turn) -> None:
 
 def _same(asker: Asker, row: Row, source: str, again: Turn, hit: Turn) -> bool:
     wrong = []
-    if again.source.restored < row.context:
+    if again.source.restored < hit.source.local or not hit.source.local:
         wrong.append(f"{again.source.restored} of {row.context} tokens restored")
     elif hit.began is not None and again.began is not None:
-        wrong += unlike(hit.began, again.began, asker.groups)
+        wrong += unlike(again.began, hit.began, asker.groups)
     if not again.says_the_same(hit):
         wrong.append("another answer than after a hit in VRAM")
     row.notes += [f"{source}: {said}" for said in wrong]
@@ -103,7 +104,7 @@ def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
             silent.append(f"no page of {group.words} was restored")
         elif wrong.logprobs == hit.logprobs:
             silent.append(f"{struck()} zeroed pages of {group.words} change nothing")
-        elif hit.began and wrong.began and not unlike(hit.began, wrong.began, [group]):
+        elif hit.began and wrong.began and not unlike(wrong.began, hit.began, [group]):
             silent.append(f"{struck()} zeroed pages of {group.words} came up as they were")
     row.control_differs = bool(groups) and not silent
     row.notes += [f"control: {said}" for said in silent]

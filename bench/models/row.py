@@ -77,7 +77,7 @@ class Row:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.notes.append(f"{what}: {first_line(error)}")
+            self.notes.append(f"{what}: {in_a_line(error)}")
 
     def summary(self) -> str:
         """The row in a line of words."""
@@ -88,12 +88,15 @@ class Row:
             for name in ("equal", "equal_bytes", "control_differs")
         ]
         tokens = f"restored {self.cpu_tokens}/{self.ssd_tokens}/{self.restart_tokens}"
-        return ", ".join([*verdicts, f"{tokens} of {self.context}", *self.notes])
+        words = [*verdicts, f"{tokens} of {self.context}"]
+        right = [f"{share:.0%} {where}" for where, share in self.acceptance.items() if share]
+        words += [f"guesses right: {', '.join(right)}"] if right else []
+        return "; ".join([*words, *self.notes])
 
 
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line that it says, of the error that caused it."""
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error and the begin of what it says, of the error that caused it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = str(error).strip().partition("\n")[0][:200]
+    said = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -111,6 +111,13 @@ class Asker:
         return int(self.scheduler.vllm_config.cache_config.cache_hit_alignment_tokens)
 
     @property
+    def dropped(self) -> int:
+        """Tokens at the end of a hit that vLLM computes again, since a drafter's KV of the last one
+        depends on what follows."""
+        drafts = self.scheduler.vllm_config.speculative_config
+        return self.alignment if drafts is not None and drafts.use_eagle() else 0
+
+    @property
     def pinned_blocks(self) -> int:
         """Blocks of VRAM that the connector holds for jobs between turns."""
         return int(self.engine.half.admission.pins.held_blocks)

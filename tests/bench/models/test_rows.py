@@ -13,7 +13,7 @@ from tiered_kv.bench.models.__main__ import chosen, environment, verdict
 from tiered_kv.bench.models.catalogue import EVERY, MODELS
 from tiered_kv.bench.models.engine.asking import text
 from tiered_kv.bench.models.processes import TimedOut, run_process
-from tiered_kv.bench.models.row import Row, first_line
+from tiered_kv.bench.models.row import Row, in_a_line
 from tiered_kv.bench.models.turns import LEAST_BEFORE_STOP, stop_token
 
 
@@ -38,10 +38,10 @@ def test_an_error_is_a_note_and_the_row_goes_on() -> None:
     with row.noting("ssd"):
         fail()
     assert row.notes == ["ssd: KeyError: 'inner'"]
-    assert row.summary().startswith("equal, NOT equal_bytes")
+    assert row.summary().startswith("equal; NOT equal_bytes")
     assert row.summary().endswith("ssd: KeyError: 'inner'")
     assert Row(**row.as_json()) == row
-    assert first_line(RuntimeError()) == "RuntimeError"
+    assert in_a_line(RuntimeError()) == "RuntimeError"
 
 
 def test_what_cannot_start_is_no_failure() -> None:
