@@ -101,8 +101,8 @@ class Engine:
     def settle(self) -> None:
         """Step until copies under way are reported; an in-process engine does not by itself."""
         deadline = time.monotonic() + SETTLE_S
-        while self.core.scheduler.has_requests():
-            self.core.step()
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
+            self.core.step_fn()  # a pipeline has several batches under way
             time.sleep(0.0005)  # the workers' threads want the interpreter too
             if time.monotonic() > deadline:
                 raise AssertionError(f"copies did not end within {SETTLE_S:g} s")

@@ -14,6 +14,12 @@ VOCABULARY = 2048
 BLOCK = 128
 """Tokens of a block, unless a model's states make vLLM raise it."""
 
+IMAGE_TOKEN = 3
+"""Token for which an image is put, in models that see."""
+
+IMAGE_PIXELS, PATCH_PIXELS = 56, 14
+"""Edges of an image, and of the part of it that takes a token."""
+
 STATE_CHUNK = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 """vLLM's CPU scan of Mamba 2 keeps no state inside a chunk of a prefill: a chunk must not be
 longer than a block."""
@@ -27,7 +33,7 @@ class Drafter(Enum):
     """Guessing tokens ahead, which the model then verifies."""
 
     NGRAM = "ngram"
-    """What followed the same words before."""
+    """Words that followed the same words before."""
     ITSELF = "draft_model"
     """A second copy of the model: its guesses are right as long as its own KV is."""
     EAGLE = "eagle"
@@ -47,7 +53,8 @@ class TinyModel:
         settings: fields of the configuration.
         options: arguments of the engine.
         adapter: True to serve it with a LoRA adapter.
-        image: True to have an image in its prompts.
+        image_tokens: tokens that an image takes in its prompts; 0 for a model without eyes, else
+            ``settings`` are those of all its parts.
         stub_torchvision: True if vLLM imports torchvision for it, which CPU builds lack.
         drafter: what guesses tokens ahead.
         ranks: processes that the model is cut over.
@@ -59,7 +66,7 @@ class TinyModel:
     settings: Mapping[str, object] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     adapter: bool = False
-    image: bool = False
+    image_tokens: int = 0
     stub_torchvision: bool = False
     drafter: Drafter | None = None
     ranks: int = 1
@@ -125,6 +132,9 @@ _LATENT: Mapping[str, object] = {
     "first_k_dense_replace": 1,
 }
 
+_SMALL_BLOCKS = {"num_gpu_blocks_override": 100}
+"""A pool for blocks of 16 tokens, which vLLM's CPU build takes for MLA where there is no AMX."""
+
 _LLAMA = ("LlamaConfig", "LlamaForCausalLM")
 
 MODELS: tuple[TinyModel, ...] = (
@@ -187,7 +197,7 @@ MODELS: tuple[TinyModel, ...] = (
             "intermediate_size_mlp": 256,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
-            "attention_chunk_size": 256,
+            "attention_chunk_size": 512,
             "no_rope_layers": [1, 1, 1, 0],
             "layer_types": ["chunked_attention"] * 3 + [_FULL],
         },
@@ -259,8 +269,36 @@ MODELS: tuple[TinyModel, ...] = (
         },
         {**STATE_CHUNK, "block_size": 256},
     ),
-    TinyModel("deepseek_v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
-    TinyModel("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
+    TinyModel("deepseek_v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT, _SMALL_BLOCKS),
+    TinyModel(
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**_LATENT, "topk_method": "noaux_tc"},
+        _SMALL_BLOCKS,
+    ),
+    TinyModel(
+        "llava",
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**COMMON, "model_type": "llama"},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": IMAGE_PIXELS,
+                "patch_size": PATCH_PIXELS,
+                "initializer_range": 0.15,
+            },
+            "image_token_index": IMAGE_TOKEN,
+        },
+        {"mm_processor_kwargs": {"backend": "pil"}},  # the other needs a real torchvision
+        stub_torchvision=True,
+        image_tokens=(IMAGE_PIXELS // PATCH_PIXELS) ** 2,
+    ),
     TinyModel("llama_fp8_kv", *_LLAMA, options={"kv_cache_dtype": "fp8"}),
     TinyModel("llama_lora", *_LLAMA, adapter=True),
 )

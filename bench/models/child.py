@@ -19,10 +19,10 @@ from typing import Any
 
 from tiered_kv.bench.common.engines import engine
 from tiered_kv.bench.models.additions import ADAPTER_RANK, write_adapter, write_drafter
-from tiered_kv.bench.models.catalogue import BLOCK, EVERY, VOCABULARY, TinyModel
+from tiered_kv.bench.models.catalogue import BLOCK, EVERY, IMAGE_PIXELS, VOCABULARY, TinyModel
 from tiered_kv.bench.models.dense import after_restart, before_restart
 from tiered_kv.bench.models.engine.asking import Asker
-from tiered_kv.bench.models.row import Row, first_line
+from tiered_kv.bench.models.row import Row, in_a_line
 from tiered_kv.bench.models.turns import stock_turns, turns
 from tiered_kv.bench.models.weights import write_model
 
@@ -71,7 +71,20 @@ class Engines:
             ssd = str(self._folder / "ssd")
             settings["extra"] = {"cpu_gib": CPU_GIB, "ssd_path": ssd, "ssd_gib": SSD_GIB}
         with engine(self._path, connector, **settings) as running:
-            yield Asker(running, VOCABULARY, in_process=self._model.ranks == 1, options=asked)
+            yield Asker(
+                running,
+                VOCABULARY,
+                in_process=self._model.ranks == 1,
+                image=_image() if self._model.image_tokens else None,
+                image_tokens=self._model.image_tokens,
+                options=asked,
+            )
+
+
+def _image() -> Any:
+    from PIL import Image
+
+    return Image.linear_gradient("L").resize((IMAGE_PIXELS, IMAGE_PIXELS)).convert("RGB")
 
 
 def measure(model: TinyModel, folder: Path) -> Row:
@@ -94,7 +107,7 @@ def measure(model: TinyModel, folder: Path) -> Row:
             row.cannot_start = None
     except Exception as error:
         traceback.print_exc()
-        row.cannot_start = first_line(error)
+        row.cannot_start = in_a_line(error)
     tell("stock vLLM is over")
     if row.cannot_start is None:
         with row.noting("connector"):
@@ -115,8 +128,10 @@ def check_stock(stock: Asker, row: Row) -> None:
     Raises:
         RuntimeError: it does not, in words.
     """
-    if not stock.scheduler.vllm_config.cache_config.enable_prefix_caching:
-        raise RuntimeError("vLLM turns prefix caching off for it on this CPU")
+    config = stock.scheduler.vllm_config
+    if not config.cache_config.enable_prefix_caching:
+        why = " (MLA without AMX)" if config.model_config.use_mla else ""
+        raise RuntimeError(f"vLLM turns prefix caching off for it on this CPU{why}")
     answer = stock_turns(stock, row)
     if max(answer) >= VOCABULARY:
         raise RuntimeError(f"it answers with token {max(answer)}, which the model does not have")

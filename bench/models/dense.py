@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiered_kv.bench.models.engine.asking import Asker, Turn, text
+from tiered_kv.bench.models.engine.vram import unlike
 
 from .row import AFTER, CONTEXT, SAID, Row
 
@@ -21,13 +22,16 @@ class AlignedContext:
     """The context and what comes after it.
 
     Args:
-        alignment: the context's length is a multiple of it, and of a block.
+        asker: an engine; the context ends where it can find a prefix.
+
+    Attributes:
+        tokens: length of the context.
     """
 
-    def __init__(self, alignment: int, vocabulary: int) -> None:
-        tokens = -(-CONTEXT // alignment) * alignment
-        self.context = text(tokens, 1, vocabulary)
-        self.prompt = self.context + text(AFTER, 2, vocabulary)
+    def __init__(self, asker: Asker) -> None:
+        self.tokens = -(-CONTEXT // asker.alignment) * asker.alignment
+        self.context = asker.text(self.tokens, 1)
+        self.prompt = self.context + text(AFTER, 2, asker.vocabulary)
 
     def begin(self, asker: Asker, names: Sequence[str]) -> None:
         """Have the context computed for each job."""
@@ -41,8 +45,8 @@ class AlignedContext:
 
 def before_restart(asker: Asker, row: Row) -> Turn:
     """Fill in what one engine shows; returns the turn that was a hit in VRAM."""
-    case = AlignedContext(asker.alignment, asker.vocabulary)
-    tokens = row.context = len(case.context)
+    case = AlignedContext(asker)
+    tokens = row.context = case.tokens
     case.begin(asker, [VRAM])
     hit = case.go_on(asker, VRAM)
     if hit.source.local != tokens:
@@ -51,7 +55,7 @@ def before_restart(asker: Asker, row: Row) -> Turn:
     asker.evict_vram()
     again = case.go_on(asker, CPU)
     row.cpu_tokens = again.source.restored
-    row.equal = _same(row, CPU, again, hit, tokens)
+    row.equal = _same(asker, row, CPU, again, hit)
     with row.noting("control"):
         _control(asker, case, hit, row)
     with row.noting("drafts"):
@@ -61,26 +65,30 @@ def before_restart(asker: Asker, row: Row) -> Turn:
         asker.evict_vram()
         again = case.go_on(asker, SSD)
         row.ssd_tokens = again.source.restored
-        row.equal = _same(row, SSD, again, hit, tokens) and row.equal
+        row.equal = _same(asker, row, SSD, again, hit) and row.equal
     return hit
 
 
 def after_restart(asker: Asker, row: Row, hit: Turn) -> None:
     """Fill in what an engine shows that was started again with the same SSD."""
-    case = AlignedContext(asker.alignment, asker.vocabulary)
+    case = AlignedContext(asker)
+    # By the end of another turn the connector knows an adapter by its files.
+    asker.ask(asker.text(AFTER, 5), "first", 1, last=True)
     again = case.go_on(asker, RESTART)
     row.restart_tokens = again.source.restored
-    row.equal = _same(row, RESTART, again, hit, len(case.context)) and row.equal
+    row.equal = _same(asker, row, RESTART, again, hit) and row.equal
 
 
-def _same(row: Row, source: str, again: Turn, hit: Turn, tokens: int) -> bool:
-    if again.source.restored < tokens:
-        row.notes.append(f"{source}: {again.source.restored} of {tokens} tokens restored")
-        return False
+def _same(asker: Asker, row: Row, source: str, again: Turn, hit: Turn) -> bool:
+    wrong = []
+    if again.source.restored < row.context:
+        wrong.append(f"{again.source.restored} of {row.context} tokens restored")
+    elif hit.began is not None and again.began is not None:
+        wrong += unlike(hit.began, again.began, asker.groups)
     if not again.says_the_same(hit):
-        row.notes.append(f"{source}: another answer than after a hit in VRAM")
-        return False
-    return True
+        wrong.append("another answer than after a hit in VRAM")
+    row.notes += [f"{source}: {said}" for said in wrong]
+    return not wrong
 
 
 def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
@@ -95,6 +103,8 @@ def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
             silent.append(f"no page of {group.words} was restored")
         elif wrong.logprobs == hit.logprobs:
             silent.append(f"{struck()} zeroed pages of {group.words} change nothing")
+        elif hit.began and wrong.began and not unlike(hit.began, wrong.began, [group]):
+            silent.append(f"{struck()} zeroed pages of {group.words} came up as they were")
     row.control_differs = bool(groups) and not silent
     row.notes += [f"control: {said}" for said in silent]
 

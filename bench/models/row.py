@@ -77,7 +77,7 @@ class Row:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.notes.append(f"{what}: {first_line(error)}")
+            self.notes.append(f"{what}: {in_a_line(error)}")
 
     def summary(self) -> str:
         """The row in a line of words."""
@@ -91,9 +91,9 @@ class Row:
         return ", ".join([*verdicts, f"{tokens} of {self.context}", *self.notes])
 
 
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line that it says, of the error that caused it."""
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error and the begin of what it says, of the error that caused it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = str(error).strip().partition("\n")[0][:200]
+    said = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

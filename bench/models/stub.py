@@ -4,25 +4,59 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_EMPTY = '''"""Nothing but names: a stub."""
+_STUB = '''"""Stand-in for torchvision: all modules and names are there, none does anything."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+__version__ = "0.0"
+
+
+class _Names(type):
+    """A class with every attribute: its name."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name):
+        return _anything(name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.startswith("torchvision."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def _anything(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Names(name, (), {})
 
 
 def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
+    return _anything(name)
+
+
+sys.meta_path.append(_Finder())
 '''
 
 
 def write_torchvision(folder: Path) -> None:
     """Write the stub into a folder, which is to be put on ``PYTHONPATH``."""
-    transforms = folder / "torchvision" / "transforms"
-    (transforms / "v2").mkdir(parents=True, exist_ok=True)
-    for path in (
-        folder / "torchvision" / "__init__.py",
-        transforms / "__init__.py",
-        transforms / "functional.py",
-        transforms / "v2" / "__init__.py",
-        transforms / "v2" / "functional.py",
-    ):
-        path.write_text(_EMPTY)
+    package = folder / "torchvision"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(_STUB)

@@ -77,7 +77,7 @@ def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
         return
     asker.evict_vram()
     kept = ended.prompt + ended.tokens[:at]
-    row.stop_string_had = len(kept)
+    row.stop_string_had = ended.source.prompt + at
     row.stop_string_hit = asker.ask(kept + _more(asker), STOPPED, SAID, last=True).source.found
 
 
@@ -94,8 +94,8 @@ def stop_token(tokens: list[int]) -> int | None:
 
 
 def _recomputed(first: Turn, after: Turn) -> int:
-    """Tokens that had KV at the end of a turn and were computed again: all but the last one had."""
-    return max(0, len(first.context) - 1 - after.source.found)
+    """Tokens that had KV at the end of a turn and were computed again."""
+    return max(0, first.with_kv - after.source.found)
 
 
 def _next(asker: Asker, turn: Turn, name: str) -> Turn:
@@ -103,7 +103,7 @@ def _next(asker: Asker, turn: Turn, name: str) -> Turn:
 
 
 def _prompt(asker: Asker) -> list[int]:
-    return text(PROMPT, 3, asker.vocabulary)
+    return asker.text(PROMPT, 3)
 
 
 def _more(asker: Asker) -> list[int]:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .catalogue import COMMON, VOCABULARY, TinyModel
+from .catalogue import (
+    COMMON,
+    IMAGE_PIXELS,
+    IMAGE_TOKEN,
+    PATCH_PIXELS,
+    VOCABULARY,
+    TinyModel,
+)
+
+IMAGE = "<image>"
 
 
 def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
@@ -20,20 +29,25 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
     target = folder / model.name
     target.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    config = getattr(transformers, model.config)(**{**COMMON, **model.settings})
+    common = {} if model.image_tokens else COMMON
+    config = getattr(transformers, model.config)(**{**common, **model.settings})
     made = getattr(transformers, model.architecture)(config)
     made.to(getattr(torch, dtype)).save_pretrained(target)
     write_tokenizer(target)
+    if model.image_tokens:
+        write_image_processor(target)
     return target
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer to which every token is a word of its own: ``w17`` is token 17."""
+    """Write a tokenizer to which every token is a word of its own: ``w17`` is token 17. The token
+    of images has a name."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {f"w{i}": i for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(VOCABULARY) if i != IMAGE_TOKEN} | {IMAGE: IMAGE_TOKEN}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([IMAGE])
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -44,3 +58,24 @@ def write_tokenizer(folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def write_image_processor(folder: Path) -> None:
+    """Write how images become patches: as CLIP and LLaVA do it."""
+    edge = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
+    images = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": IMAGE_PIXELS},
+        "crop_size": edge,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    about = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": PATCH_PIXELS,
+        "vision_feature_select_strategy": "default",
+        "image_token": IMAGE,
+        "num_additional_image_tokens": 1,  # CLIP's class token, which is left out
+    }
+    (folder / "processor_config.json").write_text(json.dumps(about))

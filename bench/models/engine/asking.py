@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.bench.common.engines import Engine
+from tiered_kv.bench.models.catalogue import IMAGE_TOKEN
 
 from .control import begin_to_zero, end_zeroing
 from .kv_groups import KvGroup, kv_groups
@@ -56,6 +57,11 @@ class Turn:
         """Prompt and answer."""
         return self.prompt + self.tokens
 
+    @property
+    def with_kv(self) -> int:
+        """Tokens of both that had KV when the turn ended: all but the last one."""
+        return self.source.prompt + len(self.tokens) - 1
+
     def says_the_same(self, other: Turn) -> bool:
         """True if tokens and logprobs are equal bit for bit."""
         return self.tokens == other.tokens and self.logprobs == other.logprobs
@@ -68,14 +74,16 @@ class Asker:
     Attributes:
         groups: its KV groups.
         vram: its KV memory; None where the workers run in other processes.
-        extras: further fields of every prompt.
+        image: an image that every prompt begins with; None for none.
+        image_tokens: tokens that it takes.
         options: further arguments of every question.
     """
 
     engine: Engine
     vocabulary: int
     in_process: bool = True
-    extras: dict[str, Any] = field(default_factory=dict)
+    image: Any = None
+    image_tokens: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     groups: list[KvGroup] = field(init=False)
     vram: Vram | None = field(init=False, default=None)
@@ -107,6 +115,12 @@ class Asker:
         """Blocks of VRAM that the connector holds for jobs between turns."""
         return int(self.engine.half.admission.pins.held_blocks)
 
+    def text(self, tokens: int, seed: int) -> list[int]:
+        """A text of random words, that many tokens long with the image that it begins with."""
+        if self.image is None:
+            return text(tokens, seed, self.vocabulary)
+        return [IMAGE_TOKEN, *text(tokens - self.image_tokens, seed, self.vocabulary)]
+
     def ask(
         self,
         prompt: Sequence[int],
@@ -125,7 +139,7 @@ class Asker:
         """
         for seen in (self._watch.sources, self._ended, self._began):
             seen.clear()
-        output = self._generate([list(prompt)], name, max_tokens, stop=stop, last=last)[0]
+        output = self._generate(list(prompt), name, max_tokens, stop=stop, last=last)
         self.engine.settle()
         (request_id, source) = next(iter(self._watch.sources.items()))
         answer = output.outputs[0]
@@ -143,8 +157,7 @@ class Asker:
         """Have other prompts take every block of VRAM that can be had."""
         pool, taken, round_ = self.scheduler.kv_cache_manager.block_pool, 0, 0
         while taken < 1.25 * pool.num_gpu_blocks:
-            prompt = text(tokens, seed + round_, self.vocabulary)
-            self.ask(prompt, f"rival {seed + round_}", 1, last=True)
+            self.ask(self.text(tokens, seed + round_), f"rival {seed + round_}", 1, last=True)
             taken += sum(len(group.needs(tokens)) for group in self.groups)
             round_ += 1
 
@@ -188,8 +201,8 @@ class Asker:
         return [by_index[group.index] for group in self.engine.half.facts.groups]
 
     def _generate(
-        self, prompts: list[list[int]], name: str, max_tokens: int, *, stop: str | None, last: bool
-    ) -> list[Any]:
+        self, prompt: list[int], name: str, max_tokens: int, *, stop: str | None, last: bool
+    ) -> Any:
         from vllm import SamplingParams
 
         hints = {"job_id": name, "is_last_step": last, "expected_tool_s": TOOL_S}
@@ -201,11 +214,10 @@ class Asker:
             stop=[stop] if stop is not None else None,
             extra_args={"kv_transfer_params": hints},
         )
-        asked = [
-            {"prompt_token_ids": prompt, "cache_salt": name, **self.extras} for prompt in prompts
-        ]
-        found: list[Any] = self.engine.llm.generate(asked, params, use_tqdm=False, **self.options)
-        return found
+        asked: dict[str, Any] = {"prompt_token_ids": prompt, "cache_salt": name}
+        if self.image is not None:
+            asked["multi_modal_data"] = {"image": self.image}
+        return self.engine.llm.generate([asked], params, use_tqdm=False, **self.options)[0]
 
     def _look_at_ends(self) -> None:
         connector, vram = self.scheduler.connector, self.vram

@@ -46,14 +46,17 @@ def _read(index: int, group: Any) -> KvGroup:
     first = next(iter(inner.values())) if inner else spec
     reach, name = _reach(first)
     layers = tuple(group.layer_names)
-    words = f"{name}, {len(layers)} layers, blocks of {spec.block_size}"
+    layers_in_words = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+    words = f"{name}, {layers_in_words}, blocks of {spec.block_size}"
     return KvGroup(index, reach, spec.block_size, layers, words)
 
 
 def _reach(spec: Any) -> tuple[KvReach, str]:
     kind = type(spec).__name__
     if hasattr(spec, "shapes"):
-        return KvReach(KvKind.STATE), f"{getattr(spec, 'mamba_type', 'state')} state"
+        said = getattr(spec, "mamba_type", "")
+        name = str(getattr(said, "name", said)).lower().removesuffix("_attn")
+        return KvReach(KvKind.STATE), f"{name} state"
     if (chunk := getattr(spec, "attention_chunk_size", None)) is not None:
         return KvReach(KvKind.CHUNK, chunk), f"chunks of {chunk}"
     if (window := getattr(spec, "sliding_window", None)) is not None:

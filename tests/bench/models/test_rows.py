@@ -13,7 +13,7 @@ from tiered_kv.bench.models.__main__ import chosen, environment, verdict
 from tiered_kv.bench.models.catalogue import EVERY, MODELS
 from tiered_kv.bench.models.engine.asking import text
 from tiered_kv.bench.models.processes import TimedOut, run_process
-from tiered_kv.bench.models.row import Row, first_line
+from tiered_kv.bench.models.row import Row, in_a_line
 from tiered_kv.bench.models.turns import LEAST_BEFORE_STOP, stop_token
 
 
@@ -41,7 +41,7 @@ def test_an_error_is_a_note_and_the_row_goes_on() -> None:
     assert row.summary().startswith("equal, NOT equal_bytes")
     assert row.summary().endswith("ssd: KeyError: 'inner'")
     assert Row(**row.as_json()) == row
-    assert first_line(RuntimeError()) == "RuntimeError"
+    assert in_a_line(RuntimeError()) == "RuntimeError"
 
 
 def test_what_cannot_start_is_no_failure() -> None:
@@ -62,7 +62,7 @@ def test_each_rank_has_cores_of_its_own(tmp_path: Path) -> None:
     assert "TIERED_KV_CPU_GIB" not in env
     assert env["PYTHONPATH"].endswith(f"{os.pathsep}/elsewhere")
     assert environment(base, tmp_path, two)["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
-    assert (tmp_path / "torchvision" / "transforms" / "v2" / "__init__.py").exists()
+    assert (tmp_path / "torchvision" / "__init__.py").exists()
 
 
 def test_texts_are_the_same_every_time() -> None:
