@@ -11,7 +11,7 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.testing.vllm.rig import Rig
 
-from .kinds import ANSWER, FULL, JOB, PROMPT, STATE, WINDOW, forget_vram
+from .kinds import ANSWER, CHUNK, FULL, JOB, PROMPT, STATE, WINDOW, forget_vram
 
 KEEPER = text(160, seed=8)
 FREE = range(4, 14)
@@ -69,3 +69,16 @@ def test_pins_give_way_to_a_turn_that_finds_its_states_in_vram(
     rig.pool.free_blocks(taken)
     rig.pins.release_all()
     rig.check_clean()
+
+
+@pytest.mark.parametrize("other", [WINDOW, CHUNK, STATE], ids=lambda group: group.kind.value)
+def test_a_long_prompt_is_not_refused_for_ever_beside_a_pin(
+    make_rig: MakeRig, other: GroupSpec
+) -> None:
+    """vLLM asks for more blocks than a window or chunk keeps in the end: those of the tokens that
+    it computes at a time come on top. The clock stands still, so that no pin expires."""
+    rig = make_rig(groups=(FULL, other))
+    rig.ask("pinned", text(200, seed=1), params=JOB)
+    prompt = text(504, seed=9)
+    assert rig.ask("long", prompt) == expected(prompt, 4)
+    assert rig.count("watchdog_barks") == 0
