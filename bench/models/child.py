@@ -74,7 +74,6 @@ class Engines:
             yield Asker(
                 running,
                 VOCABULARY,
-                in_process=self._model.ranks == 1,
                 image=_image() if self._model.image_tokens else None,
                 image_tokens=self._model.image_tokens,
                 options=asked,

@@ -84,8 +84,8 @@ def _same(asker: Asker, row: Row, source: str, again: Turn, hit: Turn) -> bool:
     wrong = []
     if again.source.restored < hit.source.local or not hit.source.local:
         wrong.append(f"{again.source.restored} of {row.context} tokens restored")
-    elif hit.began is not None and again.began is not None:
-        wrong += unlike(again.began, hit.began, asker.groups)
+    else:
+        wrong += unlike(hit.found, asker.began(again, hit.source.found))
     if not again.says_the_same(hit):
         wrong.append("another answer than after a hit in VRAM")
     row.notes += [f"{source}: {said}" for said in wrong]
@@ -104,7 +104,7 @@ def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
             silent.append(f"no page of {group.words} was restored")
         elif wrong.logprobs == hit.logprobs:
             silent.append(f"{struck()} zeroed pages of {group.words} change nothing")
-        elif hit.began and wrong.began and not unlike(wrong.began, hit.began, [group]):
+        elif not unlike(hit.found, asker.began(wrong, hit.source.found)):
             silent.append(f"{struck()} zeroed pages of {group.words} came up as they were")
     row.control_differs = bool(groups) and not silent
     row.notes += [f"control: {said}" for said in silent]
@@ -113,7 +113,7 @@ def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
 def _acceptance(asker: Asker, case: AlignedContext) -> dict[str, float | None]:
     """Share of a drafter's guesses that are right: after a hit in VRAM, after a restore, and when
     its own layers' part of that is zeroed. Empty without a drafter that has layers."""
-    layers = asker.vram.draft_layers() if asker.vram is not None else []
+    layers = asker.draft_layers()
     found = dict[str, float | None]()
     for name in ("pool", "restored", "zeroed") if layers else ():
         case.begin(asker, [f"drafts {name}"])

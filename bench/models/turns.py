@@ -55,10 +55,7 @@ def _restore(asker: Asker, first: Turn, row: Row) -> None:
     again = _next(asker, twin, "two")
     wrong = []
     for turn, then in ((first, after), (twin, again)):
-        if turn.ended is None or then.began is None:
-            wrong.append("VRAM was not read")
-        else:
-            wrong += unlike(turn.ended, then.began, asker.groups)
+        wrong += unlike(asker.ended(turn, then.source.found), then.found)
     if not after.says_the_same(again):
         wrong.append("two restores, two answers")
     row.equal_bytes = not wrong

@@ -35,6 +35,7 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
     made.to(getattr(torch, dtype)).save_pretrained(target)
     write_tokenizer(target)
     if model.image_tokens:
+        _name_tower_as_published(target / "model.safetensors")
         write_image_processor(target)
     return target
 
@@ -79,3 +80,13 @@ def write_image_processor(folder: Path) -> None:
         "num_additional_image_tokens": 1,  # CLIP's class token, which is left out
     }
     (folder / "processor_config.json").write_text(json.dumps(about))
+
+
+def _name_tower_as_published(weights: Path) -> None:
+    """Give CLIP's weights the names of published models; transformers 5 saves shorter ones."""
+    from safetensors.torch import load_file, save_file
+
+    short, long = "vision_tower.", "vision_tower.vision_model."
+    tensors = load_file(str(weights)).items()
+    renamed = {name.replace(short, long, 1): tensor for name, tensor in tensors}
+    save_file(renamed, str(weights), {"format": "pt"})

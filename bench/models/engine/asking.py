@@ -14,7 +14,7 @@ from tiered_kv.bench.models.catalogue import IMAGE_TOKEN
 from .control import begin_to_zero, end_zeroing
 from .kv_groups import KvGroup, kv_groups
 from .sources import Source, SourceWatch
-from .vram import Snapshot, Vram
+from .vram import Digests, arm, digests, draft_layers, keep, watch
 
 FIRST_WORD = 5
 """Tokens before it have a meaning for the tokenizer."""
@@ -33,19 +33,18 @@ class Turn:
     """A prompt, its answer, and where the prompt's KV came from.
 
     Attributes:
+        number: names it among the turns of an engine.
         logprobs: of each token of the answer.
-        ended: bytes in VRAM that a hit of the whole turn needs; None without a connector, or if
-            they cannot be read.
-        began: bytes that the turn's own hit needs, as they were when its first tokens were
-            computed.
+        found: digests of the bytes in VRAM that its hit needs, by rank, as they were when its
+            first tokens were computed.
     """
 
+    number: int
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
     source: Source
-    ended: Snapshot | None = None
-    began: Snapshot | None = None
+    found: Sequence[Digests]
 
     @property
     def acceptance(self) -> float | None:
@@ -72,34 +71,27 @@ class Asker:
     """An engine that is asked.
 
     Attributes:
-        groups: its KV groups.
-        vram: its KV memory; None where the workers run in other processes.
         image: an image that every prompt begins with; None for none.
         image_tokens: tokens that it takes.
         options: further arguments of every question.
+        groups: its KV groups, as the scheduler knows them.
     """
 
     engine: Engine
     vocabulary: int
-    in_process: bool = True
     image: Any = None
     image_tokens: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     groups: list[KvGroup] = field(init=False)
-    vram: Vram | None = field(init=False, default=None)
     _watch: SourceWatch = field(init=False)
+    _turns: int = field(init=False, default=0)
     _zeroed_layers: list[str] = field(init=False, default_factory=list)
-    _ended: dict[str, Snapshot] = field(init=False, default_factory=dict)
-    _began: dict[str, Snapshot] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        core = self.engine.core
-        self.groups = kv_groups(core.scheduler.kv_cache_config)
-        self._watch = SourceWatch(core.scheduler)
-        if self.in_process:
-            self.vram = Vram(core, self.groups)
-            self._look_at_ends()
-            self._look_at_beginnings(self.vram)
+        self.groups = kv_groups(self.scheduler.kv_cache_config)
+        self._watch = SourceWatch(self.scheduler, self._on_start)
+        self._look_at_ends()
+        self._workers(watch)
 
     @property
     def scheduler(self) -> Any:
@@ -108,7 +100,8 @@ class Asker:
     @property
     def alignment(self) -> int:
         """Tokens at whose multiples a prefix is found in VRAM."""
-        return int(self.scheduler.vllm_config.cache_config.cache_hit_alignment_tokens)
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return max(int(manager.cache_hit_alignment_tokens) for manager in managers)
 
     @property
     def dropped(self) -> int:
@@ -144,21 +137,31 @@ class Asker:
             stop: a string that ends the answer.
             last: True if no turn of that job follows.
         """
-        for seen in (self._watch.sources, self._ended, self._began):
-            seen.clear()
+        self._watch.sources.clear()
+        self._turns += 1
         output = self._generate(list(prompt), name, max_tokens, stop=stop, last=last)
         self.engine.settle()
-        (request_id, source) = next(iter(self._watch.sources.items()))
+        source = next(iter(self._watch.sources.values()))
         answer = output.outputs[0]
         steps = zip(answer.token_ids, answer.logprobs, strict=False)
         return Turn(
+            self._turns,
             list(prompt),
             list(answer.token_ids),
             [step[token].logprob for token, step in steps],
             source,
-            self._ended.get(request_id),
-            self._began.get(request_id),
+            self._workers(digests, _began(self._turns), source.found),
         )
+
+    def ended(self, turn: Turn, tokens: int) -> Sequence[Digests]:
+        """Digests of the bytes that a hit of ``tokens`` needs, by rank, as the turn left them."""
+        found: Sequence[Digests] = self._workers(digests, _ended(turn.number), tokens)
+        return found
+
+    def began(self, turn: Turn, tokens: int) -> Sequence[Digests]:
+        """Digests of the bytes that a hit of ``tokens`` needs, by rank, as the turn found them."""
+        found: Sequence[Digests] = self._workers(digests, _began(turn.number), tokens)
+        return found
 
     def rivals(self, tokens: int, seed: int) -> None:
         """Have other prompts take every block of VRAM that can be had."""
@@ -186,12 +189,12 @@ class Asker:
     def zeroed(self, position: int) -> Iterator[Callable[[], int]]:
         """Have pages of a group zeroed before they are restored, until the block ends. What it
         gives tells how many were, once it has ended."""
-        llm, struck = self.engine.llm, list[int]()
-        llm.collective_rpc(begin_to_zero, args=(position,))
+        struck = list[int]()
+        self._workers(begin_to_zero, position)
         try:
             yield lambda: sum(struck)
         finally:
-            struck += llm.collective_rpc(end_zeroing)
+            struck += self._workers(end_zeroing)
 
     @contextmanager
     def zeroed_layers(self, layers: list[str]) -> Iterator[None]:
@@ -226,30 +229,36 @@ class Asker:
             asked["multi_modal_data"] = {"image": self.image}
         return self.engine.llm.generate([asked], params, use_tqdm=False, **self.options)[0]
 
+    def draft_layers(self) -> list[str]:
+        """Names of the layers that are a drafter's."""
+        return sorted({name for names in self._workers(draft_layers) for name in names})
+
+    def _workers(self, method: Callable[..., Any], *args: Any) -> Any:
+        """What every worker answers, by rank."""
+        return self.engine.llm.collective_rpc(method, args=args)
+
     def _look_at_ends(self) -> None:
-        connector, vram = self.scheduler.connector, self.vram
-        if connector is None or vram is None:
+        connector = self.scheduler.connector
+        if connector is None:
             return
         finish: Callable[..., Any] = connector.request_finished_all_groups
 
         def finished(request: Any, block_ids: tuple[list[int], ...]) -> Any:
             done = request.num_computed_tokens - request.num_in_flight_tokens
             kept = min(done, request.num_tokens - 1)
-            self._ended[request.request_id] = vram.snapshot(block_ids, kept)
+            self._workers(keep, _ended(self._turns), block_ids, kept)
             return finish(request, block_ids)
 
         connector.request_finished_all_groups = finished
 
-    def _look_at_beginnings(self, vram: Vram) -> None:
-        forward: Callable[..., Any] = vram.runner._model_forward  # noqa: SLF001 - after sync loads
+    def _on_start(self, request_id: str, tokens: int) -> None:
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        self._workers(arm, _began(self._turns), tables, tokens, self._zeroed_layers)
 
-        def about_to_compute(*args: Any, **kwargs: Any) -> Any:
-            for request_id, tokens in self._watch.starting.items():
-                if tokens:
-                    tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-                    self._began[request_id] = vram.snapshot(tables, tokens)
-                    vram.zero(tables, tokens, self._zeroed_layers)
-            self._watch.starting.clear()
-            return forward(*args, **kwargs)
 
-        vram.runner._model_forward = about_to_compute  # noqa: SLF001
+def _began(turn: int) -> str:
+    return f"{turn} began"
+
+
+def _ended(turn: int) -> str:
+    return f"{turn} ended"

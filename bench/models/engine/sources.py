@@ -49,28 +49,29 @@ class Source:
 class SourceWatch:
     """Watches an engine's scheduler. One thread, the engine's.
 
+    Args:
+        on_start: told of a request whose first tokens the next forward pass computes, and of the
+            number of tokens before them.
+
     Attributes:
         sources: those of the requests since they were last cleared.
-        starting: requests whose first tokens the next forward pass computes, with the tokens
-            before them.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, on_start: Callable[[str, int], None]) -> None:
         self.sources: dict[str, Source] = {}
-        self.starting: dict[str, int] = {}
+        self._on_start = on_start
         self._scheduler = scheduler
         self._schedule: Callable[..., Any] = scheduler.schedule
         scheduler.schedule = self._scheduled
 
     def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
-        self.starting.clear()
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[request_id]
             drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             if request_id not in self.sources:
                 self.sources[request_id] = Source(request.num_prompt_tokens)
-                self.starting[request_id] = request.num_computed_tokens - tokens
+                self._on_start(request_id, request.num_computed_tokens - tokens)
             source = self.sources[request_id]
             if request.num_output_tokens:
                 source.steps += 1

@@ -1,16 +1,25 @@
-"""Bytes in VRAM: a copy of what a hit needs, and whether two copies agree."""
+"""Bytes in VRAM, as every worker of an engine sees them.
+
+The scheduler's side asks by remote calls, so that it does not matter where the workers run. Copies
+stay with the workers; digests of them travel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.kv_reach import KvKind
 
-from .kv_groups import KvGroup
+from .kv_groups import KvGroup, kv_groups
 
 NULL_BLOCK = 0
+Tables = Sequence[Sequence[int]]
+"""Ids of a request's blocks, by group."""
+Digests = Mapping[str, str]
+"""Digests of bytes by the group's words, or in words why there are none."""
 
 
 @dataclass(slots=True)
@@ -25,58 +34,81 @@ class Snapshot:
     tokens: int
     blocks: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
 
+    def digest(self, group: KvGroup, tokens: int) -> str:
+        """Digest of a group's bytes that a hit of ``tokens`` needs, no more than the copy's own."""
+        if group.reach.kind is KvKind.STATE and self.tokens != tokens:
+            return f"a state after {self.tokens} tokens, not {tokens}"
+        digest = hashlib.sha256()
+        for at in group.needs(tokens):
+            if at not in self.blocks[group.index]:
+                return f"block {at} is missing of {self.tokens} tokens"
+            used = min(group.block_size, tokens - at * group.block_size)
+            for part in self.blocks[group.index][at]:
+                kept = part if group.reach.kind is KvKind.STATE else part[..., :used, :]
+                digest.update(raw_bytes(kept))
+        return digest.hexdigest()[:16]
+
+
+def raw_bytes(tensor: Any) -> bytes:
+    """The bytes of a tensor's elements, in order."""
+    import torch
+
+    raw: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return raw
+
 
 class Vram:
-    """KV memory of an engine whose worker runs in this process."""
+    """KV memory of one worker. Lives in its process.
 
-    def __init__(self, core: Any, groups: Sequence[KvGroup]) -> None:
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        self._groups = groups
-        self._num_blocks = core.scheduler.kv_cache_config.num_blocks
-        self._layers = self.runner.compilation_config.static_forward_context
+    Args:
+        runner: its model runner.
+    """
 
-    def snapshot(self, tables: Sequence[Sequence[int]], tokens: int) -> Snapshot:
-        """Copy what a hit of ``tokens`` needs.
+    def __init__(self, runner: Any) -> None:
+        config = runner.kv_cache_config
+        self.groups = kv_groups(config)
+        self.snapshots: dict[str, Snapshot] = {}
+        self._armed: list[tuple[str, Tables, int, Sequence[str]]] = []
+        self._num_blocks = config.num_blocks
+        self._layers = runner.compilation_config.static_forward_context
+        self._forward: Callable[..., Any] = runner._model_forward  # noqa: SLF001 - after sync loads
+        runner._model_forward = self._about_to_compute  # noqa: SLF001
 
-        Args:
-            tables: ids of the request's blocks, by group.
-        """
-        taken = Snapshot(tokens)
-        for group in self._groups:
+    def keep(self, label: str, tables: Tables, tokens: int) -> None:
+        """Copy what a hit of ``tokens`` needs."""
+        taken = self.snapshots[label] = Snapshot(tokens)
+        for group in self.groups:
             table, blocks = tables[group.index], dict[int, list[Any]]()
             for at in group.needs(tokens):
                 if at < len(table) and table[at] != NULL_BLOCK:
-                    used = min(group.block_size, tokens - at * group.block_size)
-                    blocks[at] = self._copy(group, table[at], used)
+                    blocks[at] = self._copy(group, table[at])
             taken.blocks[group.index] = blocks
-        return taken
 
-    def draft_layers(self) -> list[str]:
-        """Names of the layers that are a drafter's."""
-        drafter = getattr(self.runner, "drafter", None)
-        return sorted(getattr(drafter, "_draft_attn_layer_names", ()))
+    def arm(self, label: str, tables: Tables, tokens: int, zeroed: Sequence[str]) -> None:
+        """``keep`` when the next forward pass begins, and then zero the KV of some layers."""
+        self._armed.append((label, tables, tokens, zeroed))
 
-    def zero(self, tables: Sequence[Sequence[int]], tokens: int, layers: Sequence[str]) -> None:
-        """Overwrite the KV of some layers of attention that a hit of ``tokens`` needs."""
-        for group in self._groups:
+    def _about_to_compute(self, *args: Any, **kwargs: Any) -> Any:
+        for label, tables, tokens, zeroed in self._armed:
+            self.keep(label, tables, tokens)
+            self._zero(tables, tokens, zeroed)
+        self._armed.clear()
+        return self._forward(*args, **kwargs)
+
+    def _zero(self, tables: Tables, tokens: int, layers: Sequence[str]) -> None:
+        for group in self.groups:
             blocks = [tables[group.index][at] for at in group.needs(tokens)]
             for layer in set(layers).intersection(group.layers):
                 self._layers[layer].kv_cache[blocks] = 0
 
-    def _copy(self, group: KvGroup, block: int, used: int) -> list[Any]:
+    def _copy(self, group: KvGroup, block: int) -> list[Any]:
+        caches = [self._layers[layer].kv_cache for layer in group.layers]
         if group.reach.kind is KvKind.STATE:
-            return [
-                part[block].contiguous().clone()
-                for layer in group.layers
-                for part in _parts(self._layers[layer].kv_cache)
-            ]
-        return [
-            self._rows(self._layers[layer].kv_cache, block, group.block_size)[..., :used, :].clone()
-            for layer in group.layers
-        ]
+            return [part[block].clone() for cache in caches for part in _parts(cache)]
+        return [self._rows(cache, block).clone() for cache in caches]
 
-    def _rows(self, cache: Any, block: int, block_size: int) -> Any:
-        """A layer's block as ``[..., tokens, bytes of a token]``."""
+    def _rows(self, cache: Any, block: int) -> Any:
+        """A layer's block as ``[..., tokens, numbers of a token]``."""
         pieces = cache.shape[0] // self._num_blocks  # kernel blocks of a block
         if pieces == 1:
             return cache[block]
@@ -89,34 +121,50 @@ def _parts(cache: Any) -> list[Any]:
     return list(cache) if isinstance(cache, (list, tuple)) else [cache]
 
 
-def unlike(ended: Snapshot, restored: Snapshot, groups: Sequence[KvGroup]) -> list[str]:
-    """Differences between a turn's end and what was restored of it, in words; none if all bytes
-    agree."""
-    return [
-        f"bytes of {group.words}: {said}"
-        for group in groups
-        if (said := _unlike(ended, restored, group)) is not None
-    ]
+# -- what runs in the workers ------------------------------------------------------
 
 
-def _unlike(ended: Snapshot, restored: Snapshot, group: KvGroup) -> str | None:
-    if group.reach.kind is KvKind.STATE and ended.tokens != restored.tokens:
-        return f"a state after {restored.tokens} tokens, where the turn ended at {ended.tokens}"
-    before, after = ended.blocks[group.index], restored.blocks[group.index]
-    for at in group.needs(restored.tokens):
-        if at not in before or at not in after:
-            return f"block {at} is missing {'at the end' if at not in before else 'afterwards'}"
-        for one, other in zip(before[at], after[at], strict=True):
-            rows = other.shape[-2] if group.reach.kind is not KvKind.STATE else None
-            if not _same_bytes(one if rows is None else one[..., :rows, :], other):
-                return f"block {at} differs"
-    return None
+def watch(worker: Any) -> None:
+    """Begin to look at a worker's KV memory."""
+    worker.model_runner.watched_vram = Vram(worker.model_runner)
 
 
-def _same_bytes(one: Any, other: Any) -> bool:
-    import torch
+def keep(worker: Any, label: str, tables: Tables, tokens: int) -> None:
+    """See ``Vram.keep``."""
+    worker.model_runner.watched_vram.keep(label, tables, tokens)
 
-    if one.shape != other.shape:
-        return False
-    raw = [tensor.contiguous().view(torch.uint8) for tensor in (one, other)]
-    return bool(torch.equal(*raw))
+
+def arm(worker: Any, label: str, tables: Tables, tokens: int, zeroed: Sequence[str]) -> None:
+    """See ``Vram.arm``."""
+    worker.model_runner.watched_vram.arm(label, tables, tokens, zeroed)
+
+
+def digests(worker: Any, label: str, tokens: int) -> Digests:
+    """Digests of a copy, as far as a hit of ``tokens`` goes."""
+    vram: Vram = worker.model_runner.watched_vram
+    taken = vram.snapshots.get(label)
+    return {
+        f"group {group.index} ({group.words})": (
+            taken.digest(group, tokens) if taken is not None else "nothing was found"
+        )
+        for group in vram.groups
+    }
+
+
+def draft_layers(worker: Any) -> list[str]:
+    """Names of the layers that are a drafter's."""
+    drafter = getattr(worker.model_runner, "drafter", None)
+    return sorted(getattr(drafter, "_draft_attn_layer_names", ()))
+
+
+def unlike(one: Sequence[Digests], other: Sequence[Digests]) -> list[str]:
+    """Differences between what the ranks hold, in words; none if all bytes agree."""
+    wrong = []
+    for rank, (before, after) in enumerate(zip(one, other, strict=True)):
+        where = f"rank {rank}, " if len(one) > 1 else ""
+        for group, digest in before.items():
+            if digest != after[group]:
+                wrong.append(f"bytes of {where}{group}: {digest}, then {after[group]}")
+            elif " " in digest:  # words: there is nothing to compare
+                wrong.append(f"bytes of {where}{group}: {digest}")
+    return wrong

@@ -12,7 +12,7 @@ import pytest
 from tiered_kv.bench.models.engine.control import ZeroedGroup
 from tiered_kv.bench.models.engine.kv_groups import KvGroup, kv_groups
 from tiered_kv.bench.models.engine.sources import SourceWatch
-from tiered_kv.bench.models.engine.vram import Snapshot, unlike
+from tiered_kv.bench.models.engine.vram import Snapshot, Vram, arm, digests, unlike, watch
 from tiered_kv.kv_reach import KvKind, KvReach
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
@@ -78,15 +78,15 @@ class ScriptedScheduler:
 def test_sources_are_what_was_found_and_what_was_scheduled() -> None:
     asked = request(100, local=32, external=40)
     scheduler = ScriptedScheduler(asked, [(20, 0), (8, 0), (4, 3), (4, 3)])
-    watch = SourceWatch(scheduler)
+    begun: list[tuple[str, int]] = []
+    watched = SourceWatch(scheduler, lambda *told: begun.append(told))
     scheduler.schedule()
-    assert watch.starting == {"r": 72}
     scheduler.schedule()
-    assert watch.starting == {}
+    assert begun == [("r", 72)]
     asked.num_output_tokens = 1
     scheduler.schedule()
     scheduler.schedule()
-    source = watch.sources["r"]
+    source = watched.sources["r"]
     assert (source.found, source.local, source.restored) == (72, 32, 40)
     assert (source.steps, source.drafted) == (2, 6)
     assert source.acceptance(9) == 1.0
@@ -95,10 +95,10 @@ def test_sources_are_what_was_found_and_what_was_scheduled() -> None:
 
 def test_a_restore_that_failed_counts_as_computed() -> None:
     scheduler = ScriptedScheduler(request(100, local=0, external=96), [(4, 0), (96, 0)])
-    watch = SourceWatch(scheduler)
+    watched = SourceWatch(scheduler, lambda *_: None)
     scheduler.schedule()
     scheduler.schedule()
-    assert watch.sources["r"].restored == 0
+    assert watched.sources["r"].restored == 0
 
 
 def block(tokens: int, seed: int) -> Any:
@@ -106,31 +106,71 @@ def block(tokens: int, seed: int) -> Any:
 
 
 def test_bytes_are_compared_up_to_the_hit_s_last_token() -> None:
-    ended = Snapshot(7, {0: {0: [block(4, 0)], 1: [block(3, 9)]}})
-    shorter = Snapshot(6, {0: {0: [block(4, 0)], 1: [block(3, 9)[:, :2]]}})
-    assert not unlike(ended, shorter, [ATTENTION])
-    shorter.blocks[0][1][0] = shorter.blocks[0][1][0] + 1
-    assert unlike(ended, shorter, [ATTENTION]) == ["bytes of attention: block 1 differs"]
-    del shorter.blocks[0][1]
-    assert unlike(ended, shorter, [ATTENTION]) == [
-        "bytes of attention: block 1 is missing afterwards"
-    ]
+    ended = Snapshot(7, {0: {0: [block(4, 0)], 1: [block(4, 9)]}})
+    other = Snapshot(7, {0: {0: [block(4, 0)], 1: [block(4, 9)]}})
+    other.blocks[0][1][0][:, 2:] += 1
+    assert ended.digest(ATTENTION, 6) == other.digest(ATTENTION, 6)
+    assert ended.digest(ATTENTION, 7) != other.digest(ATTENTION, 7)
+    del other.blocks[0][1]
+    assert other.digest(ATTENTION, 7) == "block 1 is missing of 7 tokens"
 
 
 def test_a_state_is_of_exactly_as_many_tokens() -> None:
     ended = Snapshot(7, {1: {0: [torch.ones(5), torch.zeros(2)]}})
-    assert not unlike(ended, Snapshot(7, ended.blocks), [STATE])
-    assert unlike(ended, Snapshot(6, ended.blocks), [STATE])
-    other = Snapshot(7, {1: {0: [torch.ones(5), torch.ones(2)]}})
-    assert unlike(ended, other, [STATE]) == ["bytes of state: block 0 differs"]
+    same, other = Snapshot(7, ended.blocks), Snapshot(7, {1: {0: [torch.ones(5), torch.ones(2)]}})
+    assert ended.digest(STATE, 7) == same.digest(STATE, 7) != other.digest(STATE, 7)
+    assert ended.digest(STATE, 6) == "a state after 7 tokens, not 6"
 
 
 def test_equal_numbers_of_other_bytes_differ() -> None:
-    zero, minus_zero = (
-        Snapshot(1, {1: {0: [torch.zeros(1)]}}),
-        Snapshot(1, {1: {0: [-torch.zeros(1)]}}),
+    zero = Snapshot(1, {1: {0: [torch.zeros(1, dtype=torch.bfloat16)]}})
+    minus = Snapshot(1, {1: {0: [-torch.zeros(1, dtype=torch.bfloat16)]}})
+    assert zero.digest(STATE, 1) != minus.digest(STATE, 1)
+
+
+def test_what_ranks_hold_differs_by_group_and_lacks_are_told() -> None:
+    assert not unlike([{"a": "12"}, {"a": "34"}], [{"a": "12"}, {"a": "34"}])
+    assert unlike([{"a": "12"}, {"a": "34"}], [{"a": "12"}, {"a": "35"}]) == [
+        "bytes of rank 1, a: 34, then 35"
+    ]
+    lacking = [{"a": "block 1 is missing"}]
+    assert unlike(lacking, lacking) == ["bytes of a: block 1 is missing"]
+
+
+def runner() -> SimpleNamespace:
+    """A model runner with a layer of attention, blocks of 4, and one of states, blocks of 8."""
+    layers = {
+        "a": SimpleNamespace(kv_cache=torch.arange(5 * 2 * 4 * 3.0).reshape(5, 2, 4, 3)),
+        "b": SimpleNamespace(kv_cache=(torch.arange(5.0), torch.arange(10.0).reshape(5, 2))),
+    }
+    groups = [
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4), layer_names=["a"]),
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=8, shapes=()), layer_names=["b"]),
+    ]
+    return SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=5),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        _model_forward=lambda: layers["a"].kv_cache.sum().item(),
     )
-    assert unlike(zero, minus_zero, [STATE])
+
+
+def test_a_worker_looks_just_before_it_computes() -> None:
+    worker = SimpleNamespace(model_runner=runner())
+    watch(worker)
+    arm(worker, "one", [[1, 2], [3]], 6, ["a"])
+    before = worker.model_runner.compilation_config.static_forward_context["a"].kv_cache
+    worker.model_runner._model_forward()  # noqa: SLF001 - as vLLM does
+    assert not before[[1, 2]].any(), "zeroed for the forward pass"
+    assert before[3].any()
+    vram: Vram = worker.model_runner.watched_vram
+    taken = vram.snapshots["one"]
+    assert taken.blocks[0][0][0].any(), "copied before"
+    assert list(taken.blocks[0]) == [0, 1]
+    assert [part.tolist() for part in taken.blocks[1][0]] == [3.0, [6.0, 7.0]]
+    attention, state = digests(worker, "one", 5).values()
+    assert " " not in attention
+    assert state == "a state after 6 tokens, not 5"
+    assert set(digests(worker, "two", 5).values()) == {"nothing was found"}
 
 
 class Backend(TransferBackend):
