@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 COMPUTED, RESTORED = "local_compute", "external_kv_transfer"
 PREEMPTIONS = "vllm:num_preemptions_total"
+STUCK = "vllm:tiered_kv_watchdog_barks_total"
 
 _GROUPS = re.compile(r"kv cache group sizes \(([0-9, ]+)\)")
 
@@ -22,12 +23,14 @@ class Counts:
         prompt: tokens of all prompts. computed: those of them that the model computed.
         restored: those that a connector brought.
         preempted: requests that had to give way; what they compute again is in no other figure.
+        stuck: times that nothing was computed for half a minute though requests waited.
     """
 
     prompt: int = 0
     computed: int = 0
     restored: int = 0
     preempted: int = 0
+    stuck: int = 0
 
     def __sub__(self, before: Counts) -> Counts:
         return Counts(
@@ -35,6 +38,7 @@ class Counts:
             self.computed - before.computed,
             self.restored - before.restored,
             self.preempted - before.preempted,
+            self.stuck - before.stuck,
         )
 
 
@@ -44,7 +48,7 @@ def read_counts(metrics: str) -> Counts:
     Raises:
         ValueError: vLLM does not tell where prompts' tokens come from.
     """
-    sources, preempted = dict[str, float](), 0.0
+    sources, preempted, stuck = dict[str, float](), 0.0, 0.0
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
             if sample.name == BY_SOURCE:
@@ -52,6 +56,8 @@ def read_counts(metrics: str) -> Counts:
                 sources[source] = sources.get(source, 0.0) + sample.value
             elif sample.name == PREEMPTIONS:
                 preempted += sample.value
+            elif sample.name == STUCK:
+                stuck += sample.value
     if COMPUTED not in sources:
         raise ValueError(f"the server's metrics lack {BY_SOURCE}")
     return Counts(
@@ -59,6 +65,7 @@ def read_counts(metrics: str) -> Counts:
         computed=int(sources[COMPUTED]),
         restored=int(sources.get(RESTORED, 0)),
         preempted=int(preempted),
+        stuck=int(stuck),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,18 +88,19 @@ def notes(played: Sequence[Played]) -> list[str]:
         for job in one.run.jobs
         if job.error is not None
     ]
-    preempted = {
-        one.run.server: sum(
-            other.counts.preempted for other in played if other.run.server == one.run.server
-        )
-        for one in played
-    }
-    gave_way = [f"{name}: {count} requests were preempted" for name, count in preempted.items()]
     return [
         *unequal([one.kept for one in played]),
         *failed,
-        *(said for said, count in zip(gave_way, preempted.values(), strict=True) if count),
+        *_counted(played, lambda counts: counts.preempted, "requests were preempted"),
+        *_counted(played, lambda counts: counts.stuck, "times it stood still for half a minute"),
     ]
+
+
+def _counted(played: Sequence[Played], what: Callable[[Counts], int], said: str) -> list[str]:
+    found = Counter[str]()
+    for one in played:
+        found[one.run.server] += what(one.counts)
+    return [f"{server}: {count} {said}" for server, count in found.items() if count]
 
 
 def mean_difference(one: Sequence[JobDone], other: Sequence[JobDone]) -> float | None:

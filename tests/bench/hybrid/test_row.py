@@ -24,6 +24,8 @@ vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 20.0
 vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 3.0
 # TYPE vllm:num_preemptions counter
 vllm:num_preemptions_total{engine="0"} 2.0
+# TYPE vllm:tiered_kv_watchdog_barks counter
+vllm:tiered_kv_watchdog_barks_total{engine="0"} 1.0
 """
 
 
@@ -35,16 +37,17 @@ def a_run(
     logprobs: Sequence[float] = (-1.0,) * 8,
     computed: int = 10,
     preempted: int = 0,
+    stuck: int = 0,
 ) -> Played:
     turn = TurnDone(1, 0.0, 0.5, 1.0, 100, 0, 8, {}, tuple(range(8)), tuple(logprobs))
     jobs = tuple(JobDone(f"j{at}", 0.0, s, (turn,)) for at, s in enumerate(seconds))
     run = Run(server, "pressure", number, 0, 1.0, jobs, (), {}, 0.0, 0)
-    return Played(Kept(run, "[]", 0.0), Counts(100, computed, 5, preempted))
+    return Played(Kept(run, "[]", 0.0), Counts(100, computed, 5, preempted, stuck))
 
 
 def test_counters_are_read_by_source() -> None:
-    assert read_counts(METRICS) == Counts(prompt=123, computed=100, restored=3, preempted=2)
-    assert Counts(9, 8, 7, 6) - Counts(1, 1, 1, 1) == Counts(8, 7, 6, 5)
+    assert read_counts(METRICS) == Counts(123, computed=100, restored=3, preempted=2, stuck=1)
+    assert Counts(9, 8, 7, 6, 5) - Counts(1, 1, 1, 1, 1) == Counts(8, 7, 6, 5, 4)
 
 
 def test_a_server_that_does_not_tell_is_refused() -> None:
@@ -83,9 +86,13 @@ def test_answers_are_equal_if_ours_differ_no_more_than_stocks_do() -> None:
     assert make_row("m", "", [stock, near])["answers_equal"] is None  # nothing to measure by
 
 
-def test_requests_that_gave_way_are_noted() -> None:
-    row = make_row("m", "", [a_run(STOCK, [1], preempted=2), a_run(STOCK, [1], preempted=1)])
-    assert row["notes"] == ["stock: 3 requests were preempted"]
+def test_requests_that_gave_way_and_servers_that_stood_still_are_noted() -> None:
+    played = [a_run(STOCK, [1], preempted=2), a_run(STOCK, [1], preempted=1)]
+    row = make_row("m", "", [*played, a_run(OURS, [1], stuck=1)])
+    assert row["notes"] == [
+        "stock: 3 requests were preempted",
+        "ours: 1 times it stood still for half a minute",
+    ]
 
 
 def test_a_mistake_is_measured_on_the_first_answer() -> None:
