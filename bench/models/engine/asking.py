@@ -234,7 +234,7 @@ class Asker:
         return sorted({name for names in self._workers(draft_layers) for name in names})
 
     def _workers(self, method: Callable[..., Any], *args: Any) -> Any:
-        """What every worker answers, by rank."""
+        """Answers of every worker, by rank."""
         return self.engine.llm.collective_rpc(method, args=args)
 
     def _look_at_ends(self) -> None:
