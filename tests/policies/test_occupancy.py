@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cpu_time import loops
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
 from tiered_kv.policies.base import NO_TOOL, Costs, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.occupancy import Occupancy
@@ -82,13 +82,7 @@ def test_any_turn_gets_a_decision_and_the_same_one_twice(
 
 
 def test_a_decision_takes_no_time_that_a_scheduler_would_notice() -> None:
-    """Under 100 µs on an idle core; here with room for a machine that does other things."""
+    """About 65 µs on an idle core."""
     policy = after_a_day()
-    turns = [turn_end("0", number, tool=BUILD) for number in range(200)]
-    best_us = float("inf")
-    for _ in range(5):
-        begin = time.thread_time_ns()
-        for turn in turns:
-            policy.decide(turn, COSTS)
-        best_us = min(best_us, (time.thread_time_ns() - begin) / len(turns) / 1e3)
-    assert best_us < 200
+    turns = [turn_end("0", number, tool=BUILD) for number in range(50)]
+    assert loops(lambda: [policy.decide(turn, COSTS) for turn in turns], calls=len(turns)) < 10
