@@ -139,6 +139,8 @@ class Engine:
             if server.eviction is not None:
                 extra["eviction"] = server.eviction
             extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
+            if server.open:
+                extra["admission"] = "off"
             if server.patient:
                 extra["admission_max_wait_s"] = LONGEST_WAIT_S
             if server.ssd:

@@ -15,6 +15,7 @@ does any ``module:Class``; the others are:
 
 ``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own, and
 ``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
+``occupancy-open`` holds no job back.
 ``occupancy-knowing`` is told of each job how many turns it takes and how long its context gets, to
 see what forecasts of these could still gain.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
@@ -58,6 +59,7 @@ class Server:
         in_job_order: it runs ``ContinuumScheduler``.
         patient: it may hold a job for as long as it takes.
         eviction: rule by which pages leave CPU memory; None for the default.
+        open: it holds no job back.
         knowing: admission is told how many turns every job takes, and how long its context gets.
     """
 
@@ -71,6 +73,7 @@ class Server:
     chunk: int = 0
     in_job_order: bool = False
     patient: bool = False
+    open: bool = False
     knowing: bool = False
     eviction: str | None = None
 
@@ -92,8 +95,8 @@ _STOCK = {
 _JOB_ORDERED = ("continuum", "continuum-fixed")
 OURS = "occupancy"
 CONNECTOR_ALONE = "occupancy-alone"
-PATIENT, KNOWING = "occupancy-patient", "occupancy-knowing"
-BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, KNOWING, *POLICIES)
+PATIENT, KNOWING, OPEN = "occupancy-patient", "occupancy-knowing", "occupancy-open"
+BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, KNOWING, OPEN, *POLICIES)
 
 
 def server(name: str) -> Server:
@@ -128,9 +131,15 @@ def _connector(base: str) -> Server:
         return Server(base, "lru", cpu=True, chunk=CHUNK)
     if base == CONNECTOR_ALONE:
         return Server(base, OURS)
-    if base in (OURS, PATIENT, KNOWING):
-        patient, knowing = base == PATIENT, base == KNOWING
-        return Server(base, OURS, in_job_order=True, patient=patient, knowing=knowing)
+    if base in (OURS, PATIENT, KNOWING, OPEN):
+        return Server(
+            base,
+            OURS,
+            in_job_order=True,
+            patient=base == PATIENT,
+            knowing=base == KNOWING,
+            open=base == OPEN,
+        )
     if ":" in base:
         registry.policy(base)
     return Server(base, base, order=Order.JOB if base in _JOB_ORDERED else Order.ARRIVAL)
