@@ -10,6 +10,7 @@ from typing import Any
 
 from tiered_kv.bench.common.engines import Engine
 from tiered_kv.bench.models.catalogue import IMAGE_TOKEN
+from tiered_kv.policies.pricing.estimators import PrefillFit
 
 from .control import begin_to_zero, end_zeroing
 from .kv_groups import KvGroup, kv_groups
@@ -66,6 +67,18 @@ class Turn:
         return self.tokens == other.tokens and self.logprobs == other.logprobs
 
 
+class SlowPrefills(PrefillFit):
+    """Prefills that are worth any restore: a fast core computes a tiny model's before a disk has
+    read its pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = True
+
+    def seconds(self, behind: int, tokens: int) -> float:
+        return float(tokens)
+
+
 @dataclass(slots=True)
 class Asker:
     """An engine that is asked.
@@ -92,6 +105,8 @@ class Asker:
         self._watch = SourceWatch(self.scheduler, self._on_start)
         self._look_at_ends()
         self._workers(watch)
+        if self.scheduler.connector is not None:
+            self.engine.half.gaps.prefills.fit = SlowPrefills()
 
     @property
     def scheduler(self) -> Any:
