@@ -166,7 +166,7 @@ class Cell:
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
     def run(self) -> dict[str, float]:
-        """Simulate; returns the outcome's summary, with the jobs that were left out."""
+        """Simulate; returns the outcome's summary, with the sessions and turns left out."""
         from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 
         place = self.place.machine()
@@ -176,7 +176,12 @@ class Cell:
         tiers = Tiers(self.place.cpu_gib * GIB, self.place.ssd_gib * GIB)
         timed = workload.at(self.jobs_per_s, self.seed)
         outcome = simulate(place, server(self.server), timed, tiers)
-        return {**outcome.summary(), "dropped": float(workload.dropped)}
+        left_out = {
+            f"{reason}_{what}": float(count)
+            for reason, one in workload.left_out.items()
+            for what, count in asdict(one).items()
+        }
+        return {**outcome.summary(), "dropped": float(workload.dropped), **left_out}
 
 
 class Bench:
