@@ -55,7 +55,7 @@ PRESETS: Mapping[str, Preset] = {
     "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=3, pool_tokens=10_240),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=1, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
-"""``cpu``: two cores, about three hours. ``tiny``: whether everything works, in minutes."""
+"""``cpu``: two cores, three and a half hours. ``tiny``: whether everything works, in minutes."""
 
 
 class NotStarted(Exception):

@@ -30,6 +30,8 @@ from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import Workload
 
 CODING_AGENTS = "coding-agents"
+LEFT_OUT = "left_out_"
+"""Begin of the names of figures that tell what was left out."""
 GIB = 1 << 30
 GC_THRESHOLDS = 50_000, 20, 100
 """Python looks for cycles less often than usual: a run makes few, and many objects."""
@@ -177,7 +179,7 @@ class Cell:
         timed = workload.at(self.jobs_per_s, self.seed)
         outcome = simulate(place, server(self.server), timed, tiers)
         left_out = {
-            f"{reason}_{what}": float(count)
+            f"{LEFT_OUT}{reason}_{what}": float(count)
             for reason, one in workload.left_out.items()
             for what, count in asdict(one).items()
         }
