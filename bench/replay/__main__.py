@@ -6,32 +6,30 @@ python -m bench.replay ab --preset cpu
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from tiered_kv.bench.common.model import small_model
 from tiered_kv.bench.common.output import AsJson, command_line, one_of, progress, run_command
 from tiered_kv.bench.common.paths import ROOT
 from tiered_kv.bench.common.server import machine_dtype
 from tiered_kv.bench.replay import figures
-from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs, unequal
+from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.replay.jobs import Job, mini_swe_jobs, synthetic_jobs
-from tiered_kv.bench.replay.kinds import make_kinds, size_for
-from tiered_kv.bench.replay.ledger import Kept, Ledger, read_runs
+from tiered_kv.bench.replay.jobs import RecordedJobs, mini_swe_jobs, synthetic_jobs
+from tiered_kv.bench.replay.kinds import ROUND, longest_context, make_kinds, size_for
+from tiered_kv.bench.replay.ledger import Ledger, read_runs
 from tiered_kv.bench.replay.measure import Replay, Workload, versions
-from tiered_kv.bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, STOCK, TIERED
+from tiered_kv.bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, REACH, STOCK, TIERED
 from tiered_kv.bench.replay.play.drive import Hints
-from tiered_kv.bench.replay.plot import plot
+from tiered_kv.bench.replay.report.plot import plot
+from tiered_kv.bench.replay.report.summary import lines, summary, table
 from tiered_kv.bench.replay.verify_pin import verify
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies import registry
@@ -39,7 +37,7 @@ from tiered_kv.policies import registry
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")
 LOADS = (IDLE, PRESSURE, BEYOND)
-SERVERS = (STOCK, TIERED, BOUND)
+SERVERS = (STOCK, TIERED, REACH, BOUND)
 SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
 
@@ -62,6 +60,7 @@ class Asked:
         preset: name of one of ``PRESETS``.
         policies: further policies of ours, by name.
         free: True if the model speaks for itself.
+        rounds: of every load but idle; None: as the preset has it.
     """
 
     preset: str
@@ -74,6 +73,7 @@ class Asked:
     hints: Hints
     free: bool
     seed: int
+    rounds: int | None
     resume: bool
     out: Path
     as_json: bool
@@ -127,6 +127,9 @@ def ab(
     ] = Hints.KV_PARAMS,
     free: Annotated[bool, typer.Option("--free", help="Let the model speak for itself.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of every load but idle; the preset's if none.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the runs in --out.")] = False,
     out: Out = OUT,
     as_json: AsJson = False,
@@ -143,6 +146,7 @@ def ab(
         hints=hints,
         free=free,
         seed=seed,
+        rounds=rounds,
         resume=resume,
         out=out,
         as_json=as_json,
@@ -197,28 +201,44 @@ def check_pin(
     finish(checked)
 
 
-def make_jobs(asked: Asked, preset: Preset, model: str | Path) -> list[Job]:
+def make_jobs(asked: Asked, preset: Preset, model: str | Path) -> RecordedJobs:
     """Make the jobs that the command line asks for."""
     if asked.synthetic:
-        return synthetic_jobs(count=preset.jobs, seed=asked.seed, vocabulary=SYNTHETIC_VOCABULARY)
+        made = synthetic_jobs(count=preset.jobs, seed=asked.seed, vocabulary=SYNTHETIC_VOCABULARY)
+        return RecordedJobs(made, {})
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     return mini_swe_jobs(
-        asked.traces, tokenizer, count=preset.jobs, turns=preset.turns, seed=asked.seed
+        asked.traces,
+        tokenizer,
+        count=preset.jobs,
+        turns=preset.turns,
+        seed=asked.seed,
+        longest=min(longest_context(preset.pool_tokens), model_context(model)),
     )
+
+
+def model_context(model: str | Path) -> int:
+    """Tokens of the longest context that a model takes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(model)).get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    return sys.maxsize if most is None else int(most) // ROUND * ROUND - 1
 
 
 def compare(asked: Asked) -> int:
     """Measure. Returns 0 at its end, and 130 when stopped, with the results until then shown."""
     preset = PRESETS[asked.preset]
+    preset = replace(preset, rounds=asked.rounds or preset.rounds)
     model = asked.model or small_model()
-    jobs = make_jobs(asked, preset, model)
-    contexts = [sum(len(turn.added) + len(turn.answer) for turn in job.turns) for job in jobs]
+    recorded = make_jobs(asked, preset, model)
+    jobs = recorded.jobs
     forced = not asked.free
     kinds = make_kinds(
         model,
-        size_for(contexts, preset.pool_tokens),
+        size_for([job.context for job in jobs], preset.pool_tokens),
         policies=asked.policies,
         ssd=asked.ssd,
         forced=forced,
@@ -227,7 +247,7 @@ def compare(asked: Asked) -> int:
     workload = Workload(tuple(jobs), preset.idle_jobs, asked.seed, asked.hints, forced)
     plan = {
         "jobs": digest(jobs),
-        "preset": asdict(preset),
+        "preset": {key: value for key, value in asdict(preset).items() if key != "rounds"},
         "seed": asked.seed,
         "hints": asked.hints.value,
         "forced": forced,
@@ -254,7 +274,7 @@ def compare(asked: Asked) -> int:
             harness.run_all()
         except KeyboardInterrupt:
             stopped = True
-    result = summary(harness.kept, harness.not_started, forced=forced)
+    result = summary(harness.kept, harness.not_started, forced=forced, left_out=recorded.left_out)
     if asked.as_json:
         print(json.dumps(result))
     else:
@@ -268,91 +288,8 @@ def compare(asked: Asked) -> int:
     return 130 if stopped else 0
 
 
-def summary(
-    kept: Sequence[Kept], not_started: Mapping[str, str], *, forced: bool
-) -> dict[str, Any]:
-    """Result as ``ab --json`` prints it. Times in seconds; None if not measured."""
-    runs = [one.run for one in kept]
-    idle = figures.idle_ratio(runs)
-    said = {
-        "rows": [asdict(row) for row in figures.rows(runs, forced=forced)],
-        "closed_mean": figures.closed(runs),
-        "closed_p95": figures.closed(runs, 95),
-        "idle_ratio": idle.ratio if idle else None,
-        "idle_interval": [idle.low, idle.high] if idle else None,
-        "not_started": dict(not_started),
-        "notes": unequal(kept),
-        "versions": dict(runs[-1].versions) if runs else {},
-    }
-    return {key: _no_nan(value) for key, value in said.items()}
-
-
-def _no_nan(value: Any) -> Any:
-    """JSON has no NaN: a mean over nothing is None."""
-    if isinstance(value, dict):
-        return {key: _no_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_no_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    """The rows of ``summary``, as many columns as a terminal holds."""
-    shown = Table(
-        title="Agent jobs on real servers",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("load", "server"):
-        shown.add_column(name, no_wrap=True)
-    for name in ("jobs", "mean s", "P50", "P95", "P99", "TTFT s", "again", "agrees"):
-        shown.add_column(name, justify="right")
-    last = None
-    for row in result["rows"]:
-        if last not in (None, row["load"]):
-            shown.add_section()
-        last = row["load"]
-        total = row["jobs"] + len(row["unfinished"])
-        verdict = {True: "yes", False: "NO", None: "-"}[row["agrees"]]
-        shown.add_row(
-            row["load"],
-            row["server"],
-            f"{row['jobs']}/{total}",
-            *(_number(row[key]) for key in ("mean_s", "p50_s", "p95_s", "p99_s", "ttft_s")),
-            f"{row['recomputed_fraction']:.3f}",
-            verdict,
-        )
-    return shown
-
-
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """Lines below the table."""
-    found = ["again: share of the prompt tokens computed once more; agrees: outputs with stock's"]
-    for key, name in (("closed_mean", "mean"), ("closed_p95", "P95")):
-        if result[key] is not None:
-            share = result[key]
-            found.append(f"of the gap between stock and the bound, {share:.2f} is closed ({name})")
-    if result["idle_ratio"] is not None:
-        low, high = result["idle_interval"]
-        ratio = result["idle_ratio"]
-        found.append(
-            f"at idle, time over stock's: {ratio:.3f}, 95% interval {low:.3f} to {high:.3f}"
-        )
-    for row in result["rows"]:
-        if row["unfinished"]:
-            names = ", ".join(row["unfinished"])
-            found.append(f"{row['server']} under {row['load']} did not finish {names}")
-    found += [f"{name} does not serve here: {why}" for name, why in result["not_started"].items()]
-    return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
-
-
 def _place(name: str, order: Sequence[str]) -> int:
     return order.index(name) if name in order else len(order)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

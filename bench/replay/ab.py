@@ -38,7 +38,7 @@ class Preset:
         jobs: of every load but idle. turns: of each.
         idle_jobs: the first so many of them, one after the other.
         idle_rounds, rounds: alternations at idle and of the other loads.
-        pool_tokens: KV pool of every server but the bound.
+        pool_tokens: KV pool of every server but the bounds.
         slowdown: stock's mean completion time under pressure over that at idle.
     """
 
@@ -52,10 +52,10 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=1, pool_tokens=10_240),
+    "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=3, pool_tokens=10_240),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=1, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
-"""``cpu``: two cores, under an hour. ``tiny``: whether everything works, in minutes."""
+"""``cpu``: two cores, three and a half hours. ``tiny``: whether everything works, in minutes."""
 
 
 class NotStarted(Exception):

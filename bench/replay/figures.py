@@ -161,7 +161,7 @@ def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None
     }
     if not all(by_server.values()):
         return None
-    among = _common([run for found in by_server.values() for run in found])
+    among = common([run for found in by_server.values() for run in found])
     if not among:
         return None
     figure = {}
@@ -195,7 +195,7 @@ def idle_ratio(runs: Iterable[Run]) -> IdleRatio | None:
     sums = []
     for number in sorted(ours.keys() & stock.keys()):
         pair = ours[number], stock[number]
-        among = _common(pair)
+        among = common(pair)
         if among:
             sums.append([sum(completions(run, among)) for run in pair])
     if not sums:
@@ -208,7 +208,8 @@ def idle_ratio(runs: Iterable[Run]) -> IdleRatio | None:
     return IdleRatio(float(ours_s / stock_s), float(low), float(high))
 
 
-def _common(runs: Iterable[Run]) -> frozenset[str]:
+def common(runs: Iterable[Run]) -> frozenset[str]:
+    """Names of the jobs that finished in every run."""
     names = [{job.name for job in finished(run)} for run in runs]
     return frozenset(set.intersection(*names))
 

@@ -6,7 +6,7 @@ what the agent's tool said.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tiered_kv.bench.common.sessions import Recorded, read_sessions
+from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.sessions import Recorded, read_recording
 
 DECODE_TOKENS_PER_S = 60.0
 """Assumed speed of a recorded answer, where only requests have times."""
@@ -54,11 +55,29 @@ class Job:
     salt: str
     turns: tuple[Turn, ...]
 
+    @property
+    def context(self) -> int:
+        """Tokens behind its last answer."""
+        return sum(len(turn.added) + len(turn.answer) for turn in self.turns)
+
     def prompt(self, turn_index: int) -> list[int]:
         """The prompt of a turn, the first being 0, if all answers are the recorded ones."""
         before = self.turns[:turn_index]
         ids = [token for turn in before for token in (*turn.added, *turn.answer)]
         return [*ids, *self.turns[turn_index].added]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedJobs:
+    """Jobs of a recording.
+
+    Attributes:
+        left_out: by the reason: ``nulls`` in the record, ``too_short`` (or prompts that do not go
+            on from one another) and ``too_long``.
+    """
+
+    jobs: list[Job]
+    left_out: Mapping[str, LeftOut]
 
 
 class Tokenizer(Protocol):
@@ -68,13 +87,20 @@ class Tokenizer(Protocol):
 
 
 def mini_swe_jobs(
-    path: Path, tokenizer: Tokenizer, *, count: int, turns: int, seed: int
-) -> list[Job]:
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    turns: int,
+    seed: int,
+    longest: int | None = None,
+) -> RecordedJobs:
     """``count`` jobs of the first ``turns`` turns of recorded sessions, in an order of chance.
 
-    Sessions that are shorter, or whose prompts do not go on from one another for so long, are left
-    out. When there are fewer than ``count``, they come again: every copy under a name and a salt of
-    its own, so that it shares nothing with any other job.
+    Sessions that are shorter, whose prompts do not go on from one another for so long, or whose
+    contexts get too long are left out and counted. When there are fewer than ``count``, they come
+    again: every copy under a name and a salt of its own, so that it shares nothing with any other
+    job.
 
     Of the record only the requests have times: a gap is the time between two requests less the
     answer at 60 tokens/s, and at least 50 ms.
@@ -82,24 +108,42 @@ def mini_swe_jobs(
     Args:
         path: JSON lines with ``session_id``, ``timestamp`` in µs, ``input`` and ``output``, plain
             or gzipped. ``input`` may lack the answers, as that of mini-swe-agent does.
+        longest: most tokens of a context; None: any.
 
     Raises:
         bench.common.sessions.RecordingError: the file cannot be read or is no such recording.
-        ValueError: no session has so many turns.
+        ValueError: no session is left; the message says why.
     """
-    sessions = read_sessions(path)
-    long_enough = [s[:turns] for s in sessions if len(s) >= turns and _goes_on(s[:turns])]
-    if not long_enough:
-        raise ValueError(f"no session of {path.name} has {turns} turns")
+    record = read_recording(path)
+    long_enough, short = [], []
+    for session in record.sessions:
+        first = session[:turns]
+        if len(first) == turns and _goes_on(first):
+            long_enough.append(first)
+        else:
+            short.append(len(session))
     order = np.random.default_rng(seed).permutation(len(long_enough))
-    recorded = [_recorded_job(long_enough[at], tokenizer) for at in order]
+    made = [_recorded_job(long_enough[at], tokenizer) for at in order]
+    recorded = [job for job in made if longest is None or job.context <= longest]
+    too_long = len(made) - len(recorded)
+    left_out = {
+        "nulls": record.nulls,
+        "too_short": LeftOut(len(short), sum(short)),
+        "too_long": LeftOut(too_long, too_long * turns),
+    }
+    if not recorded:
+        raise ValueError(
+            f"no session of {path.name} can be played: {len(short)} have no {turns} turns that go "
+            f"on from one another, {too_long} grow to more than {longest} tokens, and "
+            f"{record.nulls.sessions} have nulls"
+        )
     jobs = []
     for number in range(count):
         copy, which = divmod(number, len(recorded))
         job = recorded[which]
         name = f"{job.name}-copy{copy}"
         jobs.append(replace(job, name=name, salt=name) if copy else job)
-    return jobs
+    return RecordedJobs(jobs, left_out)
 
 
 def synthetic_jobs(*, count: int, seed: int, vocabulary: int) -> list[Job]:

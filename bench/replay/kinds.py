@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
-from .names import BOUND, STOCK, TIERED
+from .names import BOUND, REACH, STOCK, TIERED
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
+REACH_SCHEDULER = "tiered_kv.bench.sim.servers.reach.ReachScheduler"
 
 TRACE = "trace.jsonl"
 
@@ -29,6 +31,8 @@ SSD_CPU_GIB = 0.5
 RAW_LOGPROBS = ("--logprobs-mode", "raw_logprobs")
 BLOCK = 32
 """Tokens a block, the smallest that the CPU build takes; the same on every machine."""
+ROUND = 256
+"""Tokens of which the longest request is a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,18 @@ class Sizing:
     """KV pools and longest request, in tokens.
 
     Attributes:
-        pool_tokens: of every server but the bound.
+        pool_tokens: of every server but the bound. As much may run at once on ``reach``.
         bound_tokens: holds all jobs' contexts at once.
     """
 
     max_model_len: int
     pool_tokens: int
     bound_tokens: int
+
+
+def longest_context(pool_tokens: int) -> int:
+    """Tokens of the longest context for which ``size_for`` finds a size."""
+    return (pool_tokens - 2 * BLOCK) // ROUND * ROUND - 1
 
 
 def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
@@ -78,7 +87,7 @@ def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
     """
     if not contexts:
         raise ValueError("there are no jobs")
-    longest = -(-(max(contexts) + 1) // 256) * 256
+    longest = -(-(max(contexts) + 1) // ROUND) * ROUND
     if pool_tokens < longest + 2 * BLOCK:  # vLLM keeps a block for itself
         raise ValueError(f"a pool of {pool_tokens} tokens does not hold a request of {longest}")
     # A block more a job for its partial tail, and room for the warm-up.
@@ -95,7 +104,7 @@ def make_kinds(
     forced: bool = True,
     alone: bool = False,
 ) -> list[Kind]:
-    """Stock, the bound, ours by policy and tiers, and what others offer.
+    """Stock, the two bounds, ours by policy and tiers, and what others offer.
 
     Args:
         policies: further ones of ours than the default, by name.
@@ -115,7 +124,12 @@ def make_kinds(
     bound = replace(stock, kv_blocks=-(-sizing.bound_tokens // BLOCK))
     ordered = () if alone else ("--scheduler-cls", SCHEDULER)
     tiered = replace(stock, extra_args=(*stock.extra_args, *ordered))
-    kinds = [Kind(STOCK, stock), Kind(TIERED, _tiered(tiered)), Kind(BOUND, bound)]
+    kinds = [
+        Kind(STOCK, stock),
+        Kind(TIERED, _tiered(tiered)),
+        Kind(REACH, _within_reach(bound, stock.kv_blocks)),
+        Kind(BOUND, bound),
+    ]
     kinds += [
         Kind(f"{TIERED}-{name}", _tiered(stock, TIERED_KV_POLICY=name))
         for name in dict.fromkeys(policies)
@@ -136,6 +150,13 @@ def others(stock: ServerOptions) -> list[Kind]:
         options = replace(stock, kv_transfer_config={**config, **extra}, env={**stock.env, **env})
         made.append(Kind(name, options, optional=True))
     return made
+
+
+def _within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:
+    """The bound, but requests that run may hold no more than ``blocks`` together."""
+    config = json.dumps({"reach_blocks": blocks})
+    how = ("--scheduler-cls", REACH_SCHEDULER, "--additional-config", config)
+    return replace(bound, extra_args=(*bound.extra_args, *how))
 
 
 def _tiered(options: ServerOptions, **settings: str) -> ServerOptions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-STOCK, BOUND, TIERED = "stock", "bound", "tiered"
+STOCK, REACH, BOUND, TIERED = "stock", "reach", "bound", "tiered"
 IDLE, PRESSURE, BEYOND = "idle", "pressure", "beyond"
 CALIBRATION = "calibration"
 """The load of stock's runs that look for the arrival rate. The one that is taken is its first under

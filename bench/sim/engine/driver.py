@@ -81,11 +81,12 @@ class _Run:
         self._workload = workload = replace(workload, block=block)
         self._beside = machine.beside(block)
         everyone = [one for job in workload.jobs for one in job.everyone()]
-        pool = machine.pool_tokens // block
+        pool = held = machine.pool_tokens // block
         if server.infinite:
             pool = sum(-(-one.longest // block) + 2 for one in everyone) + machine.max_seqs
             turns = sum(len(one.turns) for one in everyone) + machine.max_seqs
             pool += turns * self._beside // block
+        held = min(held, pool) if server.within_reach else pool
         policy: TurnPolicy | None = None
         if server.policy == CLAIRVOYANT:
             policy = KnownGaps(
@@ -96,7 +97,7 @@ class _Run:
                 }
             )
         longest = max((one.longest for one in everyone), default=1)
-        if longest >= min(pool * block - self._beside, machine.max_len):
+        if longest >= min(held * block - self._beside, machine.max_len):
             raise ValueError(
                 f"a job of {workload.name} grows to {longest} tokens, which {machine.name} cannot "
                 "hold: leave such jobs out with Workload.that_fit"
@@ -112,6 +113,7 @@ class _Run:
             server,
             folder,
             pool_blocks=pool,
+            held_blocks=held,
             block=block,
             max_len=min(machine.max_len, -(-(longest + 1) // block) * block),
             cpu_bytes=tiers.cpu,

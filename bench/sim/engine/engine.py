@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import Order, Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
@@ -92,7 +93,8 @@ class Engine:
     """One server.
 
     Args:
-        pool_blocks: of the pool in VRAM, the null block left out.
+        pool_blocks: of the pool in VRAM, the null block left out. held_blocks: those that running
+            requests may hold together.
         cpu_bytes, ssd_bytes: of those tiers, if the server has them.
         policy: in place of the one that the server's name says.
         job_forecast: in place of the forecast of how jobs go on.
@@ -109,6 +111,7 @@ class Engine:
         folder: Path,
         *,
         pool_blocks: int,
+        held_blocks: int,
         block: int,
         max_len: int,
         cpu_bytes: float,
@@ -148,6 +151,9 @@ class Engine:
                 extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
         config = engine_config(folder / "model", size, extra)
         self._server, self._policy, self._job_forecast = server, policy, job_forecast
+        if server.within_reach:
+            config.scheduler_config.scheduler_cls = ReachScheduler
+            config.additional_config = {REACH_BLOCKS: held_blocks + 1}
         with given(lambda: self.now, self._change):
             self.scheduler = make_scheduler(
                 config, kv_config(size), log_stats=False, in_job_order=server.in_job_order

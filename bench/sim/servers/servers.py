@@ -12,6 +12,8 @@ does any ``module:Class``; the others are:
   tokens, before the step that needs them.
 - ``clairvoyant``: pins for exactly the gap, which it knows.
 - ``infinite``: stock vLLM with a pool that holds everything.
+- ``reach``: the same, but only as many contexts run at once as the machine's pool holds.
+  ``job-reach``: so, in the order in which jobs arrived.
 
 ``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own, and
 ``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
@@ -54,6 +56,8 @@ class Server:
         policy: the connector's; None for stock vLLM.
         eviction: rule by which pages leave CPU memory.
         cpu, ssd: whether it has these tiers.
+        infinite: its pool holds everything.
+        within_reach: yet what runs at once must fit into the machine's pool.
         gated: whole programs are paused, as ThunderAgent does.
         chunk: restores come in whole chunks of so many tokens, before a step; 0: as ours do.
         in_job_order: it runs ``ContinuumScheduler``.
@@ -69,6 +73,7 @@ class Server:
     ssd: bool = False
     order: Order = Order.ARRIVAL
     infinite: bool = False
+    within_reach: bool = False
     gated: bool = False
     chunk: int = 0
     in_job_order: bool = False
@@ -91,6 +96,8 @@ _STOCK = {
     "autellix": Server("autellix", order=Order.ATTAINED),
     "thunderagent": Server("thunderagent", gated=True),
     "infinite": Server("infinite", infinite=True),
+    "reach": Server("reach", infinite=True, within_reach=True),
+    "job-reach": Server("job-reach", order=Order.JOB, infinite=True, within_reach=True),
 }
 _JOB_ORDERED = ("continuum", "continuum-fixed")
 OURS = "occupancy"

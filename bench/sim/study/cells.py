@@ -30,6 +30,8 @@ from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import Workload
 
 CODING_AGENTS = "coding-agents"
+LEFT_OUT = "left_out_"
+"""Begin of the names of figures that tell what was left out."""
 GIB = 1 << 30
 GC_THRESHOLDS = 50_000, 20, 100
 """Python looks for cycles less often than usual: a run makes few, and many objects."""
@@ -166,7 +168,7 @@ class Cell:
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
     def run(self) -> dict[str, float]:
-        """Simulate; returns the outcome's summary, with the jobs that were left out."""
+        """Simulate; returns the outcome's summary, with the sessions and turns left out."""
         from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 
         place = self.place.machine()
@@ -176,7 +178,12 @@ class Cell:
         tiers = Tiers(self.place.cpu_gib * GIB, self.place.ssd_gib * GIB)
         timed = workload.at(self.jobs_per_s, self.seed)
         outcome = simulate(place, server(self.server), timed, tiers)
-        return {**outcome.summary(), "dropped": float(workload.dropped)}
+        left_out = {
+            f"{LEFT_OUT}{reason}_{what}": float(count)
+            for reason, one in workload.left_out.items()
+            for what, count in asdict(one).items()
+        }
+        return {**outcome.summary(), "dropped": float(workload.dropped), **left_out}
 
 
 class Bench:

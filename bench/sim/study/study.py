@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .cells import Bench, Cell, Place, Source, Summary, means
+from .cells import LEFT_OUT, Bench, Cell, Place, Source, Summary, means
 from .loads import (
     SEARCH_SEEDS,
     STABLE_TIMES,
@@ -62,6 +62,7 @@ class Row:
         closed: share of the way from FCFS to infinite VRAM by the mean; None where FCFS has not
             collapsed, or infinite VRAM has.
         over_fcfs: mean completion time over FCFS's.
+        left_out: sessions and turns that were not played, by the reason.
     """
 
     workload: str
@@ -84,6 +85,7 @@ class Row:
     recomputed: float
     preempted: float
     dropped: float
+    left_out: Mapping[str, float]
 
 
 def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -162,6 +164,11 @@ def _rows(
                 jobs_per_s=rate,
                 closed=closed(mean["mean_s"], fcfs, infinite) if tells else None,
                 over_fcfs=mean["mean_s"] / fcfs,
+                left_out={
+                    name.removeprefix(LEFT_OUT): mean[name]
+                    for name in mean
+                    if name.startswith(LEFT_OUT)
+                },
                 **{
                     name: mean[name]
                     for name in Row.__dataclass_fields__

@@ -17,7 +17,7 @@ import numpy as np
 from tiered_kv.bench.common.model import small_model
 from tiered_kv.bench.replay.ab import digest
 from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
-from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
+from tiered_kv.bench.replay.kinds import Kind, longest_context, make_kinds, size_for
 from tiered_kv.bench.replay.ledger import Kept, Ledger
 from tiered_kv.bench.replay.measure import Replay, versions
 from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
@@ -90,7 +90,10 @@ def compare(
     model = small_model()
     known = calibration_jobs(seed=0)
     tokenizer = AutoTokenizer.from_pretrained(str(model))
-    jobs = mini_swe_jobs(traces, tokenizer, count=JOBS, turns=TURNS, seed=0)
+    recorded = mini_swe_jobs(
+        traces, tokenizer, count=JOBS, turns=TURNS, seed=0, longest=longest_context(POOL_TOKENS)
+    )
+    jobs = recorded.jobs
 
     plan = {"jobs": digest(jobs), "known": digest(known), "versions": versions()}
     ledger = Ledger(folder / "real", plan, resume=resume)
@@ -142,7 +145,7 @@ def calibration_jobs(seed: int) -> list[Job]:
 
 
 def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]:
-    contexts = [sum(len(turn.added) + len(turn.answer) for turn in job.turns) for job in jobs]
+    contexts = [job.context for job in jobs]
     made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES, alone=True)
     limits = (
         f"--max-num-batched-tokens={BATCHED_TOKENS}",
@@ -182,7 +185,7 @@ def _simulated(jobs: Sequence[Job], starts_s: Sequence[float]) -> Workload:
 
 
 def _machine(jobs: Sequence[Job]) -> Machine:
-    longest = max(sum(len(t.added) + len(t.answer) for t in job.turns) for job in jobs)
+    longest = max(job.context for job in jobs)
     return Machine(
         "this machine",
         POOL_TOKENS,

@@ -6,16 +6,23 @@ how long it took. A sub-agent begins when the request before it ends, and its pa
 it is done, as much later as it did in the record.
 
 A session is cut at a gap of over ten minutes: its user was away, and what follows is another job.
+So is one where a gap, or what a request shares with the one before, is null. A request without its
+tokens is left out, and so is what follows it in a sub-agent. A sub-agent of unknown duration is
+left out: the gap of its parent has its time. What is left out is counted.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tiered_kv.bench.common.left_out import LeftOut
 
 from .workload import Hints, SimJob, SimTurn, Workload
 
@@ -31,64 +38,121 @@ NO_TOOL_STOP = "end_turn"
 Request = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A request of a session, and the sub-agents that began behind it."""
+
+    request: Request
+    agents: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Jobs of a session, and how many of its turns are left out."""
+
+    jobs: tuple[SimJob, ...]
+    nulls: int
+    too_short: int
+
+
 @cache
 def coding_agents(path: Path) -> Workload:
     """All jobs of a recording, in its order.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no such recording.
+        OSError, ValueError: it cannot be read, is no such recording, or has no job.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             sessions = [json.loads(line) for line in lines]
-        jobs = tuple(job for one in sessions if not one["dup"] for job in _jobs(one))
-    except (KeyError, TypeError, gzip.BadGzipFile) as error:
+        found = [_jobs(one, at) for at, one in enumerate(sessions) if not one["dup"]]
+    except (KeyError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path.name} has no sessions of coding agents: {error!r}") from error
-    return Workload("coding-agents", jobs, Hints.RIGHT, BLOCK)
+    jobs = tuple(job for one in found for job in one.jobs)
+    nulls = _left_out(one.nulls for one in found)
+    if not jobs:
+        raise ValueError(
+            f"{path.name} has no job of {FEWEST_TURNS} turns or more: {nulls.turns} turns of "
+            f"{nulls.sessions} sessions have nulls"
+        )
+    left_out = {"nulls": nulls, "too_short": _left_out(one.too_short for one in found)}
+    return Workload("coding-agents", jobs, Hints.RIGHT, BLOCK, left_out=left_out)
 
 
-def _jobs(session: Mapping[str, Any]) -> Iterator[SimJob]:
-    rows: Sequence[Request] = session["reqs"]
-    agents: dict[int, list[Request]] = {}  # of the main request that started them
-    main: list[Request] = []
-    for row in rows:
+def _left_out(turns: Iterable[int]) -> LeftOut:
+    """The sum over sessions, of each of which so many turns are left out."""
+    some = [count for count in turns if count]
+    return LeftOut(len(some), sum(some))
+
+
+def _jobs(session: Mapping[str, Any], line: int) -> _Found:
+    name = f"line {line}" if session["id"] is None else session["id"]
+    parts: list[list[_Turn]] = []
+    nulls = 0
+    cut = True
+    for row in _rows(session):
         if row.get("k") == "sub":
-            agents.setdefault(len(main) - 1, []).append(row)
+            nulls += len(_asked(row)) - len(_known(row))
+            if parts:
+                parts[-1][-1].agents.append(row)
+        elif _lacks_tokens(row):
+            nulls += 1
+            cut = True
         else:
-            main.append(row)
-    part = 0
-    begin = 0
-    for at in range(1, len(main) + 1):
-        away = at == len(main) or main[at]["gap"] is None or main[at]["gap"] > AWAY_S
-        if not away:
-            continue
-        if at - begin >= FEWEST_TURNS:
-            end = min(at, begin + MOST_TURNS)
-            yield _job(f"{session['id']}/{part}", main[begin:end], agents, begin)
-            part += 1
-        begin = at
+            if cut or _is_apart(row) or row["gap"] > AWAY_S:
+                parts.append([])
+            parts[-1].append(_Turn(row))
+            cut = False
+    long = [part for part in parts if len(part) >= FEWEST_TURNS]
+    jobs = tuple(_job(f"{name}/{at}", part[:MOST_TURNS]) for at, part in enumerate(long))
+    return _Found(jobs, nulls, sum(map(len, parts)) - sum(map(len, long)))
 
 
-def _job(
-    name: str, requests: Sequence[Request], agents: Mapping[int, Sequence[Request]], first: int
-) -> SimJob:
-    turns = []
+def _rows(record: Mapping[str, Any]) -> list[Request]:
+    """Requests of a session or sub-agent; of one that is null nothing is known."""
+    return [row or {} for row in record["reqs"] or ()]
+
+
+def _lacks_tokens(row: Request) -> bool:
+    return not row.get("in") or row.get("out") is None
+
+
+def _is_apart(row: Request) -> bool:
+    """True if it is not known how a request follows the one before."""
+    return row.get("gap") is None or row.get("lcp") is None
+
+
+def _job(name: str, turns: Sequence[_Turn]) -> SimJob:
+    made = []
     context = 0
-    for at, request in enumerate(requests):
+    for at, turn in enumerate(turns):
+        request = turn.request
         shared = min(request["lcp"], context, request["in"] - 1) if at else 0
-        last = at + 1 == len(requests)
-        gap_s = 0.0 if last else float(requests[at + 1]["gap"])
-        began = () if last else tuple(_agent(name, one) for one in agents.get(first + at, ()))
-        if began:
-            gap_s = max(0.0, gap_s - max(one["dur_ms"] for one in agents[first + at]) / 1e3)
-        tool = "" if request["stop"] == NO_TOOL_STOP else "tool"
+        last = at + 1 == len(turns)
+        gap_s = 0.0 if last else float(turns[at + 1].request["gap"])
+        agents = [] if last else [one for one in turn.agents if _known(one)]
+        if agents:
+            gap_s = max(0.0, gap_s - max(one["dur_ms"] for one in agents) / 1e3)
+        began = tuple(
+            _job(f"{name}/{one['id']}", [_Turn(row) for row in _known(one)[:MOST_TURNS]])
+            for one in agents
+        )
+        tool = "" if request.get("stop") == NO_TOOL_STOP else "tool"
         output = max(1, request["out"])
-        turns.append(SimTurn(shared, request["in"] - shared, output, gap_s, tool, began))
+        made.append(SimTurn(shared, request["in"] - shared, output, gap_s, tool, began))
         context = request["in"] + output
-    return SimJob(name, 0.0, tuple(turns))
+    return SimJob(name, 0.0, tuple(made))
 
 
-def _agent(parent: str, row: Request) -> SimJob:
-    rows = [one for one in row["reqs"] if one["in"] > 0]
-    until = next((i for i, one in enumerate(rows) if i and one["gap"] is None), len(rows))
-    return _job(f"{parent}/{row['id']}", rows[: min(until, MOST_TURNS)], {}, 0)
+def _asked(agent: Request) -> list[Request]:
+    """The requests of a sub-agent; those of no tokens at all are none."""
+    return [row for row in _rows(agent) if row.get("in") != 0]
+
+
+def _known(agent: Request) -> list[Request]:
+    """Those that can be played."""
+    rows = _asked(agent)
+    if agent.get("dur_ms") is None:
+        return []
+    unknown = (i for i, row in enumerate(rows) if _lacks_tokens(row) or (i and _is_apart(row)))
+    return rows[: next(unknown, len(rows))]

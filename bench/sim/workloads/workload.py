@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tiered_kv.bench.common.left_out import LeftOut
+
+TOO_LONG = "too_long"
 
 
 class Hints(Enum):
@@ -86,7 +90,7 @@ class Workload:
     Attributes:
         block: tokens of a block that suits its contexts.
         burst: jobs that arrive together.
-        dropped: jobs left out, as no server could have held them.
+        left_out: by the reason. ``too_long``: jobs that no server could have held.
     """
 
     name: str
@@ -94,7 +98,12 @@ class Workload:
     hints: Hints
     block: int = 16
     burst: int = 1
-    dropped: int = 0
+    left_out: Mapping[str, LeftOut] = field(default_factory=dict)
+
+    @property
+    def dropped(self) -> int:
+        """Jobs left out, as no server could have held them."""
+        return self.left_out.get(TOO_LONG, LeftOut()).sessions
 
     def at(self, jobs_per_s: float, seed: int) -> Workload:
         """The jobs, arriving as a Poisson process. The same seed gives the same jobs in the same
@@ -114,7 +123,10 @@ class Workload:
         the model's limit."""
         most = min(pool_tokens // 2, max_len - 1)
         jobs = tuple(job for job in self.jobs if job.longest <= most)
-        return replace(self, jobs=jobs, dropped=self.dropped + len(self.jobs) - len(jobs))
+        left = [job for job in self.jobs if job.longest > most]
+        turns = sum(len(one.turns) for job in left for one in job.everyone())
+        too_long = self.left_out.get(TOO_LONG, LeftOut()) + LeftOut(len(left), turns)
+        return replace(self, jobs=jobs, left_out={**self.left_out, TOO_LONG: too_long})
 
     def save(self, path: Path) -> None:
         """Write it as gzipped JSON."""
@@ -136,9 +148,9 @@ class Workload:
                 Hints(said["hints"]),
                 said["block"],
                 said["burst"],
-                said["dropped"],
+                {reason: LeftOut(**one) for reason, one in said["left_out"].items()},
             )
-        except (KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        except (AttributeError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} is no saved workload: {error!r}") from error
 
 

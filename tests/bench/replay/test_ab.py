@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.replay.__main__ import Asked, app, lines, summary, table
+from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.replay.__main__ import Asked, app
 from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,
     NEAR,
@@ -32,12 +33,13 @@ from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
 from tiered_kv.bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
 from tiered_kv.bench.replay.measure import Workload
 from tiered_kv.bench.replay.play.drive import Hints
+from tiered_kv.bench.replay.report.summary import lines, summary, table
 from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
 from tiered_kv.bench.replay.verify_pin import Gap, Verdict
 
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
-PACE = {"stock": 2.0, "tiered": 1.2, "bound": 1.0}
+PACE = {"stock": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:
@@ -75,9 +77,12 @@ def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
     done = harness(tmp_path, machine)
     done.run_all()
     idle = [server for load, server, _ in machine.measured if load == "idle"]
-    assert idle == ["stock", "tiered", "bound", "tiered", "stock", "stock", "tiered"]
+    first, others = idle[:4], idle[4:]
+    assert first == ["stock", "tiered", "reach", "bound"]
+    assert others == ["tiered", "stock", "stock", "tiered"]
     pressure = [server for load, server, _ in machine.measured if load == "pressure"]
-    assert pressure == ["tiered", "bound", "bound", "tiered", "stock"], "calibration was the first"
+    there, back = ["tiered", "reach", "bound"], ["bound", "reach", "tiered", "stock"]
+    assert pressure == [*there, *back], "calibration was the first"
     assert len(machine.measured) <= total_runs(KINDS, PRESET)
     assert set(done.not_started) == {"vllm-offloading", "vllm-simple", "lmcache"}
 
@@ -111,6 +116,16 @@ def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
     assert resumed.not_started == whole.not_started
     assert len(machine.measured) == len(at_once.measured) - 9
     assert sorted(map(str, read_runs(tmp_path / "parts"))) == sorted(map(str, whole.kept))
+
+
+def test_more_rounds_go_on_from_those_there_are(tmp_path: Path) -> None:
+    few, more = harness(tmp_path, Machine()), Machine()
+    few.run_all()
+    plan = Ledger(tmp_path, {"seed": 0}, resume=True)
+    resumed = Harness(KINDS, replace(PRESET, rounds=3), more, plan)
+    resumed.run_all()
+    assert {number for _, _, number in more.measured} == {2}
+    assert len(resumed.kept) == len(few.kept) + len(more.measured)
 
 
 def test_runs_of_another_plan_are_not_gone_on_from(tmp_path: Path) -> None:
@@ -201,17 +216,25 @@ def test_runs_that_were_not_alike_are_said_so(tmp_path: Path) -> None:
 def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     done = harness(tmp_path, Machine())
     done.run_all()
-    said = json.loads(json.dumps(summary(done.kept, done.not_started, forced=True)))
+    left_out = {"nulls": LeftOut(1, 2), "too_short": LeftOut(), "too_long": LeftOut(3, 12)}
+    result = summary(done.kept, done.not_started, forced=True, left_out=left_out)
+    said = json.loads(json.dumps(result))
     assert {"rows", "closed_mean", "closed_p95", "idle_ratio", "idle_interval"} <= said.keys()
     keys = {"server", "load", "mean_s", "p95_s", "recomputed_fraction", "agrees"}
     assert all(keys <= row.keys() for row in said["rows"])
     assert said["closed_mean"] == pytest.approx(0.8)
     assert said["idle_ratio"] == 1.0
-    assert [row["agrees"] for row in said["rows"]] == [True] * 9
-    assert table(said).row_count == 9
+    assert [row["agrees"] for row in said["rows"]] == [True] * 12
+    assert table(said).row_count == 12
+    against = [(one["load"], one["server"]) for one in said["ratios"]]
+    assert against == [(x, y) for x in ("pressure", "beyond") for y in ("stock", "reach", "bound")]
+    assert all(len(one["rounds"]) == PRESET.rounds for one in said["ratios"])
+    assert said["left_out"]["too_long"] == {"sessions": 3, "turns": 12}
     text = "\n".join(lines(said))
     assert "0.80 is closed (mean)" in text
     assert "lmcache does not serve here: lmcache wants a GPU" in text
+    assert "left out for values that are null: 2 turns of 1 sessions" in text
+    assert "too few" not in text, "nothing was left out for that"
 
 
 def test_a_summary_of_little_or_nothing_is_still_json() -> None:
@@ -238,6 +261,7 @@ def test_the_cpu_preset_is_what_is_published() -> None:
     preset = PRESETS["cpu"]
     assert preset.jobs >= 30
     assert preset.idle_rounds == 5
+    assert preset.rounds == 3
     assert preset.slowdown == 3.0
 
 
@@ -262,6 +286,9 @@ def test_the_command_line_knows_hints_and_policies(
     assert run("ab", "--hints", "session", "--policy", "lru", "--policy", ours) == 0
     assert found[0].hints is Hints.SESSION
     assert found[0].policies == ["lru", ours]
+    assert found[0].rounds is None
+    assert run("ab", "--rounds", "5") == 0
+    assert found[1].rounds == 5
     assert run("ab", "--policy", "unheard-of") == 2
     assert "unheard-of" in capsys.readouterr().err
 
@@ -286,7 +313,7 @@ def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
     monkeypatch.setattr("tiered_kv.bench.replay.__main__.plot", draw)
     assert run("plot", "--json", "--out", str(tmp_path)) == 0
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "replay.png")]}
-    servers = ["stock", "tiered", "bound"]
+    servers = ["stock", "tiered", "reach", "bound"]
     loads = ["idle", "pressure", "beyond"]
     assert [(row.load, row.server) for row in drawn] == [(x, y) for x in loads for y in servers]
 

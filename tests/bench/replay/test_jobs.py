@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_kv.bench.common.left_out import LeftOut
 from tiered_kv.bench.common.sessions import RecordingError
 from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs, synthetic_jobs
 
@@ -59,7 +60,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def made(trace: Path, count: int = 2, turns: int = 3, seed: int = 0) -> dict[str, Job]:
-    jobs = mini_swe_jobs(trace, Letters(), count=count, turns=turns, seed=seed)
+    jobs = mini_swe_jobs(trace, Letters(), count=count, turns=turns, seed=seed).jobs
     assert len({job.name for job in jobs}) == len(jobs) == count
     return {job.name: job for job in jobs}
 
@@ -110,10 +111,45 @@ def test_a_session_whose_prompts_do_not_go_on_is_left_out(tmp_path: Path, broken
 
 
 def test_a_file_without_sessions_so_long_is_refused(trace: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no session of sessions"):
+    with pytest.raises(ValueError, match=r"no session of sessions.*: 2 have no 4 turns"):
         made(trace, turns=4)
     with pytest.raises(RecordingError):
         made(tmp_path / "missing.jsonl")
+
+
+def test_sessions_that_get_too_long_are_left_out_and_counted(trace: Path) -> None:
+    longest = max(job.context for job in made(trace).values())
+    found = mini_swe_jobs(trace, Letters(), count=3, turns=3, seed=0, longest=longest - 1)
+    assert [job.name for job in found.jobs] == ["add", "add-copy1", "add-copy2"]
+    assert found.left_out["too_long"] == LeftOut(sessions=1, turns=3)
+    assert found.left_out["too_short"] == found.left_out["nulls"] == LeftOut()
+    with pytest.raises(ValueError, match="2 grow to more than 10 tokens"):
+        mini_swe_jobs(trace, Letters(), count=3, turns=3, seed=0, longest=10)
+
+
+@pytest.mark.parametrize("field", ["input", "output"])
+def test_a_session_ends_before_a_turn_with_a_null(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "sessions.jsonl"
+    rows = [*FIX[:1], {**FIX[1], field: None}, FIX[2], *ADD]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = mini_swe_jobs(path, Letters(), count=1, turns=2, seed=0)
+    assert [job.name for job in found.jobs] == ["add"]
+    assert found.left_out["nulls"] == LeftOut(sessions=1, turns=2)
+    assert found.left_out["too_short"] == LeftOut(sessions=1, turns=1), "what is left of it"
+
+
+@pytest.mark.parametrize("field", ["timestamp", "session_id"])
+def test_turns_of_no_known_place_take_their_session_along(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "sessions.jsonl"
+    lost = [{**row, field: None} for row in FIX] if field == "session_id" else FIX[:2]
+    rows = [*lost, {**FIX[2], field: None}, *ADD]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = mini_swe_jobs(path, Letters(), count=1, turns=3, seed=0)
+    assert [job.name for job in found.jobs] == ["add"]
+    assert found.left_out["nulls"].sessions == 1
+    path.write_text(json.dumps({**FIX[0], field: None}))
+    with pytest.raises(RecordingError, match="no session without nulls"):
+        mini_swe_jobs(path, Letters(), count=1, turns=3, seed=0)
 
 
 def test_the_file_that_is_named_is_read_and_not_one_beside_it(trace: Path) -> None:

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER, Kind, make_kinds, size_for
+from tiered_kv.bench.replay.kinds import (
+    BLOCK,
+    REACH_SCHEDULER,
+    SCHEDULER,
+    Kind,
+    longest_context,
+    make_kinds,
+    size_for,
+)
 
 SIZING = size_for([3000, 2000], 6400)
 
@@ -35,12 +45,21 @@ def test_a_pool_that_cannot_hold_the_longest_job_is_refused() -> None:
         size_for([], 1000)
 
 
+@given(st.integers(1_000, 50_000))
+def test_the_longest_context_that_fits_is_known_beforehand(pool_tokens: int) -> None:
+    longest = longest_context(pool_tokens)
+    size_for([longest], pool_tokens)
+    with pytest.raises(ValueError, match=f"a pool of {pool_tokens} tokens"):
+        size_for([longest + 1], pool_tokens)
+
+
 def test_servers_differ_in_nothing_but_what_is_compared() -> None:
     kinds = made(policies=["lru"], ssd=True)
     for name in ("--model", "--max-model-len", "--block-size", "--logits-processors"):
         assert len({flag(kind, name) for kind in kinds.values()}) == 1
     pools = {name: flag(kind, "--num-gpu-blocks-override") for name, kind in kinds.items()}
-    assert pools.pop("bound") == str(-(-SIZING.bound_tokens // BLOCK))
+    unlimited = str(-(-SIZING.bound_tokens // BLOCK))
+    assert pools.pop("bound") == pools.pop("reach") == unlimited
     assert set(pools.values()) == {"200"}
     assert all(flag(kind, "--logprobs-mode") == "raw_logprobs" for kind in kinds.values())
 
@@ -54,11 +73,22 @@ def test_stock_and_the_bound_have_no_connector_and_ours_has() -> None:
     assert config["kv_load_failure_policy"] == "recompute"
 
 
+def test_as_much_runs_at_once_within_reach_as_stocks_pool_holds() -> None:
+    kinds = made()
+    reach = kinds["reach"]
+    assert json.loads(flag(reach, "--additional-config") or "") == {"reach_blocks": 200}
+    assert flag(kinds["stock"], "--num-gpu-blocks-override") == "200"
+    module, _, name = REACH_SCHEDULER.rpartition(".")
+    assert flag(reach, "--scheduler-cls") == REACH_SCHEDULER
+    assert getattr(import_module(module), name).__name__ == name
+
+
 def test_ours_run_our_scheduler_unless_the_connector_is_wanted_alone() -> None:
     for name, kind in made(policies=["lru"], ssd=True).items():
         ours = SCHEDULER if name in ("tiered", "tiered-ssd") else None
-        assert flag(kind, "--scheduler-cls") == ours
-    assert all(flag(kind, "--scheduler-cls") is None for kind in made(alone=True).values())
+        assert flag(kind, "--scheduler-cls") == (REACH_SCHEDULER if name == "reach" else ours)
+    alone = {flag(kind, "--scheduler-cls") for kind in made(alone=True).values()}
+    assert alone == {None, REACH_SCHEDULER}
 
 
 def test_a_policy_and_an_ssd_make_kinds_of_their_own(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from tiered_kv.bench.common.left_out import LeftOut
 from tiered_kv.bench.sim.engine.links import Link
 from tiered_kv.bench.sim.engine.machines import GPUS, machine
 from tiered_kv.bench.sim.engine.models import MODELS
@@ -97,7 +98,8 @@ def test_clients_that_err_name_the_other_tool() -> None:
 def test_a_workload_is_kept_and_read_again_as_it_was(tmp_path: Path) -> None:
     agent = SimJob("a/sub", 0.5, (SimTurn(0, 10, 2, 0.0),))
     job = SimJob("a", 1.0, (SimTurn(0, 100, 5, 3.0, "ls", (agent,)), SimTurn(105, 9, 1, 0.0)))
-    workload = Workload("mine", (job,), Hints.NONE, block=64, burst=2, dropped=3)
+    left_out = {"too_long": LeftOut(3, 9)}
+    workload = Workload("mine", (job,), Hints.NONE, block=64, burst=2, left_out=left_out)
     path = tmp_path / "workload.json.gz"
     workload.save(path)
     assert Workload.load(path) == workload
@@ -111,6 +113,9 @@ def test_jobs_too_long_for_half_the_pool_are_left_out_and_counted() -> None:
     fit = jobs.that_fit(pool_tokens=20_000, max_len=131_072)
     assert 0 < len(fit.jobs) < 100
     assert fit.dropped == 100 - len(fit.jobs)
+    left_out = [job for job in jobs.jobs if job not in fit.jobs]
+    turns = sum(len(job.turns) for job in left_out)
+    assert fit.left_out == {"too_long": LeftOut(len(left_out), turns)}
     assert all(job.longest <= 10_000 for job in fit.jobs)
 
 
@@ -143,6 +148,60 @@ def test_sessions_become_jobs_that_end_where_the_user_left(tmp_path: Path) -> No
     assert [turn.prompt for turn in agent.turns] == [500, 900]
     assert second.turns[0].shared == 0, "another job, which shares nothing"
     assert len(second.turns) == 4
+
+
+def recorded(folder: Path, *sessions: list[Any]) -> Workload:
+    """The jobs of sessions with these requests."""
+    said = [{"id": f"s{at}", "dup": False, "reqs": reqs} for at, reqs in enumerate(sessions)]
+    path = folder / "sessions.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, said)).encode()))
+    coding_agents.cache_clear()
+    return coding_agents(path)
+
+
+def grown(count: int) -> list[dict[str, Any]]:
+    return [request(9 * at, 1_000 + 100 * at, 990 + 100 * at, 5.0) for at in range(count)]
+
+
+@pytest.mark.parametrize("unknown", [{"in": None}, {"out": None}, None])
+def test_a_request_without_its_tokens_ends_a_job_and_is_counted(
+    tmp_path: Path, unknown: dict[str, None] | None
+) -> None:
+    rows: list[Any] = grown(9)
+    rows[3] = unknown and {**rows[3], **unknown}
+    found = recorded(tmp_path, rows, grown(4))
+    assert [len(job.turns) for job in found.jobs] == [3, 5, 4]
+    assert found.jobs[1].turns[0].shared == 0, "nothing is known of what it shares"
+    assert found.left_out["nulls"] == LeftOut(sessions=1, turns=1)
+    assert found.left_out["too_short"] == LeftOut()
+
+
+@pytest.mark.parametrize("unknown", ["gap", "lcp"])
+def test_what_does_not_say_how_it_follows_is_another_job(tmp_path: Path, unknown: str) -> None:
+    rows = grown(9)
+    rows[2][unknown] = None
+    found = recorded(tmp_path, rows)
+    assert [len(job.turns) for job in found.jobs] == [7]
+    assert found.left_out["nulls"] == LeftOut()
+    assert found.left_out["too_short"] == LeftOut(sessions=1, turns=2)
+
+
+def test_a_sub_agent_of_unknown_duration_is_in_its_parents_gap(tmp_path: Path) -> None:
+    first, second, third = grown(3)
+    known = {"k": "sub", "id": "known", "dur_ms": 2_000, "reqs": grown(2)}
+    unknown = {"k": "sub", "id": "unknown", "dur_ms": None, "reqs": grown(4)}
+    cut = {"k": "sub", "id": "cut", "dur_ms": 3_000, "reqs": [*grown(1), None, *grown(2)]}
+    empty = {"k": "sub", "id": "empty", "dur_ms": 4_000, "reqs": None}
+    found = recorded(tmp_path, [first, unknown, second, known, unknown, cut, empty, third])
+    (job,) = found.jobs
+    assert [(turn.gap_s, len(turn.agents)) for turn in job.turns] == [(5.0, 0), (2.0, 2), (0.0, 0)]
+    assert [len(agent.turns) for agent in job.turns[1].agents] == [2, 1]
+    assert found.left_out["nulls"] == LeftOut(sessions=1, turns=4 + 4 + 3)
+
+
+def test_a_recording_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no job of 3 turns or more: 4 turns of 2 sessions"):
+        recorded(tmp_path, [None, *grown(2)], [None, None, None])
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_a_study_is_measured_once_drawn_and_told(tmp_path: Path) -> None:
     rows = {(row["policy"], row["load"]): row for row in result["rows"]}
     assert {policy for policy, _ in rows} == {"fcfs", "lru+cpu", "infinite"}
     assert rows["fcfs", 0.5]["closed"] is None
+    assert rows["fcfs", 0.5]["left_out"] == {"too_long_sessions": 0.0, "too_long_turns": 0.0}
     assert rows["lru+cpu", 1.5]["over_fcfs"] < 0.9
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     with Bench(1, tmp_path / "cells") as again:

@@ -162,18 +162,15 @@ def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
 def make_scheduler(
     config: Any, kv_cache_config: Any, *, log_stats: bool, in_job_order: bool = False
 ) -> Any:
-    """vLLM's scheduler, or ours over it; it makes its connector itself."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
+    """The scheduler that the configuration names, or ours; it makes its connector itself."""
     from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 
     structured = SimpleNamespace(
         accept_tokens=lambda *a, **k: True, should_advance=lambda *a, **k: False
     )
     block_size, hash_block_size = resolve_block_sizes(config, kv_cache_config)
-    stock = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    made: Any = ContinuumScheduler if in_job_order else stock
+    named = config.scheduler_config.get_scheduler_cls()
+    made: Any = ContinuumScheduler if in_job_order else named
     return made(
         config,
         kv_cache_config,

@@ -41,6 +41,7 @@ class RigOptions:
         block_size: of the one group of full attention that there is where ``groups`` is empty.
         extra: the connector's settings, or None for stock vLLM.
         in_job_order: with ``ContinuumScheduler``.
+        configure: changes vLLM's configuration before anything is made from it.
         check_kv: write and check KV; without it the model says the same to everything,
             and large engines are fast.
         tools: reads tool calls; None: the connector's own reader.
@@ -61,6 +62,7 @@ class RigOptions:
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
     check_kv: bool = True
     in_job_order: bool = False
+    configure: Callable[[Any], None] = lambda _: None
     ahead: bool = False
     tools: ToolCalls | None = None
     around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -100,6 +102,7 @@ class Rig(EngineRig):
             match_unit=opts.match_unit,
         )
         self.config = engine_config(folder, size, opts.extra, opts.around)
+        opts.configure(self.config)
         layout = kv_config(size)
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)

@@ -8,7 +8,7 @@ import pytest
 
 from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError
 from tiered_kv.bench.replay.figures import ByTurn, Row
-from tiered_kv.bench.replay.plot import plot, speed_ups
+from tiered_kv.bench.replay.report.plot import plot, speed_ups
 
 
 def row(server: str, load: str, mean_s: float, jobs_per_s: float) -> Row:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
-
-from .figures import Row
-from .names import IDLE, PRESSURE, STOCK
+from tiered_kv.bench.replay.figures import Row
+from tiered_kv.bench.replay.names import IDLE, PRESSURE, STOCK
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:

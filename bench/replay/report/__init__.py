@@ -1,0 +1,1 @@
+"""Report of a comparison: what its runs come to, in words, tables and drawings."""

@@ -1,0 +1,56 @@
+"""``ReachScheduler``: vLLM's scheduler over a large pool of which running requests may hold little.
+
+    vllm serve MODEL --num-gpu-blocks-override LARGE --scheduler-cls \\
+        tiered_kv.bench.sim.servers.reach.ReachScheduler --additional-config '{"reach_blocks": N}'
+
+It is a bound that a policy could reach: whatever was computed is found again at no cost, but no
+more contexts run at once than in a pool of N blocks. The pool tells vLLM the size of the small one,
+and as many free blocks as that would have beside those that requests hold. So vLLM admits and
+preempts as it does in a pool of N blocks. What differs is that a free block keeps its KV: the large
+pool has blocks that were never used. Of a preempted request, only the last block, which is not
+full, is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+REACH_BLOCKS = "reach_blocks"
+"""Key of ``--additional-config``: blocks of the small pool, vLLM's null block included."""
+
+
+class _WithinReach:
+    """The change to both of vLLM's schedulers; see the module."""
+
+    kv_cache_manager: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        pool = self.kv_cache_manager.block_pool
+        blocks = vllm_config.additional_config.get(REACH_BLOCKS)
+        if not isinstance(blocks, int) or not 1 < blocks <= pool.num_gpu_blocks:
+            raise ValueError(
+                f'--additional-config must give "{REACH_BLOCKS}", 2 to {pool.num_gpu_blocks}, '
+                f"not {blocks!r}"
+            )
+        beyond = pool.num_gpu_blocks - blocks
+        free_in_all = pool.get_num_free_blocks
+        pool.get_num_free_blocks = lambda: free_in_all() - beyond
+        pool.num_gpu_blocks = blocks
+
+
+class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with this change; see the module."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the asynchronous scheduler where vLLM would have chosen its own."""
+        if cls is ReachScheduler and vllm_config.scheduler_config.async_scheduling:
+            return AsyncReachScheduler(vllm_config, *args, **kwargs)
+        return super().__new__(cls)
+
+
+class AsyncReachScheduler(_WithinReach, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler with the same change."""

@@ -1,0 +1,190 @@
+"""The bound that can be reached: vLLM's real scheduler over a pool that forgets nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig, make_rig
+from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.study.presets import TIGHT
+from tiered_kv.bench.sim.workloads.generate import generate
+from tiered_kv.testing.vllm.rig import Rig
+
+__all__ = ["make_rig"]
+
+SMALL = 24
+"""Blocks of 16 tokens that requests may hold together, vLLM's null block included."""
+LARGE = 2_000
+
+
+def reach_rig(make_rig: MakeRig, *, blocks: int = LARGE, small: int = SMALL, **given: Any) -> Rig:
+    def configure(config: Any) -> None:
+        config.scheduler_config.scheduler_cls = ReachScheduler
+        config.additional_config = {REACH_BLOCKS: small}
+
+    return make_rig(blocks=blocks, max_model_len=256, extra=None, configure=configure, **given)
+
+
+def held(rig: Rig) -> int:
+    """Blocks that requests hold, each counted once however many share it."""
+    return len({one.block_id for table in rig.tables.values() for one in table} - {0})
+
+
+class Arrivals:
+    """Requests that come by chance. Some go on from the context of one that has ended, and all
+    jobs begin with the same 32 tokens."""
+
+    def __init__(self, rig: Rig, rng: random.Random, count: int) -> None:
+        self._rig, self._rng = rig, rng
+        self.left = count
+        self.turns: dict[str, str] = {}
+        """Requests that go on from another, by their id."""
+
+    def maybe(self) -> None:
+        if self.left and self._rng.random() < 0.4:
+            self.left -= 1
+            self._arrive(f"r{self.left}")
+
+    def _arrive(self, name: str) -> None:
+        rig, rng = self._rig, self._rng
+        before = [one for one in rig.finished if len(context(rig, one)) < 180]
+        prompt = [7] * 32 + [rng.randrange(1000) for _ in range(rng.randrange(1, 120))]
+        if before and rng.random() < 0.5:
+            self.turns[name] = rng.choice(before)
+            news = [rng.randrange(1000) for _ in range(rng.randrange(1, 20))]
+            prompt = [*context(rig, self.turns[name]), *news]
+        rig.add(name, prompt, rng.randrange(1, 50))
+
+
+def context(rig: Rig, request_id: str) -> list[int]:
+    return [*rig.prompts[request_id], *rig.outputs[request_id]]
+
+
+def play(rig: Rig, seed: int, count: int = 60) -> tuple[list[Any], int]:
+    """Let random requests come and run; returns what each step scheduled, and the most blocks
+    that were held at once."""
+    arrivals = Arrivals(rig, random.Random(seed), count)
+    steps: list[Any] = []
+    most = 0
+    for _ in range(5_000):
+        arrivals.maybe()
+        if not arrivals.left and not rig.scheduler.has_requests():
+            return steps, most
+        output = rig.step()
+        most = max(most, held(rig))
+        steps.append((output.num_scheduled_tokens, output.preempted_req_ids, rig.running()))
+    raise AssertionError("requests never end")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_running_contexts_never_exceed_the_bound_and_all_end(
+    make_rig: MakeRig, seed: int, ahead: bool
+) -> None:
+    rig = reach_rig(make_rig, ahead=ahead)
+    _, most = play(rig, seed)
+    assert SMALL // 2 < most < SMALL
+    assert len(rig.finished) == 60
+    assert sum(map(rig.preemptions, rig.finished)), "the bound was felt"
+    assert rig.free_blocks == rig.free_at_start == SMALL - 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_bound_as_large_as_the_pool_is_stock(make_rig: MakeRig, seed: int, policy: str) -> None:
+    stock = make_rig(blocks=SMALL, max_model_len=256, extra=None, policy=policy)
+    reach = reach_rig(make_rig, blocks=SMALL, policy=policy)
+    assert play(reach, seed) == play(stock, seed)
+    assert reach.outputs == stock.outputs
+
+
+def test_what_is_preempted_is_found_again_but_for_its_last_block(make_rig: MakeRig) -> None:
+    """Three requests of 7 blocks fit into 23, until they have grown."""
+    rig = reach_rig(make_rig)
+    for number in range(3):
+        rig.add(f"r{number}", [number] * 110, 100)
+    tokens: dict[str, int] = {}
+    again: dict[str, int] = {}
+    while rig.scheduler.has_requests():
+        output = rig.step()
+        for name in output.preempted_req_ids or ():
+            tokens[name] = rig.scheduler.requests[name].num_tokens
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        again |= {name: output.num_scheduled_tokens[name] for name in resumed}
+    assert tokens
+    assert again.keys() == tokens.keys()
+    assert max(again.values()) <= 16 < min(tokens.values())
+
+
+def test_what_others_pushed_out_of_a_small_pool_is_still_there(make_rig: MakeRig) -> None:
+    """A job's second turn, behind others that together took the small pool three times."""
+
+    def computed(rig: Rig) -> int:
+        rig.add("first", range(160), 8)
+        rig.run()
+        for number in range(6):
+            rig.add(f"other{number}", [900 + number] * 180, 4)
+            rig.run()
+        rig.add("second", [*context(rig, "first"), 5], 1)
+        return int(rig.step().num_scheduled_tokens["second"])
+
+    assert computed(reach_rig(make_rig)) <= 16
+    assert computed(make_rig(blocks=SMALL, max_model_len=256, extra=None)) == 169
+
+
+def test_a_shared_prefix_counts_once(make_rig: MakeRig) -> None:
+    prompt = [3] * 240
+    rig = reach_rig(make_rig)
+    rig.add("a", prompt, 8)
+    rig.step()
+    rig.add("b", prompt, 8)
+    rig.step()
+    assert rig.running() == ["a", "b"], "two contexts of 16 blocks, of which they share 14"
+    rig.run()
+
+
+def test_the_cache_can_be_reset_and_its_use_is_told_of_the_small_pool(make_rig: MakeRig) -> None:
+    rig = reach_rig(make_rig)
+    rig.add("a", [3] * 184, 8)
+    rig.step()
+    assert rig.scheduler.get_kv_cache_usage() == pytest.approx(12 / (SMALL - 1))
+    rig.run()
+    assert rig.scheduler.get_kv_cache_usage() == 0.0
+    assert rig.reset_cache()
+    rig.add("b", [3] * 184, 1)
+    assert rig.step().num_scheduled_tokens == {"b": 184}
+
+
+@pytest.mark.parametrize("small", [None, "24", 1, LARGE + 1])
+def test_a_bound_that_makes_no_sense_is_refused(make_rig: MakeRig, small: Any) -> None:
+    with pytest.raises(ValueError, match=f'"reach_blocks", 2 to {LARGE}'):
+        reach_rig(make_rig, small=small)
+
+
+# -- simulated ----------------------------------------------------------------------------
+
+
+def means(names: Sequence[str], pool_tokens: int) -> dict[str, float]:
+    place = replace(TIGHT.machine(), pool_tokens=pool_tokens)
+    jobs = generate("original", 20, 0).at(4.0, 0)
+    return {
+        name: simulate(place, server(name), jobs, Tiers()).summary()["mean_s"] for name in names
+    }
+
+
+def test_it_lies_between_stock_and_unlimited_vram() -> None:
+    found = means(("fcfs", "reach", "job-reach", "infinite"), 16_000)
+    assert found["infinite"] < 0.9 * found["job-reach"] < 0.9 * found["reach"]
+    assert found["reach"] < 0.9 * found["fcfs"]
+
+
+def test_where_all_fits_it_is_unlimited_vram() -> None:
+    found = means(("reach", "infinite"), 200_000)
+    assert found["reach"] == found["infinite"]
