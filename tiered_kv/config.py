@@ -57,7 +57,7 @@ class TierConfig:
     eviction: str = "worth"
     pin_fraction: float = 1.0
     admission: str = "auto"
-    admission_max_wait_s: float = 60.0
+    admission_max_wait_s: float = 300.0
     trace: Path | None = None
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:

@@ -9,6 +9,7 @@ from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
+from tiered_kv.connectors.runtime.admission.restore_price import RestorePrice
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
@@ -36,6 +37,7 @@ from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.tier_index import make_index
 from tiered_kv.policies.admission.job_order import prefill_blocks
 from tiered_kv.policies.jobs.lineage import Lineage
+from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
 from tiered_kv.trace import TraceWriter
@@ -179,9 +181,13 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
 
 
 def build_admission(
-    given: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps
+    given: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps, fit: PrefillFit
 ) -> AdmissionGroup:
-    """Build the components that share VRAM out."""
+    """Build the components that share VRAM out.
+
+    Args:
+        fit: seconds of prefills.
+    """
     facts, config, clock, pool = given.facts, given.config, given.clock, engine.pool
     pins = PinTable(pool, int(config.pin_fraction * facts.usable_blocks))
     gate: Admission | NoAdmission = NoAdmission()
@@ -195,6 +201,7 @@ def build_admission(
             turns=engine.turns,
             gap_forecast=gaps.forecast,
             job_forecast=given.job_forecast,
+            restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
             clock=clock,
         )
     boundaries = BoundaryBlocks(facts, pool)
@@ -220,6 +227,7 @@ def build_gaps(
     pages: Pages,
     admission: AdmissionGroup,
     gaps: OpenGaps,
+    prefills: PrefillTimer,
 ) -> GapGroup:
     """Build the components that decide between turns.
 
@@ -228,7 +236,6 @@ def build_gaps(
     """
     facts, clock, pool = given.facts, given.clock, engine.pool
     log = TurnLog(engine.counters, _trace(given.config, given.wall))
-    prefills = PrefillTimer(ahead=facts.ahead)
     costs = CostModel(
         facts,
         pages.book,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
+from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
@@ -63,8 +64,9 @@ class SchedulerHalf:
         self.turns = LiveTurns()
         engine, gaps = EngineState(pool=pool, turns=self.turns, counters=self.counters), OpenGaps()
         self.pages = build_pages(given, engine)
-        self.admission = build_admission(given, engine, self.pages, gaps)
-        self.gaps = build_gaps(given, engine, self.pages, self.admission, gaps)
+        prefills = PrefillTimer(ahead=self.facts.ahead)
+        self.admission = build_admission(given, engine, self.pages, gaps, prefills.fit)
+        self.gaps = build_gaps(given, engine, self.pages, self.admission, gaps, prefills)
         self.step = 0
         self.stats_due = True
         self._given = given
@@ -73,9 +75,8 @@ class SchedulerHalf:
         self._answers = given.tools.answers
         self._stats = Stats(given, self.counters, self.pages, self.admission, self.gaps)
         self._look_at = 0.0
-        self._was_idle = True
+        self._was_idle, self._ordering_failed = True, False
         self._watchdog = Watchdog()
-        self._ordering_failed = False
 
     def before_reset(self) -> None:
         """Prepare for a reset of the engine's prefix cache. Never raises."""

@@ -146,11 +146,13 @@ class HoldState:
         new: True until its job has started.
         refused: True if it was held at least once.
         was_dormant: True if its job was taken to have ended.
+        ended_at: end of that time, when it had its first blocks; seconds.
     """
 
     new: bool = False
     refused: bool = False
     was_dormant: bool = False
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
 """Room for contexts: a new job is held until it has some, a turn while older jobs leave it none.
-Pure."""
+Neither waits if that would take it longer than it would hold others up. Pure."""
 
 from __future__ import annotations
 
@@ -71,6 +71,14 @@ def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
     return in_cpu or (in_vram and peak_anywhere <= max(room.vram, room.cpu))
 
 
+def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
+    """Blocks of contexts that have no place: in VRAM, or in CPU memory if there is any. For the
+    arguments see ``fits``."""
+    if room.cpu:
+        return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
+    return max(0.0, peak - room.share * room.vram)
+
+
 def leaves_room(room: Room, *, older: float, own: float, shared: float) -> bool:
     """True if the jobs that started before a job leave its context room, in VRAM or in CPU memory.
 
@@ -81,6 +89,32 @@ def leaves_room(room: Room, *, older: float, own: float, shared: float) -> bool:
         shared: blocks that jobs share.
     """
     return not older or shared + older + own <= max(room.vram, room.cpu)
+
+
+def lost_s(computed_s: float, copied_s: float | None, running: int) -> float:
+    """Seconds that requests lose, all together, while KV comes back in the cheaper way.
+
+    A copy holds up the request that it is for. A computation holds up every other request of the
+    batch as well.
+
+    Args:
+        computed_s: time to compute it again, seconds.
+        copied_s: time to bring it up from a tier below CPU memory, seconds; None without one.
+        running: running requests.
+    """
+    held_up_s = max(1, running) * computed_s
+    return held_up_s if copied_s is None else min(copied_s, held_up_s)
+
+
+def had_better_wait(lost_s: float, cycle_s: float) -> bool:
+    """True if others lose more with every turn of a job than it does while it waits for the time of
+    one.
+
+    Args:
+        lost_s: seconds that requests lose with a turn, while what had to go for it comes back.
+        cycle_s: mean time from a turn's first blocks to the job's next turn, seconds.
+    """
+    return lost_s > cycle_s
 
 
 def gives_too_little(*, free: int, need: float, loose: float) -> bool:

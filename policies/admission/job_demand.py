@@ -19,15 +19,22 @@ class TurnPace:
 
     Attributes:
         turn_s: seconds; 0 before the first.
+        served_s: the same without the wait for the first blocks.
         gap_s: the same of gaps, of which none counts for more than ``SOON_S``.
     """
 
     def __init__(self) -> None:
-        self.turn_s = self.gap_s = 0.0
+        self.turn_s = self.served_s = self.gap_s = 0.0
 
-    def on_turn(self, seconds: float) -> None:
-        """Add a turn that ended."""
+    @property
+    def cycle_s(self) -> float:
+        """Mean time from a turn's first blocks to the job's next turn, seconds."""
+        return self.served_s + self.gap_s
+
+    def on_turn(self, seconds: float, served_s: float) -> None:
+        """Add a turn that ended, of which it had blocks for ``served_s``."""
         self.turn_s = _mean(self.turn_s, seconds)
+        self.served_s = _mean(self.served_s, served_s)
 
     def on_gap(self, seconds: float) -> None:
         """Add a gap that ended with the job's return."""
@@ -88,6 +95,11 @@ def away_demand(
     """
     present = blocks if waited_for else 0.0
     return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared, present)
+
+
+def mean_context(demand: JobDemand) -> float:
+    """Blocks of a job's context in the mean of the turns that it still has."""
+    return demand.blocks + demand.grows * demand.left / 2
 
 
 def _mean(old: float, new: float) -> float:

@@ -16,9 +16,8 @@ SURVIVAL_STEP = 0.2
 """Weight of the latest returning job in the moving average."""
 PEAK_HALF_LIFE_S = 10.0
 """Half-life of a demand peak in the forecast, seconds."""
-PRICE_SLOPE = 4.0
-"""Slope of λ per share by which demand exceeds supply: 1, Continuum's price, at a quarter."""
-TOP_PRICE = 16.0
+PRICE = 1.0
+"""λ in a shortage, which is Continuum's: a context in VRAM keeps another one out."""
 
 SHORTEST_S = 1e-6
 """Shortest duration that counts as measured, seconds."""
@@ -150,7 +149,7 @@ class Memoryfulness:
 
 class ShadowPrice:
     """λ, seconds charged for a second in VRAM: 0 while there is room for the forecast demand beside
-    the pins, then rising with the shortage until no pin pays.
+    the pins, else ``PRICE``.
 
     The forecast is the highest recent demand (blocks in use, plus those that waiting requests
     need). It decays with a half-life of ten seconds.
@@ -177,8 +176,7 @@ class ShadowPrice:
             held_up: requests that lose B without a pin, which U counts once. 0 if nothing is
                 lost, at any price.
         """
-        price = min(TOP_PRICE, max(0.0, PRICE_SLOPE * (demand / blocks - 1)))
-        return price / (held_up or 1.0)
+        return PRICE / (held_up or 1.0) if demand > blocks else 0.0
 
     def price(self, blocks: int, pinned: int, own: int = 0) -> float:
         """Return λ with ``pinned`` of the pool's ``blocks`` pinned.
@@ -186,7 +184,4 @@ class ShadowPrice:
         Args:
             own: blocks of the job that asks; now pinned, they were demand before.
         """
-        room = blocks - max(0.0, self._peak - own)
-        if pinned <= room:
-            return 0.0
-        return TOP_PRICE if room <= 0 else min(TOP_PRICE, PRICE_SLOPE * (pinned / room - 1))
+        return PRICE if pinned > blocks - max(0.0, self._peak - own) else 0.0

@@ -52,6 +52,7 @@ class ActiveJobs:
     Attributes:
         job_forecast: forecast of how jobs go on.
         cadence: regularity of their turns.
+        pace: times of their turns, and of the gaps between.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ActiveJobs:
         self._scopes = Scopes()
         self._output = Growth()
         self._shared = Growth()
-        self._pace = TurnPace()
+        self.pace = TurnPace()
         self._entering: dict[str, JobDemand] = {}  # let in, without blocks yet; by request
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # in that
@@ -110,7 +111,7 @@ class ActiveJobs:
         """Another turn of a job that has started."""
         member, now = self._members[job], self._clock()
         if not member.running:
-            self._pace.on_gap(now - member.since)
+            self.pace.on_gap(now - member.since)
             self._scopes.of(job).returns.observe(returned=True)
         self.cadence.observe(now - member.asked)
         member.asked = now
@@ -161,7 +162,7 @@ class ActiveJobs:
         if not member.running:
             member.blocks = blocks
         self._output.observe(turn.request.num_output_tokens * self._facts.blocks_per_token)
-        self._pace.on_turn(now - turn.arrived_at)
+        self.pace.on_turn(now - turn.arrived_at, now - turn.hold.ended_at)
         if turn.job is None or (over and not member.running):
             self.on_over(job)
         elif gone and not member.running:
@@ -206,7 +207,7 @@ class ActiveJobs:
         away_s = now - member.since
         forecast = self._gap_forecast(key)
         if forecast is None:
-            return unforecast_chance(away_s, self._pace.gap_s, pinned=key in self._pins)
+            return unforecast_chance(away_s, self.pace.gap_s, pinned=key in self._pins)
         return soon_chance(forecast, away_s, self._scopes.of(key).returns.share)
 
     # -- what they take -------------------------------------------------------------------
@@ -260,7 +261,7 @@ class ActiveJobs:
         Those that started after it are left out: room is first theirs who started first.
         """
         self._count()
-        away = 1 - self._pace.vram_share(0.0)
+        away = 1 - self.pace.vram_share(0.0)
         place = self._places.get(job) if job in self._members else None
         first = place + 1 if place is not None else None
         return self._demand.peak(first=first) + away * blocks
@@ -281,7 +282,7 @@ class ActiveJobs:
         return sum(
             member.blocks
             * self._chance(key, member, now)
-            * self._pace.vram_share(now - member.since)
+            * self.pace.vram_share(now - member.since)
             for key, member in self._members.items()
             if not (member.running or key in self._pins)
         )
@@ -341,7 +342,7 @@ class ActiveJobs:
         if member.running:
             return running_demand(member.blocks, grows, left, shared)
         away_s = now - member.since
-        vram_share = 1.0 if key in self._pins else self._pace.vram_share(away_s)
+        vram_share = 1.0 if key in self._pins else self.pace.vram_share(away_s)
         return away_demand(
             member.blocks,
             grows,

@@ -2,7 +2,8 @@
 
 A job is held until its working set fits, beside those of the active jobs, into VRAM, or with all
 the others into CPU memory, the engine is idle, or it has waited for as long as a client may be left
-waiting. A turn is *new* until one of its job has had blocks. The rules are in
+waiting. It is let in as well where what has to go for it comes back sooner than the job's own turn
+would. A turn is *new* until one of its job has had blocks. The rules are in
 ``policies.admission.holding``.
 
 A job that has started is never held behind new ones. But jobs grow, and some were let in because
@@ -23,15 +24,19 @@ from tiered_kv.policies.admission.holding import (
     Room,
     fits,
     gives_too_little,
+    had_better_wait,
     is_overdue,
     is_settled,
     may_wait,
+    overflow,
 )
+from tiered_kv.policies.admission.job_demand import mean_context
 from tiered_kv.policies.admission.working_set import JobDemand, JobForecast, Overcommit
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 
 from .active_jobs import ActiveJobs
+from .restore_price import RestorePrice
 
 
 class Admission:
@@ -44,6 +49,7 @@ class Admission:
         turns: the live requests.
         gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
         job_forecast: forecast of how jobs go on.
+        restore_price: tells what requests lose while contexts come back.
         clock: monotonic seconds.
 
     Attributes:
@@ -63,6 +69,7 @@ class Admission:
         turns: LiveTurns,
         gap_forecast: Callable[[JobKey], Forecast | None],
         job_forecast: JobForecast,
+        restore_price: RestorePrice,
         clock: Callable[[], float],
     ) -> None:
         self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
@@ -70,6 +77,7 @@ class Admission:
         self.refused = self.delayed = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
+        self._restore_price = restore_price
         self._pool = pool
         self._slots = slots
         self._turns = turns
@@ -108,6 +116,7 @@ class Admission:
     def on_started(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
         self._settled(turn)
+        turn.hold.ended_at = self._clock()
         job, unit = _job_of(turn), self._facts.hit_tokens
         if job not in self.jobs:
             self.jobs.on_started(job, turn)
@@ -196,15 +205,30 @@ class Admission:
         self._changed = True
 
     def _fits(self, need: JobDemand, salt: str) -> bool:
-        """True if a new job has room."""
-        peak = self.jobs.peak(need, salt=salt)
+        """True if a new job has room, or makes it at a price that is lower than its own wait."""
+        room, peak = self._room, self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
-        return fits(self._room, peak, whole)
+        if fits(room, peak, whole):
+            return True
+        context = mean_context(need)
+        displaced = min(context, overflow(room, peak, whole))
+        per_token = self._facts.blocks_per_token
+        tokens = int(context / per_token) if per_token else 0
+        return not self._costs_more(tokens, displaced)
+
+    def _costs_more(self, tokens: int, blocks: float) -> bool:
+        """True if blocks of a context hold others up for longer, each time they come back, than a
+        turn and its gap take."""
+        lost_s = self._restore_price.lost_s(tokens, blocks)
+        return had_better_wait(lost_s, self.jobs.pace.cycle_s)
 
     def _behind_older(self, turn: Turn) -> bool:
-        """True if the jobs that started before a turn's leave its context no room."""
+        """True if the jobs that started before a turn's leave its context no room, and it is dear
+        to bring back."""
         job = _job_of(turn)
-        return job in self.jobs and not self.jobs.leave_room(job, self._room)
+        if job not in self.jobs or self.jobs.leave_room(job, self._room):
+            return False
+        return self._costs_more(turn.request.num_prompt_tokens, math.inf)
 
     @property
     def _room(self) -> Room:

@@ -11,10 +11,13 @@ from tiered_kv.policies.admission.holding import (
     Room,
     fits,
     gives_too_little,
+    had_better_wait,
     is_overdue,
     is_settled,
     leaves_room,
+    lost_s,
     may_wait,
+    overflow,
 )
 
 ROOM = Room(vram=100, cpu=200)
@@ -95,3 +98,26 @@ def test_too_little_is_given_out_if_nobody_wants_what_is_free_beside_a_held_job(
     assert not gives_too_little(free=20, need=10.0, loose=0.0)
     assert gives_too_little(free=21, need=10.0, loose=0.0)
     assert not gives_too_little(free=21, need=10.0, loose=1.0), "a job that is away comes back"
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), blocks, blocks)
+def test_what_has_no_place_is_what_does_not_fit(
+    vram: int, cpu: int, peak: float, elsewhere: float
+) -> None:
+    room, anywhere = Room(vram, cpu), peak + elsewhere
+    if not fits(room, peak, anywhere):
+        assert overflow(room, peak, anywhere) > 0
+    if not overflow(room, peak, anywhere):
+        assert fits(room, peak, anywhere)
+
+
+def test_kv_that_is_computed_again_holds_up_all_who_run_and_a_copy_one() -> None:
+    assert lost_s(2.0, None, running=4) == 8.0
+    assert lost_s(2.0, None, running=0) == 2.0, "the request itself, at least"
+    assert lost_s(2.0, 3.0, running=4) == 3.0
+    assert lost_s(2.0, 3.0, running=1) == 2.0, "a slow disk is left aside"
+
+
+def test_a_job_waits_only_where_its_turn_would_cost_others_more_than_it_waits() -> None:
+    assert had_better_wait(10.1, cycle_s=10.0)
+    assert not had_better_wait(10.0, cycle_s=10.0)

@@ -11,6 +11,7 @@ from tiered_kv.policies.admission.job_demand import (
     TurnPace,
     away_demand,
     is_waited_for,
+    mean_context,
     running_demand,
 )
 from tiered_kv.policies.admission.working_set import JobDemand
@@ -50,10 +51,21 @@ def test_before_the_first_turn_ended_jobs_are_taken_to_need_vram_all_the_time() 
 
 def test_a_job_needs_vram_for_its_turns() -> None:
     pace = TurnPace()
-    pace.on_turn(2.0)
+    pace.on_turn(2.0, served_s=1.5)
     pace.on_gap(6.0)
     assert pace.vram_share(0.0) == 0.25
     assert pace.vram_share(18.0) == pytest.approx(0.1), "it has been away for longer than most"
+
+
+def test_a_turn_comes_back_after_it_was_served_and_its_gap_is_over() -> None:
+    pace = TurnPace()
+    pace.on_turn(10.0, served_s=2.0)
+    pace.on_gap(6.0)
+    assert pace.cycle_s == 8.0, "its wait for blocks is no part of that"
+
+
+def test_the_mean_context_lies_between_the_first_and_the_last() -> None:
+    assert mean_context(JobDemand(10.0, 2.0, 4.0)) == 14.0
 
 
 def test_what_one_client_leaves_open_does_not_make_gaps_long() -> None:
@@ -71,7 +83,7 @@ def test_a_job_needs_vram_the_less_the_longer_it_is_away(
 ) -> None:
     pace = TurnPace()
     for seconds in turns:
-        pace.on_turn(seconds)
+        pace.on_turn(seconds, seconds)
     for seconds in gaps:
         pace.on_gap(seconds)
     assert 0 <= pace.vram_share(away_s + more_s) <= pace.vram_share(away_s) <= 1

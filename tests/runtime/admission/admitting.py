@@ -15,13 +15,22 @@ TOKENS, BLOCKS = 300, 64
 def holding_rig(
     make_rig: MakeRig, *, in_job_order: bool, priority: bool = False, **settings: Any
 ) -> Rig:
-    return make_rig(
+    """A rig on which contexts are dear to compute again, so that jobs are held for lack of room."""
+    rig = make_rig(
         blocks=BLOCKS,
         max_model_len=512,
         extra={"cpu_gib": 0.0, "admission": "auto", **settings},
         in_job_order=in_job_order,
         policy="priority" if priority else "fcfs",
     )
+    prefills_take(rig, 1e3)
+    return rig
+
+
+def prefills_take(rig: Rig, token_s: float) -> None:
+    """Have a prefill taken to last so many seconds a token, whatever is measured."""
+    fit = rig.half.gaps.prefills.fit
+    vars(fit)["seconds"] = lambda behind, tokens: token_s * tokens
 
 
 def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed: int = 0) -> None:

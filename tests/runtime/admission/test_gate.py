@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runtime.admission.admitting import BLOCKS, TOKENS, begin, holding_rig, running
+from tests.runtime.admission.admitting import (
+    BLOCKS,
+    TOKENS,
+    begin,
+    holding_rig,
+    prefills_take,
+    running,
+)
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.admission.job_demand import AWAY_S
 from tiered_kv.policies.admission.working_set import MOST
@@ -221,6 +229,40 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
         begin(rig, "d", tokens=60)
         assert rig.gate.demand() + 5 < BLOCKS - 1
         assert rig.held() == waiting
+        rig.run()
+        rig.check_clean()
+
+
+def test_a_job_is_let_in_where_what_goes_for_it_comes_back_soon(make_rig: MakeRig) -> None:
+    """Turns and their gaps take some seconds here, whatever prefills take."""
+    for token_s, waiting in ((1e3, ["d"]), (1e-6, [])):
+        rig = after_a_turn(make_rig)
+        prefills_take(rig, token_s)
+        rig.now += 5
+        for name in "abc":
+            goes_on(rig, name)
+            rig.now += 1
+            rig.step()
+        begin(rig, "d")
+        assert rig.held()[-1:] == waiting
+        rig.run()
+        rig.check_clean()
+
+
+def test_a_job_is_let_in_where_what_goes_for_it_comes_up_from_ssd(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """However dear it would be to compute again."""
+    ssd = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
+    for tiers, waiting in (({}, ["d"]), (ssd, [])):
+        rig = after_a_turn(make_rig, **tiers)
+        rig.now += 5
+        for name in "abc":
+            goes_on(rig, name)
+            rig.now += 1
+            rig.step()
+        begin(rig, "d")
+        assert rig.held()[-1:] == waiting
         rig.run()
         rig.check_clean()
 

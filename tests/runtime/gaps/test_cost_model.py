@@ -22,7 +22,7 @@ from tiered_kv.layout import Placement, page_layout
 from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.unpinned import Lru
-from tiered_kv.policies.pricing.estimators import TOP_PRICE
+from tiered_kv.policies.pricing.estimators import PRICE
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.cpu import CpuTransfer
@@ -72,7 +72,7 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
     for _ in range(10):
         rig.step()
     rig.half.measure_demand()
-    assert rig.costs(320).vram_price == TOP_PRICE
+    assert rig.costs(320).vram_price == PRICE
     rig.run()
     rig.now += 120.0
     rig.half.measure_demand()
