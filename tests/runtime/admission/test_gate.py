@@ -253,7 +253,7 @@ def test_a_job_is_let_in_where_what_goes_for_it_comes_up_from_ssd(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """However dear it would be to compute again."""
-    ssd = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
+    ssd: dict[str, Any] = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
     for tiers, waiting in (({}, ["d"]), (ssd, [])):
         rig = after_a_turn(make_rig, **tiers)
         rig.now += 5
