@@ -33,6 +33,7 @@ from tiered_kv.bench.sim.engine.machines import GPUS
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server
 from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
+from tiered_kv.bench.sim.study.folds import SEEDS, every_fold, run_folds
 from tiered_kv.bench.sim.study.plot import plot
 from tiered_kv.bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
 from tiered_kv.bench.sim.study.report import report
@@ -131,6 +132,29 @@ def table(
 ) -> None:
     """Run one of the published tables."""
     finish(lambda: carry_out(TABLES[name](), processes, out, as_json=as_json))
+
+
+@app.command()
+def folds(
+    seeds: Annotated[int, typer.Option(help="Runs of a cell, each with a seed.")] = len(SEEDS),
+    traces: Traces = TRACES,
+    processes: Processes = CORES,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Compare with every other policy on machines, jobs and seeds that nothing was tuned on."""
+
+    def compared() -> int:
+        def tell(what: str) -> None:
+            print(what, file=sys.stderr, flush=True)
+
+        chosen = SEEDS[:seeds]
+        with only_result_on_stdout(), Bench(processes, out / "cells") as bench:
+            result = run_folds(every_fold(str(traces / SESSIONS)), bench, tell, chosen)
+        _say(result, as_json=as_json)
+        return 0
+
+    finish(compared)
 
 
 @app.command()

@@ -1,0 +1,64 @@
+"""A fold tells how ours does against the best of the others, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.bench.sim.servers.servers import server
+from tiered_kv.bench.sim.study.cells import Bench, Place, Source
+from tiered_kv.bench.sim.study.folds import Fold, Ratio, every_fold, run_folds
+
+seconds = st.floats(0.1, 1e4)
+
+
+def test_there_are_at_most_eight_folds_of_both_kinds_of_jobs_with_and_without_tiers() -> None:
+    folds = every_fold("recording")
+    assert len(folds) <= 8
+    assert {fold.source.workload for fold in folds} == {"coding-agents", "swe-agent"}
+    for workload in ("coding-agents", "swe-agent"):
+        tiers = {bool(fold.tiers) for fold in folds if fold.source.workload == workload}
+        assert tiers == {False, True}
+
+
+def test_every_other_server_has_the_same_tiers_but_for_the_bound() -> None:
+    for fold in every_fold("recording"):
+        *compared, bound = map(server, fold.servers())
+        assert {(one.cpu, one.ssd) for one in compared} == {
+            ("cpu" in fold.tiers, "ssd" in fold.tiers)
+        }
+        assert bound.infinite
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=6))
+def test_the_interval_lies_around_the_ratio(pairs: list[tuple[float, float]]) -> None:
+    ours, theirs = zip(*pairs, strict=True)
+    found = Ratio.of(ours, theirs)
+    assert found.low <= found.value * (1 + 1e-9)
+    assert found.value <= found.high * (1 + 1e-9)
+    back = Ratio.of(theirs, ours)
+    assert found.value * back.value == pytest.approx(1.0)
+    assert found.low * back.high == pytest.approx(1.0)
+
+
+def test_the_interval_is_students() -> None:
+    found = Ratio.of([math.e, 1.0, 1.0], [1.0, 1.0, 1.0])
+    assert found.value == pytest.approx(math.exp(1 / 3))
+    assert found.high / found.value == pytest.approx(math.exp(4.303 / 3))
+
+
+def test_a_small_fold_is_run_and_told() -> None:
+    """Ours and the others on jobs of a few turns; the best of the others is named."""
+    fold = Fold(Place("rtx4090-24", "llama-3.1-8b", pool_tokens=16_000), Source("original", 8), "")
+    with Bench(1, None) as bench:
+        result = run_folds([fold], bench, lambda _: None, seeds=[0, 1])
+    (row,) = result["folds"]
+    assert set(row["mean_s"]) == set(fold.servers())
+    assert row["best_other"] in fold.servers()[2:-1]
+    assert row["mean_s"][row["best_other"]] == min(
+        row["mean_s"][name] for name in fold.servers()[2:-1]
+    )
+    assert result["geomean_over_best"] == pytest.approx(row["over_best"]["value"])
