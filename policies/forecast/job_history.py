@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from tiered_kv.policies.base import JobKey, TurnEnd
 
 from .compiled import array, compiled
-from .job_moments import Moments
+from .job_moments import RECENT_DECAY, Moments
 from .ranks import EVEN, KNOTS
 
 Array = NDArray[np.float64]
 
-RECENT_DECAY = 0.8
-"""Decay of a gap's weight with each later gap, among the job's recent gaps."""
 SIMILAR_DECAY = 0.97
 """Decay of a gap's weight with each later gap, among gaps after answers of similar length."""
 SIMILAR_SIGMA = 0.3

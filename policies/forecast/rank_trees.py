@@ -25,9 +25,12 @@ MAX_SAMPLES = 32_768
 """Gaps kept as samples, the latest ones: 7 MiB."""
 ENOUGH = 2_000
 """Gaps before the first trees are grown: fewer do not help."""
+FRESH = 0.1
+"""Share of the samples that must be new before trees are grown again."""
 HELD_OUT = 0.2
 """Share of the samples, the latest, that say how many trees help."""
 MAX_TREES = 200
+"""Trees that are tried; a decision walks through all that were found to help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class RankTrees:
     def __init__(self) -> None:
         self._rows: Array = np.zeros((MAX_SAMPLES, FEATURES))
         self._ranks: Array = np.zeros((MAX_SAMPLES, len(KNOTS)))
-        self._seen = 0
+        self._seen = self._tried_at = 0
         self._trees: Trees | None = None
         self._judged: Trees | None = None
         self._gain = 0.0
@@ -92,13 +95,15 @@ class RankTrees:
 
     def refit(self) -> bool:
         """Grow trees from the last gaps, in some seconds. Returns False, and changes nothing, with
-        too few gaps (less than half of those that the present trees know, too), or if trees do not
-        help."""
-        count = min(self._seen, MAX_SAMPLES)
+        too few gaps (less than half of those that the present trees know, too), with few new ones,
+        or if trees do not help."""
+        seen = self._seen
+        count = min(seen, MAX_SAMPLES)
         known = self._trees.samples if self._trees else 0
-        if count < max(ENOUGH, known / 2):
+        if count < max(ENOUGH, known / 2) or seen - self._tried_at < FRESH * count:
             return False
-        order = np.arange(self._seen - count, self._seen) % MAX_SAMPLES
+        self._tried_at = seen
+        order = np.arange(seen - count, seen) % MAX_SAMPLES
         trees = _grown(self._rows[order], self._ranks[order])
         if trees is None:
             return False
@@ -128,6 +133,8 @@ class RankTrees:
         if saved is None:
             return made
         splits = numbers(entry(saved, "splits"), -1, DEPTH)
+        if len(splits) > MAX_TREES:
+            raise ValueError("more trees than a decision has time for")
         features = numbers(entry(saved, "features"), *splits.shape).astype(np.intp)
         leaves = numbers(entry(saved, "leaves"), len(splits), 1 << DEPTH, len(KNOTS))
         samples = numbers(entry(saved, "samples"), least=0)

@@ -61,6 +61,12 @@ def test_a_few_gaps_grow_no_trees() -> None:
     assert model.dump()["trees"] is None
 
 
+def test_trees_are_not_grown_again_from_the_same_gaps() -> None:
+    model = taught()
+    assert model.refit()
+    assert not model.refit()
+
+
 def test_where_a_moment_says_nothing_trees_stay_few() -> None:
     rng = np.random.default_rng(0)
     bins = rng.integers(0, boosting.BINS, (FEATURES, 4000)).astype(np.uint8)
@@ -128,6 +134,7 @@ def spoilt() -> list[Any]:
         spoil("features", (asked - FEATURES).tolist()),
         spoil("features", asked[:-1].tolist()),
         spoil("leaves", []),
+        {key: (good[key] * 200 if key != "samples" else 1) for key in good},
         spoil("samples", -1),
         spoil("samples", [1]),
         {"features": [], "splits": [], "leaves": [], "samples": 1},
@@ -160,10 +167,10 @@ def test_features_are_numbers_whatever_the_turns_were(
 
 def test_a_job_s_last_gaps_come_latest_first() -> None:
     moments = Moments()
-    assert moments.features(turn_end())[8 : 8 + LAST] == [UNKNOWN] * LAST
+    assert moments.features(turn_end())[4 : 4 + LAST] == [UNKNOWN] * LAST
     for gap_s in range(1, LAST + 2):
         moments.observe(turn_end(), gap_s)
-    last = moments.features(turn_end())[8 : 8 + LAST]
+    last = moments.features(turn_end())[4 : 4 + LAST]
     assert [round(math.exp(x)) for x in last] == list(range(LAST + 1, 1, -1))
 
 
