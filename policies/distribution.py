@@ -39,6 +39,7 @@ everything beyond."""
 
 _EDGES = np.concatenate([[0.0], GRID])
 _WIDTHS = np.diff(_EDGES)
+_HALF_WIDTHS = _WIDTHS / 2
 
 CELL_LOG_S: Array = np.log(np.concatenate([[0.03], np.sqrt(GRID[:-1] * GRID[1:]), [GRID[-1] * 2]]))
 """Log of a typical gap of each cell, in seconds. Shape (cells,)."""
@@ -48,6 +49,15 @@ CELL_LOG_S.flags.writeable = False
 def cell_of(gap_s: float) -> int:
     """Return the cell of a gap."""
     return bisect_left(_POINTS, gap_s)
+
+
+def masses_of(cdf: Array) -> Array:
+    """Return the probability of each cell. ``cdf``: of a forecast. Shape (cells,)."""
+    masses = np.empty(CELLS)
+    masses[:-1] = cdf
+    masses[-1] = 1.0
+    masses[1:] -= cdf
+    return masses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +85,12 @@ class Forecast:
     @classmethod
     def of_masses(cls, masses: Array) -> Forecast:
         """Build a forecast from the probability of each cell. ``masses``: shape (cells,), sum 1."""
-        return cls(np.minimum(np.cumsum(masses[:-1]), 1.0))
+        return cls(np.minimum(masses[:-1].cumsum(), 1.0))
 
     @property
     def masses(self) -> Array:
         """The probability of each cell. Shape (cells,)."""
-        masses = np.empty(CELLS)
-        masses[:-1] = self.cdf
-        masses[-1] = 1.0
-        masses[1:] -= self.cdf
-        return masses
+        return masses_of(self.cdf)
 
     @property
     def held_s(self) -> Array:
@@ -93,12 +99,11 @@ class Forecast:
         It is the integral of P(X > t), which is linear between the points.
         """
         later = 1.0 - self.cdf
-        steps = later.copy()
-        steps[1:] += later[:-1]
-        steps[0] += 1.0
-        steps *= _WIDTHS
-        steps *= 0.5
-        return np.cumsum(steps)
+        steps = later * _HALF_WIDTHS
+        steps[1:] += later[:-1] * _HALF_WIDTHS[1:]
+        steps[0] += _HALF_WIDTHS[0]
+        held_s: Array = steps.cumsum()
+        return held_s
 
     def within(self, t: float) -> float:
         """P(X <= t), t in seconds."""

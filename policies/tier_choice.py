@@ -34,8 +34,9 @@ def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
     decided = unpriced(turn)
     if decided is not None:
         return decided
-    wait_s = best_wait(forecast, costs.benefit_s, costs.vram_price)
-    kind = gap_class(wait_s, costs.benefit_s)
+    benefit_s = costs.benefit_s
+    wait_s = best_wait(forecast, benefit_s, costs.vram_price)
+    kind = gap_class(wait_s, benefit_s)
     if kind is not GapClass.SLOW:
         return Decision(Tier.PIN, wait_s, kind, forecast)
     tier = without_pin(costs, forecast.quantile(0.5))

@@ -5,7 +5,7 @@ What a file is, its content says and not its name:
 - coding-agent sessions (JSON lines with ``reqs``): a gap counts if both of its ends were recorded.
   No tool is named. An answer that called none (``end_turn``) waits for a person, which a server
   reads in the answer; of all others the tool is not known. Sub-agents are sessions of their own,
-  on their parent's side of the split. Copies (``dup``) are left out.
+  in their parent's fold. Copies (``dup``) are left out.
 - request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): from request
   to request, so a gap is the model's time and the tool's. The tool is read in the answer, tokens
   are taken for four characters each.
@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import csv
 import gzip
-import hashlib
 import io
 import json
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -51,17 +50,30 @@ class Session:
     """One job.
 
     Attributes:
-        split_by: whose hash says whether it is learned from or tested on.
+        split_by: id whose hash says which fold it is in: its own, or its parent's.
         gaps: in their order; never empty.
+        model: name of the model that served most of it; empty if it was not recorded.
     """
 
     split_by: str
     gaps: Sequence[Gap]
+    model: str = ""
 
     @property
-    def is_learned_from(self) -> bool:
-        """True for half of the sessions: those whose id has an even second byte in its SHA-256."""
-        return hashlib.sha256(self.split_by.encode()).digest()[1] % 2 == 0
+    def names_tools(self) -> bool:
+        """True if the client said which tool it used, anywhere."""
+        return any(gap.turn.tool not in (None, NO_TOOL) for gap in self.gaps)
+
+    def without_tools(self) -> Session:
+        """The same from a client that says nothing of its tools. That an answer calls none, a
+        server sees in the answer."""
+        return replace(self, gaps=[_without_tool(gap) for gap in self.gaps])
+
+
+def _without_tool(gap: Gap) -> Gap:
+    if gap.turn.tool in (None, NO_TOOL):
+        return gap
+    return Gap(replace(gap.turn, tool=None), gap.gap_s)
 
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
@@ -103,10 +115,16 @@ def _agent_sessions(rows: Iterable[Row]) -> Iterable[Session]:
         if row.get("dup"):
             continue
         main = [request for request in row["reqs"] if request.get("k") != "sub"]
-        yield Session(row["id"], _agent_gaps(row["id"], main))
+        yield _agent_session(row["id"], row["id"], main)
         for sub in row["reqs"]:
             if sub.get("k") == "sub":
-                yield Session(row["id"], _agent_gaps(f"{row['id']}/{sub['id']}", sub["reqs"]))
+                yield _agent_session(row["id"], f"{row['id']}/{sub['id']}", sub["reqs"])
+
+
+def _agent_session(split_by: str, name: str, requests: Sequence[Row]) -> Session:
+    models = Counter(str(request.get("m") or "") for request in requests)
+    model = models.most_common(1)[0][0] if models else ""
+    return Session(split_by, _agent_gaps(name, requests), model)
 
 
 def _agent_gaps(name: str, requests: Sequence[Row]) -> list[Gap]:

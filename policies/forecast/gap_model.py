@@ -1,8 +1,8 @@
-"""Forecast of the gap after a turn: by its tool, then corrected for its job and its tokens.
+"""Forecast of the gap after a turn: by its tool, then corrected for its job and for the moment.
 
-The constants of ``job_history`` and ``token_correction`` were chosen by cross-validation over
-recorded coding-agent sessions, half of which were set aside. The results hardly change with any of
-them.
+The constants of ``job_history``, ``history_correction``, ``job_moments`` and ``rank_trees`` were
+chosen by cross-validation over recorded coding-agent sessions: see docs/benchmarks.md. The results
+hardly change with any of them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from tiered_kv.policies.base import ToolUse, TurnEnd
 from tiered_kv.policies.distribution import CELLS, Forecast, cell_of
 
+from .history_correction import HistoryCorrection, features_of
 from .job_history import JobHistory
 from .learned_rules import LearnedRules
+from .rank_trees import RankTrees
 from .ranks import at_knots, ranks_of
 from .saved_state import check_version, entry
-from .token_correction import TokenCorrection, features_of
 from .tool_hierarchy import ToolHierarchy
 
 Array = NDArray[np.float64]
 
-VERSION = 1
+VERSION = 2
 """Version of the saved state. The grid, the rank knots and the features are part of it."""
 
 
@@ -35,30 +36,34 @@ class GapModel:
     def __init__(self) -> None:
         self._tools = ToolHierarchy()
         self._jobs = JobHistory()
-        self._correction = TokenCorrection()
+        self._correction = HistoryCorrection()
+        self._trees = RankTrees()
         self._learned = LearnedRules()
 
     def forecast(self, turn: TurnEnd) -> Forecast:
         """Forecast the gap after a turn. Does not mutate."""
-        past = self._jobs.past(turn.job, turn.output_tokens)
-        masses = self._by_tool(turn.tool)
-        return Forecast.of_masses(self._correction.corrected(masses, features_of(turn, past)))
+        past = self._jobs.past(turn)
+        masses = self._correction.corrected(self._by_tool(turn.tool), features_of(past))
+        return Forecast.of_masses(self._trees.corrected(masses, past.moments.features(turn)))
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         """Learn from a gap, as in ``TurnPolicy.observe``. Impossible gaps are ignored."""
         if not 0 <= gap_s < math.inf:
             return
-        masses = self._by_tool(turn.tool)
-        features = features_of(turn, self._jobs.past(turn.job, turn.output_tokens))
+        past = self._jobs.past(turn)
+        masses, features = self._by_tool(turn.tool), features_of(past)
+        corrected = self._correction.corrected(masses, features)
+        moment = past.moments.features(turn)
         if ended:
             cells = np.zeros(CELLS)
             cells[cell_of(gap_s)] = 1.0
             self._let_trees_learn(turn.tool, gap_s)
         else:
-            corrected = Forecast.of_masses(self._correction.corrected(masses, features))
-            cells = corrected.after(gap_s).masses
-        self._correction.observe(masses, features, cells)
-        self._jobs.observe(turn.job, turn.output_tokens, at_knots(ranks_of(masses), cells))
+            forecast = Forecast.of_masses(self._trees.corrected(corrected, moment))
+            cells = forecast.after(gap_s).masses
+        self._correction.observe(masses, features, cells - corrected)
+        self._trees.observe(corrected, moment, cells)
+        self._jobs.observe(turn, gap_s, at_knots(ranks_of(masses), cells))
         self._tools.observe(turn.tool, cells)
 
     def _by_tool(self, tool: ToolUse | None) -> Array:
@@ -76,9 +81,10 @@ class GapModel:
         self._learned.observe(tool, gap_s)
 
     def refit(self) -> bool:
-        """Regrow the trees if the extra ``learned`` is installed (see ``LearnedRules``). May run
-        on another thread, beside all other calls."""
-        return self._learned.refit()
+        """Regrow the trees, those over commands only if the extra ``learned`` is installed (see
+        ``LearnedRules``). May run on another thread, beside all other calls."""
+        by_command = self._learned.refit()
+        return self._trees.refit() or by_command
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON, without the history of single jobs."""
@@ -86,6 +92,7 @@ class GapModel:
             "version": VERSION,
             "tools": self._tools.dump(),
             "tilt": self._correction.dump(),
+            "trees": self._trees.dump(),
             "learned": self._learned.dump(),
         }
 
@@ -97,6 +104,7 @@ class GapModel:
         """
         check_version(learned, VERSION)
         tools = ToolHierarchy.loaded(entry(learned, "tools"))
-        correction = TokenCorrection.loaded(entry(learned, "tilt"))
-        trees = LearnedRules.loaded(entry(learned, "learned"))
-        self._tools, self._correction, self._learned = tools, correction, trees
+        correction = HistoryCorrection.loaded(entry(learned, "tilt"))
+        trees = RankTrees.loaded(entry(learned, "trees"))
+        rules = LearnedRules.loaded(entry(learned, "learned"))
+        self._tools, self._correction, self._trees, self._learned = tools, correction, trees, rules

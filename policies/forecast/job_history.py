@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numba import float64  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.base import JobKey, TurnEnd
 
+from .compiled import array, compiled
+from .job_moments import RECENT_DECAY, Moments
 from .ranks import EVEN, KNOTS
 
 Array = NDArray[np.float64]
 
-RECENT_DECAY = 0.8
-"""Decay of a gap's weight with each later gap, among the job's recent gaps."""
 SIMILAR_DECAY = 0.97
 """Decay of a gap's weight with each later gap, among gaps after answers of similar length."""
 SIMILAR_SIGMA = 0.3
@@ -32,35 +33,32 @@ MAX_GAPS = 64
 MAX_JOBS = 4096
 """Jobs remembered, about 5 KiB each. The least recently active job is forgotten first."""
 
-_AGES = np.arange(MAX_GAPS)[::-1]
-_WEIGHTS = np.stack([RECENT_DECAY**_AGES, SIMILAR_DECAY**_AGES]).astype(np.float64)
 
-
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(NamedTuple):
     """A job's history, as seen from the end of a turn.
 
     Attributes:
         recent, similar: log of how much more often than evenly the ranks fell at each knot, in the
             recent gaps and in those after answers of similar length. Shape (knots,).
-        recent_weight, similar_weight: ln(1 + weight of these gaps).
+        moments: what all turns of the job were like; may change with the job's next gap.
     """
 
     recent: Array
     similar: Array
-    recent_weight: float = 0.0
-    similar_weight: float = 0.0
+    moments: Moments
 
 
-NO_PAST = Past(np.zeros(len(KNOTS)), np.zeros(len(KNOTS)))
+NO_PAST = Past(np.zeros(len(KNOTS)), np.zeros(len(KNOTS)), Moments())
 
 
 class _Job:
-    __slots__ = ("log_lengths", "ranks")
+    __slots__ = ("log_lengths", "moments", "ranks", "recent")
 
     def __init__(self) -> None:
+        self.moments = Moments()
         self.log_lengths = np.empty(0)
         self.ranks = np.empty((0, len(KNOTS)))
+        self.recent = NO_PAST.recent
 
 
 class JobHistory:
@@ -69,31 +67,59 @@ class JobHistory:
     def __init__(self) -> None:
         self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
 
-    def past(self, job: JobKey | None, output_tokens: int) -> Past:
-        """Return the job's history for a turn with an answer of ``output_tokens``. Does not
-        mutate."""
-        found = self._jobs.get(job) if job else None
+    def past(self, turn: TurnEnd) -> Past:
+        """Return the history of a turn's job, as seen from the turn's end. Does not mutate."""
+        found = self._jobs.get(turn.job) if turn.job else None
         if found is None:
             return NO_PAST
-        off = (found.log_lengths - math.log1p(max(output_tokens, 0))) / SIMILAR_SIGMA
-        weights = _WEIGHTS[:, -len(off) :].copy()
-        weights[1] *= np.exp(-0.5 * off * off)
-        totals = weights.sum(axis=1)
-        shares = weights @ found.ranks
-        shares += PRIOR_WEIGHT * EVEN
-        shares /= (totals + PRIOR_WEIGHT)[:, None] * EVEN
-        recent, similar = np.log(shares)
-        recent_weight, similar_weight = np.log1p(totals).tolist()
-        return Past(recent, similar, recent_weight, similar_weight)
+        similar = _similar(found.log_lengths, _log_length(turn), found.ranks)
+        return Past(found.recent, similar, found.moments)
 
-    def observe(self, job: JobKey | None, output_tokens: int, at_knots: Array) -> None:
-        """Add the rank of the gap after a turn. ``at_knots``: shape (knots,), sum 1."""
+    def observe(self, turn: TurnEnd, gap_s: float, at_knots: Array) -> None:
+        """Add the gap after a turn, and its rank. ``at_knots``: shape (knots,), sum 1."""
+        job = turn.job
         if job is None:
             return
         found = self._jobs.setdefault(job, _Job())
         self._jobs.move_to_end(job)
-        length = math.log1p(max(output_tokens, 0))
-        found.log_lengths = np.append(found.log_lengths, length)[-MAX_GAPS:]
+        found.moments.observe(turn, gap_s)
+        found.log_lengths = np.append(found.log_lengths, _log_length(turn))[-MAX_GAPS:]
         found.ranks = np.vstack([found.ranks, at_knots])[-MAX_GAPS:]
+        found.recent = _recent(found.ranks)
         while len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
+
+
+_NUMBERS = array(float64, 1)
+_RANKS = array(float64, 2)
+_VIEW = array(float64, 1, written=True)
+
+
+@compiled(_VIEW, _NUMBERS, float64, _RANKS)
+def _similar(log_lengths: Array, log_length: float, ranks: Array) -> Array:
+    shares = PRIOR_WEIGHT * EVEN
+    total = PRIOR_WEIGHT
+    for age in range(len(ranks)):
+        gap = len(ranks) - 1 - age
+        off = (log_lengths[gap] - log_length) / SIMILAR_SIGMA
+        weight = SIMILAR_DECAY**age * np.exp(-off * off / 2)
+        total += weight
+        for knot in range(len(EVEN)):
+            shares[knot] += weight * ranks[gap, knot]
+    return np.log(shares / (total * EVEN))
+
+
+@compiled(_VIEW, _RANKS)
+def _recent(ranks: Array) -> Array:
+    shares = PRIOR_WEIGHT * EVEN
+    total = PRIOR_WEIGHT
+    for age in range(len(ranks)):
+        weight = RECENT_DECAY**age
+        total += weight
+        for knot in range(len(EVEN)):
+            shares[knot] += weight * ranks[len(ranks) - 1 - age, knot]
+    return np.log(shares / (total * EVEN))
+
+
+def _log_length(turn: TurnEnd) -> float:
+    return math.log1p(max(turn.output_tokens, 0))

@@ -52,7 +52,9 @@ class NormalInverseGamma:
         """P(ln X <= ``log_s``) for the next X: Student-t with 2 alpha degrees of freedom at mu,
         scale sqrt(beta (lam + 1) / (alpha lam))."""
         scale = math.sqrt(self.beta * (self.lam + 1) / (self.alpha * self.lam))
-        return student_t_cdf((log_s - self.mu) / max(scale, 1e-6), 2 * self.alpha)
+        z = log_s - self.mu
+        z /= max(scale, 1e-6)
+        return student_t_cdf(z, 2 * self.alpha)
 
 
 _INVERSE_DF = np.linspace(0.0, 1.0, 41)
@@ -82,11 +84,13 @@ def _make_table() -> tuple[Array, Array]:
 
 
 _Z, _CDF = _make_table()
+_STEPS = np.diff(_CDF, axis=0)
 
 
 def student_t_cdf(z: Array, df: float) -> Array:
     """P(T <= z) of Student's t with ``df`` >= 1 degrees of freedom, to within 1e-4."""
     row = (len(_INVERSE_DF) - 1) / max(df, 1.0)
     low = min(int(row), len(_INVERSE_DF) - 2)
-    curve: Array = _CDF[low] + (row - low) * (_CDF[low + 1] - _CDF[low])
+    curve: Array = _STEPS[low] * (row - low)
+    curve += _CDF[low]
     return np.interp(z, _Z, curve)

@@ -7,7 +7,10 @@ a job whose tools are all slow has high ranks, whatever it runs.
 from __future__ import annotations
 
 import numpy as np
+from numba import float64  # type: ignore[import-untyped]
 from numpy.typing import NDArray
+
+from .compiled import array, compiled
 
 Array = NDArray[np.float64]
 
@@ -21,7 +24,9 @@ EVEN: Array = np.convolve(_STEPS, [0.5, 0.5])
 
 def ranks_of(masses: Array) -> Array:
     """Return the rank of the middle of each cell. ``masses``: probability of each cell."""
-    return np.cumsum(masses) - masses / 2
+    ranks: Array = masses.cumsum()
+    ranks -= masses * 0.5
+    return ranks
 
 
 def at_knots(ranks: Array, weights: Array) -> Array:
@@ -32,3 +37,24 @@ def at_knots(ranks: Array, weights: Array) -> Array:
     shared += np.bincount(low, weights - upper, len(KNOTS))
     shared[1:] += np.bincount(low, upper, len(KNOTS) - 1)
     return shared
+
+
+@compiled(array(float64, 1, written=True), array(float64, 1), array(float64, 1))
+def tilted(masses: Array, heights: Array) -> Array:
+    """Multiply the probability of each cell by exp(s), s linear in its rank between the knots, and
+    normalise. ``heights``: s at each knot. Shape (cells,)."""
+    made = np.empty_like(masses)
+    top = heights.max()
+    below = total = 0.0
+    knot = 0
+    for i in range(len(masses)):
+        rank = below + masses[i] / 2
+        below += masses[i]
+        while knot < len(KNOTS) - 2 and KNOTS[knot + 1] <= rank:
+            knot += 1
+        share = min((rank - KNOTS[knot]) / (KNOTS[knot + 1] - KNOTS[knot]), 1.0)
+        height = heights[knot] + share * (heights[knot + 1] - heights[knot])
+        made[i] = masses[i] * np.exp(height - top)
+        total += made[i]
+    made /= total
+    return made

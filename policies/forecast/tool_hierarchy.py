@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.policies.base import Rule, ToolUse
-from tiered_kv.policies.distribution import CELL_LOG_S, CELLS, GRID, Forecast
+from tiered_kv.policies.distribution import CELL_LOG_S, CELLS, GRID, Forecast, masses_of
 
 from .normal_inverse_gamma import NormalInverseGamma
 from .saved_state import entries, entry, numbers, words
@@ -107,13 +107,15 @@ class ToolHierarchy:
             deepest = node or _UNSEEN
         cdf = belief.cdf(_LOG_GRID)
         if deepest.seen >= HISTOGRAM_FROM:
-            total = deepest.histogram.sum()
-            share = total / (total + HISTOGRAM_FROM)
-            cdf += share * (np.cumsum(deepest.histogram[:-1]) / total - cdf)
-        forecast = Forecast(cdf)
+            empirical = deepest.histogram.cumsum()
+            total = float(empirical[-1])
+            # The share of the empirical distribution is total / (total + HISTOGRAM_FROM).
+            cdf *= HISTOGRAM_FROM
+            cdf += empirical[:-1]
+            cdf /= total + HISTOGRAM_FROM
         if tool is None:
-            return forecast.masses
-        forecast = forecast.between(tool.least_s, tool.most_s)
+            return masses_of(cdf)
+        forecast = Forecast(cdf).between(tool.least_s, tool.most_s)
         return _sharpened(forecast.masses, tool.expected_s)
 
     def observe(self, tool: ToolUse | None, cells: Array) -> None:

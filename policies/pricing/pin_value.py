@@ -33,11 +33,12 @@ def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
         vram_price: λ, seconds charged for a second in VRAM.
     """
     held_s = forecast.held_s
-    cost = vram_price * held_s
+    gains: Array = forecast.cdf * benefit_s
+    gains -= vram_price * held_s
     if vram_price < LATER_PRICE:
         later = held_s - forecast.held(max(benefit_s, LATER_S))
-        cost += (LATER_PRICE - vram_price) * np.maximum(later, 0.0)
-    return forecast.cdf * benefit_s - cost
+        gains -= (LATER_PRICE - vram_price) * np.maximum(later, 0.0)
+    return gains
 
 
 def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:

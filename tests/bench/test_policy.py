@@ -7,22 +7,23 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.common.paths import ROOT, TRACES
 from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
+from tiered_kv.bench.forecast.folds import Fold, fold_of, in_folds
 from tiered_kv.bench.forecast.gaps import Gap, Session, read_sources
-from tiered_kv.bench.policy import BENEFITS_S, OURS, Outcome, difference, measure, replay, utility
-from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
+from tiered_kv.bench.forecast.replay import BENEFITS_S, Outcome, difference, replay, utility
+from tiered_kv.bench.policy import OURS, measure
+from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import POLICIES
-
-TRACES = ROOT.parent / "shared" / "traces"
-LEARNED, TESTED = "d", "c"  # ids by the second byte of their SHA-256
 
 
 def session(name: str, *gaps: float) -> Session:
@@ -117,9 +118,44 @@ def test_what_holds_no_sessions_is_left_alone(
     assert capsys.readouterr().err.count("holds no sessions") == 4
 
 
-def test_the_split_is_by_the_second_byte_of_the_hash() -> None:
-    assert session(LEARNED, 1.0).is_learned_from
-    assert not session(TESTED, 1.0).is_learned_from
+def test_clients_that_say_nothing_of_their_tools() -> None:
+    named = replace(session("s", 1.0, 2.0).gaps[0].turn, tool=ToolUse(("bash", "ls")))
+    nobody = replace(named, tool=NO_TOOL)
+    told = Session("s", [Gap(named, 1.0), Gap(nobody, 90.0)])
+    assert told.names_tools
+    silent = told.without_tools()
+    assert [gap.turn.tool for gap in silent.gaps] == [None, NO_TOOL], "that is in the answer"
+    assert not silent.names_tools
+    assert silent.without_tools() == silent
+
+
+# -- folds ------------------------------------------------------------------------------
+
+
+def test_every_session_is_tested_once_by_who_did_not_see_it() -> None:
+    sessions = [session(f"{n}", 1.0) for n in range(40)]
+    folds = list(in_folds(sessions, lambda one: fold_of(one, 5)))
+    assert len(folds) == 5
+    tested = [one.split_by for fold in folds for one in fold.tested]
+    assert sorted(tested) == sorted(one.split_by for one in sessions)
+    for fold in folds:
+        assert not {one.split_by for one in fold.learned} & {one.split_by for one in fold.tested}
+        assert len(fold.learned) + len(fold.tested) == 40
+
+
+@given(st.permutations([f"{n}" for n in range(12)]), st.integers(2, 6))
+def test_a_fold_does_not_depend_on_the_order_of_the_file(names: list[str], folds: int) -> None:
+    for name in names:
+        assert fold_of(session(name, 1.0), folds) == fold_of(session(name, 2.0), folds)
+    of = {name: fold_of(session(name, 1.0), folds) for name in names}
+    for fold in in_folds([session(name, 1.0) for name in names], lambda one: fold_of(one, folds)):
+        [number] = {of[one.split_by] for one in fold.tested}
+        assert [one.split_by for one in fold.tested] == [n for n in names if of[n] == number]
+
+
+def test_sub_agents_are_tested_with_their_parent() -> None:
+    parent, child = session("p", 1.0), replace(session("p/agent", 1.0), split_by="p")
+    assert fold_of(parent, 5) == fold_of(child, 5)
 
 
 # -- counting ---------------------------------------------------------------------------
@@ -141,10 +177,10 @@ def test_what_a_decision_was_worth(decision: Decision, gap_s: float, worth: floa
 
 def test_the_clairvoyant_takes_all_there_is() -> None:
     gaps = [0.2, 3.0, 8.0, 30.0]
-    found = replay(Clairvoyant(), [session(TESTED, *gaps)])
-    for benefit_s, made in found.items():
+    for benefit_s, made in replay(Clairvoyant, [Fold([], [session("s", *gaps)])]).items():
         assert made.utilities == pytest.approx([max(0.0, benefit_s - gap) for gap in gaps])
-        assert made.row["accuracy"] == 1
+        assert made.row()["accuracy"] == 1
+        assert made.row()["share"] == (1 if benefit_s > min(gaps) else None)
 
 
 class Watched(Clairvoyant):
@@ -162,31 +198,33 @@ class Watched(Clairvoyant):
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         self.seen.append(f"{turn.job and turn.job.name}{turn.turn}={gap_s:g}")
 
+    def refit(self) -> None:
+        self.seen.append("refit")
+
 
 def test_gaps_are_learned_first_and_tested_as_a_server_meets_them() -> None:
-    policy = Watched()
-    found = replay(policy, [session(TESTED, 5.0, 6.0), session(LEARNED, 7.0)])
-    assert policy.seen == ["d1=7", "c1?", "c1=5", "c2?", "c2=6"]
-    assert found[5.0].utilities.tolist() == [-1.0, -1.0]
-    assert found[5.0].row["accuracy"] == 0.5
-    assert found[5.0].row["cover50"] is None
+    policies = [Watched(), Watched()]
+    given = iter(policies)
+    c, d = session("c", 5.0, 6.0), session("d", 7.0)
+    found = replay(lambda: next(given), [Fold([d], [c]), Fold([c], [d])])
+    first, second = policies
+    assert first.seen == ["d1=7", "refit", "c1?", "c1=5", "c2?", "c2=6"]
+    assert second.seen == ["c1=5", "c2=6", "refit", "d1?", "d1=7"]
+    assert found[5.0].utilities == [-1.0, -1.0, -1.0], "over the gaps of all folds"
+    row = found[5.0].row()
+    assert row["accuracy"] == pytest.approx(1 / 3)
+    assert row["cover50"] is None
 
 
 def test_coverage_is_measured_where_there_is_a_forecast() -> None:
-    row = replay(Occupancy(), [session(LEARNED, *[2.0] * 60), session(TESTED, *[2.0] * 60)])[
-        5.0
-    ].row
+    fold = Fold([session("d", *[2.0] * 60)], [session("c", *[2.0] * 60)])
+    row = replay(Occupancy, [fold])[5.0].row()
     assert row["cover90"] == 1
     assert row["us"] != 0
 
 
-def test_a_source_without_sessions_to_test_on_is_refused() -> None:
-    with pytest.raises(ValueError, match="no sessions to test on"):
-        replay(Clairvoyant(), [session(LEARNED, 1.0)])
-
-
-def outcome(utilities: list[float], sessions: list[int]) -> Outcome:
-    return Outcome(np.array(utilities), np.array(sessions, np.intp), {})
+def outcome(utilities: list[float], sessions: list[int], best: float = 1.0) -> Outcome:
+    return Outcome(utilities, [best] * len(utilities), [f"{n}" for n in sessions])
 
 
 def test_a_difference_that_all_sessions_share_is_certain_and_one_of_a_single_session_is_not() -> (
@@ -201,17 +239,28 @@ def test_a_difference_that_all_sessions_share_is_certain_and_one_of_a_single_ses
     assert float(str(lucky["low"])) <= 0 < float(str(lucky["high"]))
 
 
+def test_a_share_that_one_session_makes_is_uncertain() -> None:
+    sessions = [n // 2 for n in range(40)]
+    even = outcome([0.5] * 40, sessions).row()
+    assert (even["share"], even["low"], even["high"]) == (0.5, 0.5, 0.5)
+    lucky = outcome([10.0, 10.0] + [0.0] * 38, sessions).row()
+    assert lucky["share"] == 0.5
+    assert float(str(lucky["low"])) <= 0 < float(str(lucky["high"]))
+
+
 def test_every_policy_on_every_source_at_every_price() -> None:
-    sources = {name: [session(LEARNED, 1.0), session(TESTED, 2.0, 50.0)] for name in ("x", "y")}
+    sources = {name: [session("d", 1.0), session("c", 2.0, 50.0)] for name in ("x", "y")}
     ticks: list[str] = []
-    result = measure(sources, ticks.append)
+    result = measure(sources, lambda one: one.split_by, ticks.append)
     policies = {*POLICIES, "clairvoyant"}
     assert len(ticks) == 2 * len(policies)
     assert {(r["policy"], r["source"], r["b"]) for r in result["rows"]} == {
         (policy, source, b) for policy in policies for source in sources for b in BENEFITS_S
     }
-    keys = ["policy", "source", "b", "utility", "share", "accuracy", "cover50", "cover90", "us"]
+    of, interval = ["policy", "source", "tools", "b"], ["share", "low", "high"]
+    keys = [*of, "utility", *interval, "accuracy", "cover50", "cover90", "us"]
     assert all(list(row) == keys for row in result["rows"])
+    assert not any(row["tools"] for row in result["rows"]), "nobody named any"
     shares = {(r["policy"], r["b"]): r["share"] for r in result["rows"]}
     assert shares["clairvoyant", 10.0] == 1
     assert shares["clairvoyant", 0.5] is None, "there was nothing to have"
@@ -226,9 +275,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_one_object_and_explains_what_it_cannot_read(tmp_path: Path) -> None:
     requests = [request(n * 10, 8.0 if n else 0.0) for n in range(5)]
-    sessions = [{"id": name, "dup": False, "reqs": requests} for name in (LEARNED, TESTED)]
+    sessions = [{"id": f"{n}", "dup": False, "reqs": requests} for n in range(6)]
     write_sessions(tmp_path / "agents.jsonl.gz", *sessions)
-    done = run("--traces", str(tmp_path), "--json")
+    done = run("--traces", str(tmp_path), "--folds", "3", "--json")
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == {"rows", "against"}
     table = run("--traces", str(tmp_path))
@@ -243,16 +292,13 @@ def test_the_command_prints_one_object_and_explains_what_it_cannot_read(tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded sessions here")
 def test_what_is_promised_of_recorded_sessions() -> None:
-    result = measure(read_sources(TRACES), lambda done: None)
-    ours = {
-        row["b"]: row
-        for row in result["rows"]
-        if row["policy"] == OURS and row["source"] == "claude_code_sessions"
-    }
-    for b, least in ((10.0, 0.15), (20.0, 0.56), (40.0, 0.81)):
+    only = "claude_code_sessions"
+    sources = {only: read_sources(TRACES)[only]}
+    result = measure(sources, lambda one: fold_of(one, 5), lambda done: None)
+    ours = {row["b"]: row for row in result["rows"] if row["policy"] == OURS}
+    for b, least in ((10.0, 0.24), (20.0, 0.60), (40.0, 0.80)):
         assert float(str(ours[b]["share"])) >= least
     for quantile, key in ((0.5, "cover50"), (0.9, "cover90")):
         assert float(str(ours[10.0][key])) == pytest.approx(quantile, abs=0.05)
     for row in result["against"]:
-        if row["source"] == "claude_code_sessions":
-            assert float(str(row["high"])) >= 0, f"worse than {row}"
+        assert float(str(row["high"])) >= 0, f"worse than {row}"

@@ -52,7 +52,7 @@ def test_the_interval_is_students() -> None:
 
 def test_a_small_fold_is_run_and_told() -> None:
     """Ours and the others on jobs of a few turns; the best of the others is named."""
-    fold = Fold(Place("rtx4090-24", "llama-3.1-8b", pool_tokens=16_000), Source("original", 8), "")
+    fold = Fold(Place("rtx4090-24", "llama-3.1-8b", pool_tokens=16_000), Source("original", 40), "")
     with Bench(1, None) as bench:
         result = run_folds([fold], bench, lambda _: None, seeds=[0, 1])
     (row,) = result["folds"]

@@ -236,6 +236,7 @@ def _spoilt() -> list[Any]:
     return [
         {},
         {"version": 1},
+        spoil("version", to=1),
         spoil("version", to=0),
         spoil("tools", to=[]),
         spoil("tools", to={"path": []}),
@@ -254,6 +255,8 @@ def _spoilt() -> list[Any]:
         spoil("tilt", "weights", to=[[0.0]]),
         spoil("tilt", "weights", 0, 0, to=math.inf),
         spoil("tilt", "squares", 0, 0, to=0.0),
+        spoil("trees", to=3),
+        spoil("trees", to={"splits": [[1.0] * 4]}),
         spoil("learned", to=3),
     ]
 
