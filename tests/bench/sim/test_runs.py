@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.engine import LONGEST_WAIT_S, Engine
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
@@ -78,14 +79,35 @@ def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
     assert mean["lru+cpu"] < 0.8 * mean["fcfs"]
 
 
-def test_only_clients_who_never_time_out_are_held_for_longer_than_a_minute() -> None:
-    workload = generate("original", 40, 0).at(RATE, 0)
-    longest = {
-        name: max(job.turns[0].first_s - job.began_s for job in run(name, workload).jobs)
-        for name in ("occupancy", "occupancy-patient")
-    }
-    assert 60 < longest["occupancy"] < 75, "held for a minute, then in turn"
-    assert longest["occupancy-patient"] > 75
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("occupancy", {}),
+        ("occupancy-patient", {"admission_max_wait_s": LONGEST_WAIT_S}),
+        ("occupancy-open", {"admission": "off"}),
+    ],
+)
+def test_servers_of_ours_differ_in_how_long_they_hold_a_job(
+    tmp_path: Path, name: str, settings: dict[str, object]
+) -> None:
+    pool = SMALL.pool_tokens // 16
+    engine = Engine(
+        SMALL,
+        server(name),
+        tmp_path,
+        pool_blocks=pool,
+        held_blocks=pool,
+        block=16,
+        max_len=4096,
+        cpu_bytes=0,
+        ssd_bytes=0,
+    )
+    try:
+        given = engine.scheduler.vllm_config.kv_transfer_config.kv_connector_extra_config
+        held = {key: value for key, value in given.items() if key.startswith("admission")}
+        assert held == settings
+    finally:
+        engine.close()
 
 
 def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
