@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
-from tiered_kv.policies.forecast.gap_model import GapModel
+from typing import TYPE_CHECKING, ClassVar
 
 from .base import Costs, Decision, TurnEnd
 from .tier_choice import choose, unpriced
+
+if TYPE_CHECKING:
+    from tiered_kv.policies.forecast.gap_model import GapModel
 
 
 class Occupancy:
@@ -18,7 +19,11 @@ class Occupancy:
     reads_tools: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.model = GapModel()
+        # Imports numba, whose library vLLM 0.32 stumbles over if it is there when a CPU worker
+        # starts. A policy is made after that, but this module is imported before.
+        from tiered_kv.policies.forecast.gap_model import GapModel
+
+        self.model: GapModel = GapModel()
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return unpriced(turn) or choose(turn, self.model.forecast(turn), costs)

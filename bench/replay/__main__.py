@@ -26,7 +26,16 @@ from tiered_kv.bench.replay.jobs import RecordedJobs, mini_swe_jobs, synthetic_j
 from tiered_kv.bench.replay.kinds import ROUND, longest_context, make_kinds, size_for
 from tiered_kv.bench.replay.ledger import Ledger, read_runs
 from tiered_kv.bench.replay.measure import Replay, Workload, versions
-from tiered_kv.bench.replay.names import BEYOND, BOUND, IDLE, PRESSURE, REACH, STOCK, TIERED
+from tiered_kv.bench.replay.names import (
+    BEYOND,
+    BOUND,
+    CONTROL,
+    IDLE,
+    PRESSURE,
+    REACH,
+    STOCK,
+    TIERED,
+)
 from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.report.plot import plot
 from tiered_kv.bench.replay.report.summary import lines, summary, table
@@ -37,7 +46,7 @@ from tiered_kv.policies import registry
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")
 LOADS = (IDLE, PRESSURE, BEYOND)
-SERVERS = (STOCK, TIERED, REACH, BOUND)
+SERVERS = (STOCK, CONTROL, TIERED, REACH, BOUND)
 SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
 

@@ -12,7 +12,7 @@ from .figures import completions
 from .jobs import Job
 from .kinds import Kind
 from .ledger import Kept, Ledger
-from .names import BEYOND, CALIBRATION, IDLE, PRESSURE, STOCK, TIERED
+from .names import BEYOND, CALIBRATION, CONTROL, IDLE, PRESSURE, STOCK, TIERED
 from .results import Run
 
 BEYOND_TIMES = 1.5
@@ -114,14 +114,15 @@ class Harness:
         Raises:
             HarnessError: stock finished no job.
         """
-        main = [kind for kind in self._kinds if kind.name in (STOCK, TIERED)]
+        main = [kind for kind in self._kinds if kind.name in (STOCK, CONTROL, TIERED)]
+        busy = [kind for kind in self._kinds if kind.name != CONTROL]
         for number in range(self._preset.idle_rounds):
             for kind in alternate(self._kinds if number == 0 else main, number):
                 self._one(kind, IDLE, number, None)
         rate = self._calibrate()
         for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
             for number in range(self._preset.rounds):
-                for kind in alternate(self._kinds, number):
+                for kind in alternate(busy, number):
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
@@ -202,8 +203,8 @@ def digest(jobs: Sequence[Job]) -> str:
 
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
     """Largest number of runs, for a progress bar."""
-    idle = len(kinds) + 2 * (preset.idle_rounds - 1)
-    return idle + TRIES - 1 + 2 * preset.rounds * len(kinds)
+    idle = len(kinds) + 3 * (preset.idle_rounds - 1)
+    return idle + TRIES - 1 + 2 * preset.rounds * (len(kinds) - 1)
 
 
 def unequal(kept: Sequence[Kept]) -> list[str]:

@@ -176,21 +176,21 @@ def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None
 
 @dataclass(frozen=True, slots=True)
 class IdleRatio:
-    """Mean completion time of ours over stock's at idle, and its 95% bootstrap interval."""
+    """Mean completion time of a server over stock's at idle, and its 95% bootstrap interval."""
 
     ratio: float
     low: float
     high: float
 
 
-def idle_ratio(runs: Iterable[Run]) -> IdleRatio | None:
+def idle_ratio(runs: Iterable[Run], server: str) -> IdleRatio | None:
     """Over alternations that have both servers, with the jobs that finished on both.
 
     The interval is a percentile bootstrap over alternations: runs of one alternation stand
     beside each other in time, and so share what else the machine was doing.
     """
     idle = [run for run in runs if run.load == IDLE]
-    ours = {run.round: run for run in idle if run.server == TIERED}
+    ours = {run.round: run for run in idle if run.server == server}
     stock = {run.round: run for run in idle if run.server == STOCK}
     sums = []
     for number in sorted(ours.keys() & stock.keys()):

@@ -10,7 +10,7 @@ from pathlib import Path
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
-from .names import BOUND, REACH, STOCK, TIERED
+from .names import BOUND, CONTROL, REACH, STOCK, TIERED
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
 REACH_SCHEDULER = "tiered_kv.bench.sim.servers.reach.ReachScheduler"
@@ -104,7 +104,7 @@ def make_kinds(
     forced: bool = True,
     alone: bool = False,
 ) -> list[Kind]:
-    """Stock, the two bounds, ours by policy and tiers, and what others offer.
+    """Stock twice, the two bounds, ours by policy and tiers, and what others offer.
 
     Args:
         policies: further ones of ours than the default, by name.
@@ -126,6 +126,7 @@ def make_kinds(
     tiered = replace(stock, extra_args=(*stock.extra_args, *ordered))
     kinds = [
         Kind(STOCK, stock),
+        Kind(CONTROL, stock),
         Kind(TIERED, _tiered(tiered)),
         Kind(REACH, _within_reach(bound, stock.kv_blocks)),
         Kind(BOUND, bound),

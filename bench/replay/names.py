@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 STOCK, REACH, BOUND, TIERED = "stock", "reach", "bound", "tiered"
+CONTROL = "control"
+"""Stock once more, at idle only: stock's time over its own tells what the machine adds."""
 IDLE, PRESSURE, BEYOND = "idle", "pressure", "beyond"
 CALIBRATION = "calibration"
 """The load of stock's runs that look for the arrival rate. The one that is taken is its first under

@@ -14,6 +14,7 @@ from tiered_kv.bench.common.left_out import LeftOut
 from tiered_kv.bench.replay import figures
 from tiered_kv.bench.replay.ab import unequal
 from tiered_kv.bench.replay.ledger import Kept
+from tiered_kv.bench.replay.names import CONTROL, TIERED
 
 from .ratios import ratios
 
@@ -34,7 +35,7 @@ def summary(
 ) -> dict[str, Any]:
     """Result as ``ab --json`` prints it. Times in seconds; None if not measured."""
     runs = [one.run for one in kept]
-    idle = figures.idle_ratio(runs)
+    idle, control = (figures.idle_ratio(runs, server) for server in (TIERED, CONTROL))
     said = {
         "rows": [asdict(row) for row in figures.rows(runs, forced=forced)],
         "ratios": [asdict(ratio) for ratio in ratios(runs)],
@@ -42,6 +43,8 @@ def summary(
         "closed_p95": figures.closed(runs, 95),
         "idle_ratio": idle.ratio if idle else None,
         "idle_interval": [idle.low, idle.high] if idle else None,
+        "idle_control": control.ratio if control else None,
+        "idle_control_interval": [control.low, control.high] if control else None,
         "left_out": {reason: asdict(one) for reason, one in left_out.items()},
         "not_started": dict(not_started),
         "notes": unequal(kept),
@@ -93,12 +96,16 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         if result[key] is not None:
             share = result[key]
             found.append(f"of the gap between stock and the bound, {share:.2f} is closed ({name})")
-    if result["idle_ratio"] is not None:
-        low, high = result["idle_interval"]
-        ratio = result["idle_ratio"]
-        found.append(
-            f"at idle, time over stock's: {ratio:.3f}, 95% interval {low:.3f} to {high:.3f}"
-        )
+    for key, interval, who in (
+        ("idle_ratio", "idle_interval", "ours"),
+        ("idle_control", "idle_control_interval", "stock, once more"),
+    ):
+        if result[key] is not None:
+            low, high = result[interval]
+            found.append(
+                f"at idle, {who}: time over stock's {result[key]:.3f}, "
+                f"95% interval {low:.3f} to {high:.3f}"
+            )
     for row in result["rows"]:
         if row["unfinished"]:
             names = ", ".join(row["unfinished"])

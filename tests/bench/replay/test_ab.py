@@ -39,7 +39,7 @@ from tiered_kv.bench.replay.verify_pin import Gap, Verdict
 
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
-PACE = {"stock": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
+PACE = {"stock": 2.0, "control": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:
@@ -77,9 +77,9 @@ def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
     done = harness(tmp_path, machine)
     done.run_all()
     idle = [server for load, server, _ in machine.measured if load == "idle"]
-    first, others = idle[:4], idle[4:]
-    assert first == ["stock", "tiered", "reach", "bound"]
-    assert others == ["tiered", "stock", "stock", "tiered"]
+    first, others = idle[:5], idle[5:]
+    assert first == ["stock", "control", "tiered", "reach", "bound"]
+    assert others == ["tiered", "control", "stock", "stock", "control", "tiered"]
     pressure = [server for load, server, _ in machine.measured if load == "pressure"]
     there, back = ["tiered", "reach", "bound"], ["bound", "reach", "tiered", "stock"]
     assert pressure == [*there, *back], "calibration was the first"
@@ -223,9 +223,9 @@ def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     keys = {"server", "load", "mean_s", "p95_s", "recomputed_fraction", "agrees"}
     assert all(keys <= row.keys() for row in said["rows"])
     assert said["closed_mean"] == pytest.approx(0.8)
-    assert said["idle_ratio"] == 1.0
-    assert [row["agrees"] for row in said["rows"]] == [True] * 12
-    assert table(said).row_count == 12
+    assert said["idle_ratio"] == said["idle_control"] == 1.0
+    assert [row["agrees"] for row in said["rows"]] == [True] * 13
+    assert table(said).row_count == 13
     against = [(one["load"], one["server"]) for one in said["ratios"]]
     assert against == [(x, y) for x in ("pressure", "beyond") for y in ("stock", "reach", "bound")]
     assert all(len(one["rounds"]) == PRESET.rounds for one in said["ratios"])
@@ -315,7 +315,9 @@ def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "replay.png")]}
     servers = ["stock", "tiered", "reach", "bound"]
     loads = ["idle", "pressure", "beyond"]
-    assert [(row.load, row.server) for row in drawn] == [(x, y) for x in loads for y in servers]
+    drawn_of = [(row.load, row.server) for row in drawn]
+    assert drawn_of.pop(1) == ("idle", "control")
+    assert drawn_of == [(x, y) for x in loads for y in servers]
 
 
 def held(*blocks: int, handed_over: int = 4) -> Verdict:

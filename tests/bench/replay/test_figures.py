@@ -159,7 +159,7 @@ def test_the_idle_interval_holds_the_ratio_and_lies_within_the_rounds(
     for number, ratio in enumerate(ratios):
         runs.append(run("stock", [2.0, 4.0], load="idle", number=number))
         runs.append(run("tiered", [2.0 * ratio, 4.0 * ratio], load="idle", number=number))
-    found = idle_ratio(runs)
+    found = idle_ratio(runs, "tiered")
     assert found is not None
     assert found.ratio == pytest.approx(np.mean(ratios))
     slack = 1e-9
@@ -173,10 +173,10 @@ def test_a_round_that_lacks_a_server_does_not_count() -> None:
         run("tiered", [2.2], load="idle"),
         run("stock", [50.0], load="idle", number=1),
     ]
-    found = idle_ratio(runs)
+    found = idle_ratio(runs, "tiered")
     assert found is not None
     assert found.ratio == found.low == found.high == pytest.approx(1.1)
-    assert idle_ratio(runs[:1]) is None
+    assert idle_ratio(runs[:1], "tiered") is None
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
