@@ -18,7 +18,7 @@ from tiered_kv.messages import Proposal
 from tiered_kv.storage.admin.discovery import Listing, list_stores
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.store.folders import StoreFolders, store_folders
-from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError
+from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, root_locked
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
@@ -282,6 +282,14 @@ def fill_in_turn(root: Path, number: int) -> None:
     store.close()
 
 
+def size_of(segment: Path) -> int:
+    """Bytes of a segment; 0 if it is gone."""
+    try:
+        return segment.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def test_processes_together_keep_to_the_capacity(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen(
@@ -295,13 +303,9 @@ def test_processes_together_keep_to_the_capacity(tmp_path: Path) -> None:
     most = 0
     try:
         while any(writer.poll() is None for writer in writers):
-            sizes = []
-            for path in tmp_path.rglob("*.seg"):
-                try:
-                    sizes.append(path.stat().st_size)
-                except FileNotFoundError:
-                    continue
-            most = max(most, sum(sizes))
+            with root_locked(tmp_path):  # or a segment that went and one that came both count
+                most = max(most, sum(map(size_of, tmp_path.rglob("*.seg"))))
+            time.sleep(0.001)  # the writers want the lock as well
         outputs = [writer.communicate()[0] for writer in writers]
     finally:
         for writer in writers:
