@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -128,3 +129,12 @@ def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for NaN, which JSON does not have: a mean over nothing."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import sys
 import tempfile
 import time
@@ -26,7 +25,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.common.output import AsJson, run_benchmark, run_command, show
+from tiered_kv.bench.common.output import (
+    AsJson,
+    run_benchmark,
+    run_command,
+    show,
+    without_nan,
+)
 from tiered_kv.bench.common.server import MODEL_NAME, VllmServer, machine_dtype
 from tiered_kv.bench.hybrid import shapes
 from tiered_kv.bench.hybrid.agents import MIDDLE, QUICK, Load, contexts, make_jobs, mistaken
@@ -171,7 +176,7 @@ def main(
             "quick": quick,
             "seconds": round(time.monotonic() - began, 1),
         }
-        show("Models of several KV groups under pressure", _no_nan(result), as_json)
+        show("Models of several KV groups under pressure", without_nan(result), as_json)
         return 0
 
     raise typer.Exit(run_command(compared, FAILURES, "stopped; no server is left running"))
@@ -184,17 +189,8 @@ def _compare(
         print(said, file=sys.stderr, flush=True)
 
     row = Comparison(shape, load, seed, folder, tell).row(rounds, alone=alone)
-    tell(json.dumps(_no_nan(row)))
+    tell(json.dumps(without_nan(row)))
     return row
-
-
-def _no_nan(value: Any) -> Any:
-    """JSON has no NaN: a mean over nothing is None."""
-    if isinstance(value, dict):
-        return {key: _no_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_no_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 if __name__ == "__main__":

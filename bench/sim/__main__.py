@@ -136,7 +136,9 @@ def table(
 
 @app.command()
 def folds(
-    seeds: Annotated[int, typer.Option(help="Runs of a cell, each with a seed.")] = len(SEEDS),
+    seeds: Annotated[
+        int, typer.Option(min=2, max=len(SEEDS), help="Runs of a cell, each with a seed.")
+    ] = len(SEEDS),
     traces: Traces = TRACES,
     processes: Processes = CORES,
     out: Out = OUT,

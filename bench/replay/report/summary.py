@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.output import without_nan
 from tiered_kv.bench.replay import figures
 from tiered_kv.bench.replay.ab import unequal
 from tiered_kv.bench.replay.ledger import Kept
@@ -50,7 +50,7 @@ def summary(
         "notes": unequal(kept),
         "versions": dict(runs[-1].versions) if runs else {},
     }
-    return {key: _no_nan(value) for key, value in said.items()}
+    return {key: without_nan(value) for key, value in said.items()}
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -117,15 +117,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     ]
     found += [f"{name} does not serve here: {why}" for name, why in result["not_started"].items()]
     return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
-
-
-def _no_nan(value: Any) -> Any:
-    """JSON has no NaN: a mean over nothing is None."""
-    if isinstance(value, dict):
-        return {key: _no_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_no_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _number(value: float | None) -> str:

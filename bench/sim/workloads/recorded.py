@@ -150,7 +150,7 @@ def _asked(agent: Request) -> list[Request]:
 
 
 def _known(agent: Request) -> list[Request]:
-    """Those that can be played."""
+    """Requests of a sub-agent that can be played; none if its duration is unknown."""
     rows = _asked(agent)
     if agent.get("dur_ms") is None:
         return []

@@ -233,18 +233,23 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
         rig.check_clean()
 
 
+def held_behind_others(rig: Rig) -> list[str]:
+    """The youngest of those held, once all jobs go on and one more has come."""
+    rig.now += 5
+    for name in "abc":
+        goes_on(rig, name)
+        rig.now += 1
+        rig.step()
+    begin(rig, "d")
+    return rig.held()[-1:]
+
+
 def test_a_job_is_let_in_where_what_goes_for_it_comes_back_soon(make_rig: MakeRig) -> None:
     """Turns and their gaps take some seconds here, whatever prefills take."""
     for token_s, waiting in ((1e3, ["d"]), (1e-6, [])):
         rig = after_a_turn(make_rig)
         prefills_take(rig, token_s)
-        rig.now += 5
-        for name in "abc":
-            goes_on(rig, name)
-            rig.now += 1
-            rig.step()
-        begin(rig, "d")
-        assert rig.held()[-1:] == waiting
+        assert held_behind_others(rig) == waiting
         rig.run()
         rig.check_clean()
 
@@ -256,13 +261,7 @@ def test_a_job_is_let_in_where_what_goes_for_it_comes_up_from_ssd(
     ssd: dict[str, Any] = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
     for tiers, waiting in (({}, ["d"]), (ssd, [])):
         rig = after_a_turn(make_rig, **tiers)
-        rig.now += 5
-        for name in "abc":
-            goes_on(rig, name)
-            rig.now += 1
-            rig.step()
-        begin(rig, "d")
-        assert rig.held()[-1:] == waiting
+        assert held_behind_others(rig) == waiting
         rig.run()
         rig.check_clean()
 
