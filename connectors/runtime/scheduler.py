@@ -138,10 +138,11 @@ class SchedulerHalf:
         turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
-        if self.admission.pressure.defer_new or self.admission.queue.holds_in_queue(turn):
+        restores, tiers, admission = self.pages.restores, self.pages.tiers, self.admission
+        later = self.pages.dispatch.begins_anew(turn) or admission.pressure.defer_new
+        if later or admission.queue.holds_in_queue(turn):
             return None, False
-        self.admission.pressure.for_waiting(turn, num_computed, self.step)
-        restores, tiers = self.pages.restores, self.pages.tiers
+        admission.pressure.for_waiting(turn, num_computed, self.step)
         restores.withdraw(turn)
         if not turn.source.admitted:
             turn.source.vram_tokens = num_computed
@@ -208,8 +209,7 @@ class SchedulerHalf:
     def refuse_restore(self, request_id: str) -> None:
         """Have a restore fail that the engine counts on, since ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
-        hit = turn.restore.hit if turn is not None else None
-        self._pool.forget(self.pages.restores.refuse(request_id, hit))  # they are hashed
+        self._pool.forget(self.pages.restores.refuse(request_id, turn))  # they are hashed
         if turn is not None:
             turn.forget_pages()
             self.pages.restores.withdraw(turn)

@@ -111,10 +111,14 @@ class RestoreState:
     Attributes:
         hit: pages offered to the engine; None once they are ordered.
         loading: orders of its async restore that are not over.
+        promised: True from when the engine is to wait for an async restore until it goes on.
+        failed: True if none of that came, until the turn has blocks again.
     """
 
     hit: Hit | None = None
     loading: int = 0
+    promised: bool = False
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -229,7 +233,8 @@ class Turn:
     @property
     def may_restore(self) -> bool:
         """True if pages of its prompt may be looked up."""
-        return bool(self.pages.fingerprints) and self.request.reads_cache
+        readable = bool(self.pages.fingerprints) and self.request.reads_cache
+        return readable and not self.restore.failed
 
     def page_keys(self, group: int = CONTEXT) -> Sequence[PageKey]:
         """Keys of a group's blocks, as far as the engine has hashed them."""

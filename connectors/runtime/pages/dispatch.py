@@ -76,6 +76,13 @@ class OrderDispatch:
             stores=self._tiers.take(),
         )
 
+    def begins_anew(self, turn: Turn) -> bool:
+        """True if the engine asks for a turn of whose async restore nothing came; once."""
+        begins_anew = self._restores.begins_anew(turn)
+        if begins_anew:
+            self.restored.pop(turn.request_id, None)  # it has no blocks any more
+        return begins_anew
+
     @property
     def _unsent(self) -> bool:
         restores = self._restores

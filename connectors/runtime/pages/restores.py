@@ -77,6 +77,21 @@ class Restores:
     def loaded(self, turn: Turn) -> None:
         """End the turn's restore: whoever loaded into its blocks is done."""
         turn.restore.loading = 0
+        turn.restore.promised = turn.restore.failed = False
+
+    def begins_anew(self, turn: Turn) -> bool:
+        """True if the engine asks for a turn of whose async restore nothing came; once.
+
+        vLLM has freed its blocks, and keeps it all the same before those that hold some, which get
+        no turn if the pool has no room for it; told to ask later, it lets it wait with the others.
+        Restored again it would need room twice: vLLM goes on reserving what it lacked the first
+        time. So it is computed.
+        """
+        restore = turn.restore
+        if not restore.promised:
+            return False
+        restore.promised, restore.failed = False, True
+        return True
 
     def on_part_loaded(self, turn: Turn) -> bool:
         """Take in that an order of the turn's restore is over; True if that was the last one."""
@@ -139,22 +154,26 @@ class Restores:
                 self._from_there[order.order_id] = behind
             else:
                 turn.restore.loading += 1
+        turn.restore.promised = turn.restore.loading > 0
         turn.restore.hit = None
         self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
 
-    def refuse(self, request_id: str, hit: Hit | None) -> tuple[int, ...]:
+    def refuse(self, request_id: str, turn: Turn | None) -> tuple[int, ...]:
         """Order a restore that must fail, in place of one that the engine counts on: the workers
         report its blocks as bad, and the tokens are recomputed.
 
         Returns:
             The blocks that will hold nothing.
         """
+        hit = turn.restore.hit if turn is not None else None
         usual = RestoreMode.SYNC if self._facts.sync_restores else RestoreMode.ASYNC
         mode = hit.mode if hit is not None else usual
         first = min((part.first for part in hit.parts), default=0) if hit is not None else 0
         table = self._pool.tables[CONTEXT].get(request_id, ())
         bad = tuple(block.block_id for block in table[first:])
         self.refused.append(FailLoad(request_id, bad, mode))
+        if turn is not None:
+            turn.restore.promised = mode is RestoreMode.ASYNC
         return bad
 
     def on_settled(self, done: Settled) -> tuple[int, ...]:

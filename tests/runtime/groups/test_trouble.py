@@ -141,3 +141,26 @@ def test_contexts_come_up_from_ssd_and_after_a_restart(
     assert again.ask("t3", prompt, params=JOB) == expected(prompt, 4)
     unit = again.half.facts.hit_tokens
     assert cpu_tokens(again) >= (len(PROMPT) - 1) // unit * unit
+
+
+@ahead
+def test_a_request_whose_restore_failed_does_not_block_those_behind_it(
+    make_rig: MakeRig, ahead: bool
+) -> None:
+    """vLLM keeps it before requests that hold blocks, and reserves room for it once more."""
+    rig = make_rig(groups=MODELS["window"], blocks=16, extra={"cpu_gib": 0.01}, ahead=ahead)
+    faulty = rig.inject(FaultyTransfer)
+    prompt = returning(rig)
+    faulty.hold(Direction.LOAD)
+    faulty.fail_next(Direction.LOAD, [0])
+    rig.add("fails", prompt, params=JOB)
+    rig.add("comes", prompt)
+    rig.step()
+    assert all(rig.turn(name).loading for name in ("fails", "comes"))
+    faulty.let_go()
+    rig.run(limit=200)
+    for name in ("fails", "comes"):
+        assert rig.outputs[name] == expected(prompt, 4)
+    assert rig.count("restore_failures") == 1
+    rig.pins.release_all()
+    rig.check_clean()
