@@ -54,7 +54,6 @@ COUNTERS: Mapping[str, str] = {
     "tool_read_errors": "Failures while tool calls were read: of a parser, or of the tokenizer.",
     "concurrent_turns": "Turns that arrived while another of their job was running.",
     "jobs_held": "New jobs that had to wait for room.",
-    "turns_held": "Later turns that had to wait for jobs that began before theirs.",
     "watchdog_barks": "Times that nothing was computed for long and all that is held was given up.",
     "hook_errors": "Exceptions kept from the engine; each is logged once.",
     "trace_dropped": "Trace lines dropped because the writer was behind or failing.",

@@ -61,7 +61,6 @@ class Stats:
             "pages_not_saved": self._pages.book.unsaved,
             "trace_dropped": self._gaps.log.trace.dropped,
             "jobs_held": gate.refused,
-            "turns_held": gate.delayed,
             "answers_unread": self._tools.dropped,
             "tool_read_errors": self._tools.errors,
         }

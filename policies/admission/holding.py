@@ -1,12 +1,12 @@
-"""Room for contexts: a new job is held until it has some, a turn while older jobs leave it none.
-Neither waits if that would take it longer than it would hold others up. Pure."""
+"""Room for contexts: a new job is held until it has some, unless that would take it longer than it
+would hold others up. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LOOK_EVERY_S = 0.1
-"""A turn that was held is looked at again when something changed, or after so long: chances to
+"""A job that is held is looked at again when something changed, or after so long: chances to
 return change with time alone."""
 SPARE_TIMES = 2.0
 """Blocks that are free beside a held job, over those of its first turn, from which on too little
@@ -77,18 +77,6 @@ def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
     if room.cpu:
         return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
     return max(0.0, peak - room.share * room.vram)
-
-
-def leaves_room(room: Room, *, older: float, own: float, shared: float) -> bool:
-    """True if the jobs that started before a job leave its context room, in VRAM or in CPU memory.
-
-    Args:
-        older: unshared blocks that they do not leave to younger jobs; with none, nobody is there
-            to wait for.
-        own: unshared blocks of the job's context.
-        shared: blocks that jobs share.
-    """
-    return not older or shared + older + own <= max(room.vram, room.cpu)
 
 
 def lost_s(computed_s: float, copied_s: float | None, running: int) -> float:

@@ -7,9 +7,6 @@ from tiered_kv.policies.jobs.silence import SOON_S
 
 from .working_set import JobDemand
 
-AWAY_S = 10.0
-"""A job that is away for longer keeps no younger one waiting, unless its pin is worth that: its
-tool is one of the slow ones."""
 PACE_DECAY = 0.9
 """Weight of the old mean when a new time is averaged in."""
 
@@ -60,16 +57,7 @@ def running_demand(blocks: float, grows: float, left: float, shared: float) -> J
         left: number of turns after that.
         shared: blocks that it counts for its family.
     """
-    return JobDemand(blocks, grows, left, 1.0, 1.0, shared, blocks)
-
-
-def is_waited_for(away_s: float) -> bool:
-    """True if younger jobs leave a job that is away its room, even if its pin is not worth that.
-
-    Args:
-        away_s: time since its last turn ended, seconds.
-    """
-    return away_s < AWAY_S
+    return JobDemand(blocks, grows, left, 1.0, 1.0, shared)
 
 
 def away_demand(
@@ -79,7 +67,6 @@ def away_demand(
     shared: float,
     chance: float,
     weight: float,
-    waited_for: bool,
 ) -> JobDemand:
     """Demand of a job between two turns, of which the next one counts as the present.
 
@@ -91,10 +78,8 @@ def away_demand(
         chance: that it returns soon.
         weight: share of its blocks that VRAM must have on average: the chance to return, times
             the share of the time in which it then needs them (all of it under a pin).
-        waited_for: True if younger jobs leave it its room.
     """
-    present = blocks if waited_for else 0.0
-    return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared, present)
+    return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared)
 
 
 def mean_context(demand: JobDemand) -> float:

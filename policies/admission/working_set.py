@@ -54,7 +54,6 @@ class JobDemand(NamedTuple):
             memory needs them only while a turn of it runs.
         chance: probability that it needs them at all.
         shared: blocks that it shares with others, counted with one of these.
-        now: blocks that it does not leave to younger jobs at present.
     """
 
     blocks: float
@@ -63,7 +62,6 @@ class JobDemand(NamedTuple):
     weight: float = 1.0
     chance: float = 1.0
     shared: float = 0.0
-    now: float = 0.0
 
 
 class Demand:
@@ -79,13 +77,13 @@ class Demand:
     def __init__(self, jobs: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
         self._len = len(jobs)
         self._spread = spread
-        given = np.array(jobs, dtype=np.float64).reshape(-1, 7)
+        given = np.array(jobs, dtype=np.float64).reshape(-1, 6)
         moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
         self._moments = moments
-        # A row for each job: in VRAM at every moment, the same anywhere, and ``now``.
-        self._rows = np.zeros((self._len + CHUNK, 2 * len(moments) + 1))
+        # A row for each job: in VRAM at every moment, and the same anywhere.
+        self._rows = np.zeros((self._len + CHUNK, 2 * len(moments)))
         self._rows[: self._len] = self._rows_of(given)
         self._sum_up()
 
@@ -118,10 +116,6 @@ class Demand:
             totals = totals + self._rows_of(np.array([more], dtype=np.float64))[0]
         return float(totals[count * anywhere : count * (anywhere + 1)].max())
 
-    def now(self, first: int) -> float:
-        """Blocks that so many of them, the first ones, do not leave to others at present."""
-        return float(self._until(first)[-1])
-
     def _until(self, first: int | None) -> Array:
         if first is None:
             whole: Array = self._sums[-1]
@@ -142,10 +136,10 @@ class Demand:
         return stays
 
     def _rows_of(self, given: Array) -> Array:
-        blocks, grows, left, weight, chance, shared, now = given.T[:, :, None]
+        blocks, grows, left, weight, chance, shared = given.T[:, :, None]
         there = self._stays(left) >= self._moments
         whole = (blocks + grows * np.minimum(left, self._moments)) * there
-        return np.concatenate([weight * whole + shared, chance * whole + shared, now], axis=1)
+        return np.concatenate([weight * whole + shared, chance * whole + shared], axis=1)
 
 
 class JobLengths:

@@ -93,9 +93,11 @@ def break_once(store: Any, rng: random.Random) -> None:
 
 
 def watch_the_order(rig: Rig) -> None:
-    """No new job begins while one that came before it is parked, and those that are parked are in
-    the order in which they will be let in."""
-    allocated = rig.half.on_allocated
+    """No new job begins while one that came before it is parked, those that are parked are in the
+    order in which they will be let in, and nobody is for longer than a client may be left waiting.
+    """
+    allocated, build = rig.half.on_allocated, rig.half.build_orders
+    longest = rig.options.extra["admission_max_wait_s"] if rig.options.extra else 0.0
 
     def watched(request_id: str, *args: Any) -> None:
         turn = rig.turn(request_id)
@@ -108,7 +110,12 @@ def watch_the_order(rig: Rig) -> None:
         assert ranks == sorted(ranks) or rig.admission.queue.ranks_changed
         allocated(request_id, *args)
 
-    rig.half.on_allocated = watched
+    def built(*args: Any) -> Any:
+        for one in rig.scheduler.parked.values():
+            assert rig.now - rig.turn(one.request_id).arrived_at < longest, "held for too long"
+        return build(*args)
+
+    rig.half.on_allocated, rig.half.build_orders = watched, built
 
 
 def play(rig: Rig, rng: random.Random) -> None:
@@ -194,6 +201,7 @@ def play_script(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) -> 
             "cpu_gib": slots * page_bytes / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
             "admission": rng.choice(["auto", "auto", "off"]),
+            "admission_max_wait_s": 2 if seed % 3 else 300,
             "eviction": "lru" if seed % 4 == 0 else "worth",
             **(ssd if slots else {}),
         },

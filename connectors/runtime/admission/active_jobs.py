@@ -14,13 +14,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.fair_share import Blocks, FairShare
-from tiered_kv.policies.admission.holding import Room, leaves_room
-from tiered_kv.policies.admission.job_demand import (
-    TurnPace,
-    away_demand,
-    is_waited_for,
-    running_demand,
-)
+from tiered_kv.policies.admission.job_demand import TurnPace, away_demand, running_demand
 from tiered_kv.policies.admission.working_set import (
     Demand,
     Growth,
@@ -266,16 +260,6 @@ class ActiveJobs:
         first = place + 1 if place is not None else None
         return self._demand.peak(first=first) + away * blocks
 
-    def leave_room(self, job: JobKey, room: Room) -> bool:
-        """True if the older jobs, but for those away with a slow tool, leave the context room.
-
-        Args:
-            room: blocks for all contexts.
-        """
-        self._count()
-        older, own = self._demand.now(self._places[job]), self._members[job].blocks
-        return leaves_room(room, older=older, own=own, shared=self._families.blocks)
-
     def loose(self) -> float:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
         now = self._clock()
@@ -343,12 +327,4 @@ class ActiveJobs:
             return running_demand(member.blocks, grows, left, shared)
         away_s = now - member.since
         vram_share = 1.0 if key in self._pins else self.pace.vram_share(away_s)
-        return away_demand(
-            member.blocks,
-            grows,
-            left,
-            shared,
-            chance,
-            chance * vram_share,
-            is_waited_for(away_s) or self._pins.worth_a_wait(key),
-        )
+        return away_demand(member.blocks, grows, left, shared, chance, chance * vram_share)

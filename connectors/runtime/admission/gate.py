@@ -6,9 +6,7 @@ waiting. It is let in as well where what has to go for it comes back sooner than
 would. A turn is *new* until one of its job has had blocks. The rules are in
 ``policies.admission.holding``.
 
-A job that has started is never held behind new ones. But jobs grow, and some were let in because
-they had waited for too long: where the contexts of those that started before it leave it no room,
-its turn waits as well, since each of them would lose its KV to the others.
+A job that has started is never held.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class Admission:
         jobs: jobs that have started.
         overcommit: share of the pool that is given out.
         refused: number of new jobs that had to wait.
-        delayed: number of turns of other jobs that had to.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Admission:
     ) -> None:
         self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
         self.overcommit = Overcommit()
-        self.refused = self.delayed = 0
+        self.refused = 0
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._restore_price = restore_price
@@ -158,9 +155,11 @@ class Admission:
     # -- whether a new one may begin ------------------------------------------------------
 
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:
-        """True if a turn must wait for room; one of a new job also ``behind`` others that came
-        before. Always False once let in."""
-        if behind and turn.hold.new:
+        """True if a turn of a new job must wait for room, or ``behind`` others that came before.
+        Always False once let in."""
+        if not turn.hold.new:
+            return False
+        if behind:
             self.refuse(turn)
             return True
         if turn.request_id in self.jobs.entering:
@@ -171,12 +170,6 @@ class Admission:
         if patient and is_settled(now - self._refused_at, changed=self._changed):
             return True
         self._changed = False
-        if not turn.hold.new:
-            if not (patient and self._behind_older(turn)):
-                return False
-            self._refused_at = now
-            self.refuse(turn)
-            return True
         need = self.jobs.demand_of_new(turn)
         if not patient or self._fits(need, _job_of(turn).salt):
             self._enters(turn, need)
@@ -190,11 +183,10 @@ class Admission:
 
     def lets_overdue_in(self, turn: Turn) -> bool:
         """Let a turn in that was held for as long as it may be; whether it was."""
-        if not is_overdue(self._clock() - turn.arrived_at, self._max_wait_s):
-            return False
-        if turn.hold.new:
+        overdue = is_overdue(self._clock() - turn.arrived_at, self._max_wait_s)
+        if overdue and turn.hold.new:
             self.let_in(turn)
-        return True
+        return overdue
 
     def let_in(self, turn: Turn) -> None:
         """A new job may begin: what its first turn needs is taken from now on."""
@@ -206,7 +198,8 @@ class Admission:
 
     def _fits(self, need: JobDemand, salt: str) -> bool:
         """True if a new job has room, or makes it at a price that is lower than its own wait."""
-        room, peak = self._room, self.jobs.peak(need, salt=salt)
+        room = Room(self._facts.usable_blocks, self._slots, self.overcommit.share)
+        peak = self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
         if fits(room, peak, whole):
             return True
@@ -214,32 +207,14 @@ class Admission:
         displaced = min(context, overflow(room, peak, whole))
         per_token = self._facts.blocks_per_token
         tokens = int(context / per_token) if per_token else 0
-        return not self._costs_more(tokens, displaced)
-
-    def _costs_more(self, tokens: int, blocks: float) -> bool:
-        """True if blocks of a context hold others up for longer, each time they come back, than a
-        turn and its gap take."""
-        lost_s = self._restore_price.lost_s(tokens, blocks)
-        return had_better_wait(lost_s, self.jobs.pace.cycle_s)
-
-    def _behind_older(self, turn: Turn) -> bool:
-        """True if the jobs that started before a turn's leave its context no room, and it is dear
-        to bring back."""
-        job = _job_of(turn)
-        if job not in self.jobs or self.jobs.leave_room(job, self._room):
-            return False
-        return self._costs_more(turn.request.num_prompt_tokens, math.inf)
-
-    @property
-    def _room(self) -> Room:
-        return Room(self._facts.usable_blocks, self._slots, self.overcommit.share)
+        lost_s = self._restore_price.lost_s(tokens, displaced)
+        return not had_better_wait(lost_s, self.jobs.pace.cycle_s)
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""
         if not turn.hold.refused:
             turn.hold.refused = True
-            self.refused += turn.hold.new
-            self.delayed += not turn.hold.new
+            self.refused += 1
 
     def demand(self) -> float:
         """The most blocks that the jobs that have started, and those let in, are heading for."""

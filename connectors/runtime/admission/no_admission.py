@@ -10,7 +10,6 @@ class NoAdmission:
     """Lets everybody in, and counts nothing. See ``Admission``."""
 
     refused = 0
-    delayed = 0
     num_active = 0
     share = 1.0
 

@@ -44,11 +44,6 @@ class PinTable:
     def __contains__(self, job: JobKey) -> bool:
         return job in self._pins
 
-    def worth_a_wait(self, job: JobKey) -> bool:
-        """True if the job has a pin for which a younger one's turn may have to wait."""
-        pin = self._pins.get(job)
-        return pin is not None and pin.view.value.worth_a_wait
-
     @property
     def held_blocks(self) -> int:
         """Distinct blocks under a pin; blocks shared by pins count once."""

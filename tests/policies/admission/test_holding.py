@@ -14,7 +14,6 @@ from tiered_kv.policies.admission.holding import (
     had_better_wait,
     is_overdue,
     is_settled,
-    leaves_room,
     lost_s,
     may_wait,
     overflow,
@@ -68,30 +67,6 @@ def test_a_job_has_room_wherever_a_larger_one_has(
     if fits(room, peak + more, peak + elsewhere + more):
         assert fits(room, peak, peak + elsewhere)
         assert fits(Room(vram + 1, cpu + 1), peak + more, peak + elsewhere + more)
-
-
-@pytest.mark.parametrize(
-    ("older", "own", "shared", "room", "left"),
-    [
-        (150.0, 40.0, 10.0, ROOM, True),
-        (150.0, 41.0, 10.0, ROOM, False),
-        (50.0, 50.0, 0.0, Room(vram=100, cpu=0), True),
-        (0.0, 500.0, 0.0, ROOM, True),
-    ],
-    ids=["just so", "a block too much", "in VRAM alone", "nobody is older"],
-)
-def test_what_older_jobs_leave(
-    older: float, own: float, shared: float, room: Room, left: bool
-) -> None:
-    assert leaves_room(room, older=older, own=own, shared=shared) is left
-
-
-@given(blocks, blocks, blocks)
-def test_older_jobs_leave_a_smaller_context_room_wherever_they_leave_a_larger_one(
-    older: float, own: float, more: float
-) -> None:
-    if leaves_room(ROOM, older=older, own=own + more, shared=0.0):
-        assert leaves_room(ROOM, older=older, own=own, shared=0.0)
 
 
 def test_too_little_is_given_out_if_nobody_wants_what_is_free_beside_a_held_job() -> None:

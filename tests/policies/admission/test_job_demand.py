@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.policies.admission.job_demand import (
-    AWAY_S,
     TurnPace,
     away_demand,
-    is_waited_for,
     mean_context,
     running_demand,
 )
@@ -20,29 +18,19 @@ from tiered_kv.policies.jobs.silence import SOON_S
 times = st.lists(st.floats(0, 1e4))
 
 
-def away(*, left: float = 3.0, waited_for: bool = True) -> JobDemand:
-    return away_demand(10.0, 2.0, left, 4.0, chance=0.5, weight=0.125, waited_for=waited_for)
+def away(*, left: float = 3.0) -> JobDemand:
+    return away_demand(10.0, 2.0, left, 4.0, chance=0.5, weight=0.125)
 
 
 def test_a_job_that_runs_needs_all_of_its_context() -> None:
     assert running_demand(10.0, 2.0, 3.0, 4.0) == JobDemand(
-        10.0, 2.0, 3.0, weight=1.0, chance=1.0, shared=4.0, now=10.0
+        10.0, 2.0, 3.0, weight=1.0, chance=1.0, shared=4.0
     )
 
 
 def test_a_job_that_is_away_is_counted_as_it_comes_back() -> None:
-    assert away() == JobDemand(12.0, 2.0, 2.0, weight=0.125, chance=0.5, shared=4.0, now=10.0)
+    assert away() == JobDemand(12.0, 2.0, 2.0, weight=0.125, chance=0.5, shared=4.0)
     assert away(left=0.0).left == 0.0, "perhaps it does not"
-
-
-def test_only_a_job_that_is_waited_for_takes_room_at_once() -> None:
-    assert away(waited_for=True).now == 10.0
-    assert away(waited_for=False).now == 0.0
-
-
-def test_a_slow_tool_keeps_no_younger_job_waiting() -> None:
-    assert is_waited_for(AWAY_S - 0.1)
-    assert not is_waited_for(AWAY_S)
 
 
 def test_before_the_first_turn_ended_jobs_are_taken_to_need_vram_all_the_time() -> None:
