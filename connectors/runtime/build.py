@@ -23,6 +23,7 @@ from tiered_kv.connectors.runtime.pages.hits import HitFinder
 from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pages.names import PageNames
+from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
@@ -82,6 +83,7 @@ class Pages:
     restores: Restores
     saves: Saves
     tiers: LowerTiers
+    promotions: Promotions
     dispatch: OrderDispatch
 
 
@@ -138,27 +140,20 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         facts, book, finder, given.restore_policy, given.step_timer, engine.counters, pool
     )
     saves = Saves(facts, book, tails, engine.counters, pool)
-    tiers = LowerTiers(
-        [
-            LowerTier(
-                store,
-                spec,
-                facts,
-                book,
-                engine.counters.of_tier(spec.tier),
-                chance=lambda key: order.return_chance(key, math.inf),
-                group_of=given.fingerprints.group_of,
-                clock=clock,
-            )
-            for store, spec in stores.items()
-        ],
-        facts,
-        book,
-        finder,
-        engine.counters,
-        cached=lambda block_hash, group: pool.cached(block_hash, group) is not None,
-        clock=clock,
-    )
+    lower = {
+        store: LowerTier(
+            store,
+            spec,
+            facts,
+            book,
+            engine.counters.of_tier(spec.tier),
+            chance=lambda key: order.return_chance(key, math.inf),
+            group_of=given.fingerprints.group_of,
+            clock=clock,
+        )
+        for store, spec in stores.items()
+    }
+    tiers = LowerTiers(lower)
     return Pages(
         index=index,
         names=PageNames(facts, given.fingerprints, slots),
@@ -168,6 +163,15 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         restores=restores,
         saves=saves,
         tiers=tiers,
+        promotions=Promotions(
+            lower,
+            facts,
+            book,
+            finder,
+            engine.counters,
+            cached=lambda block_hash, group: pool.cached(block_hash, group) is not None,
+            clock=clock,
+        ),
         dispatch=OrderDispatch(
             book,
             saves,
@@ -256,6 +260,7 @@ def build_gaps(
         boundaries=admission.boundaries,
         planner=pages.book,
         tiers=pages.tiers,
+        promotions=pages.promotions,
         gate=admission.gate,
         tools=given.tools,
         policy_state=given.policy_state,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
@@ -123,8 +124,6 @@ class SchedulerHalf:
         self.turns.add(turn)
         if self.admission.gate.on_arrived(turn) and turn.job is not None:
             self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
-        if turn.may_restore:
-            self.pages.tiers.promote(turn, self.gaps.prefills.fit)
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Find what can be restored of a waiting request.
@@ -138,7 +137,7 @@ class SchedulerHalf:
         turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
-        restores, tiers, admission = self.pages.restores, self.pages.tiers, self.admission
+        restores, admission = self.pages.restores, self.admission
         later = self.pages.dispatch.begins_anew(turn) or admission.pressure.defer_new
         if later or admission.queue.holds_in_queue(turn):
             return None, False
@@ -148,8 +147,9 @@ class SchedulerHalf:
             turn.source.vram_tokens = num_computed
         if not turn.may_restore:
             return 0, False
-        prefill = self.gaps.prefills.fit
-        if restores.comes_later(turn, num_computed) or tiers.still_coming(turn, prefill):
+        fits = partial(admission.pressure.fits, turn, num_computed, self.step)
+        prefill, coming = self.gaps.prefills.fit, self.pages.promotions.still_coming
+        if restores.comes_later(turn, num_computed) or coming(turn, prefill, fits):
             return None, False
         hit = restores.find(turn, num_computed, self.turns.running)
         return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
@@ -170,7 +170,7 @@ class SchedulerHalf:
         fresh = not turn.source.admitted
         if fresh:
             self._on_admitted(turn, num_external)
-        pages.tiers.claimed(turn)
+        pages.promotions.claimed(turn)
         if turn.job is not None and self.admission.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
@@ -279,7 +279,7 @@ class SchedulerHalf:
         self.release_all()
         self.admission.queue.let_all_in()
         for turn in self.turns.by_id.values():
-            self.pages.tiers.stop_waiting(turn)
+            self.pages.promotions.stop_waiting(turn)
 
     def measure_demand(self) -> None:
         """Measure how much VRAM is wanted."""
@@ -319,7 +319,7 @@ class SchedulerHalf:
         request, pages = turn.request, self.pages
         pages.dispatch.restored.pop(request.request_id, None)
         self.admission.queue.on_left(request.request_id)
-        pages.tiers.claimed(turn)
+        pages.promotions.claimed(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
         if has_kv and turn.pages.fingerprints:

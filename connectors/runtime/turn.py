@@ -123,23 +123,35 @@ class RestoreState:
 
 @dataclass(slots=True)
 class TiersState:
-    """Pages that come up from the tiers below for the turn. Written by ``pages.lower_tiers``.
+    """Pages that come up from the tiers below for the turn. Written by ``pages.promotions``.
 
     Attributes:
-        promotions: times that pages were looked for in the tiers.
         lookups: times that stores were asked.
         asking: True while it waits for their answers.
+        answers_until: the end of that wait at the latest, seconds.
         awaits: promotions or lookups that it waits for.
-        wait_until: the end of that wait at the latest, seconds.
+        behind: pages of others for whose slots it waits; 0 if it does not.
+        longest_wait_s: longest wait for its pages; None if none is worth one.
+        wait_until: the end of that wait; None before VRAM has room for the turn.
+        looked_at: when pages were last looked for in the tiers, seconds; None if never.
+        room_seen: True if VRAM had room for it then.
         keys: pages that came up for it, or are coming, until it is admitted.
     """
 
-    promotions: int = 0
     lookups: int = 0
     asking: bool = False
+    answers_until: float = 0.0
     awaits: set[OrderId] = field(default_factory=set)
-    wait_until: float = 0.0
+    behind: int = 0
+    longest_wait_s: float | None = None
+    wait_until: float | None = None
+    looked_at: float | None = None
+    room_seen: bool = False
     keys: set[PageKey] = field(default_factory=set)
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds that are left of its wait for pages; None if that has not begun."""
+        return None if self.wait_until is None else self.wait_until - now
 
 
 @dataclass(slots=True)

@@ -11,9 +11,8 @@ from tiered_kv.tiers import StoreId
 
 UNKNOWN_WAIT_S = 10.0
 """Longest wait where nothing is known of the time to compute the tokens."""
-TRIES = 2
-"""Promotions planned for a turn: when it arrives, and when it is asked for if that was
-not enough (slots were short, or the pages were evicted again)."""
+LOOK_EVERY_S = 0.1
+"""Seconds between two looks at pages that a waiting turn lacks, while nothing of them comes."""
 TURNS_SHARE = 2
 """One slot in this many may be reserved for turns that have arrived: the others are for saves."""
 AHEAD_SHARE = 4
@@ -41,7 +40,8 @@ class Promotion:
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds after which the turn computes its tokens instead.
+        """Seconds after which the turn computes its tokens instead, from when VRAM has room for it:
+        before that it waits anyway.
 
         It is the time that computing takes. So whatever the disk does, the turn needs at most
         twice that (the ski-rental bound of 2).
@@ -52,6 +52,18 @@ class Promotion:
 def worth_promoting(promotion: Promotion) -> bool:
     """True unless computing is faster."""
     return not 0 < promotion.recompute_s < promotion.promote_s
+
+
+def waits_for_slots(promotion: Promotion, *, mine: int, others: int, left_s: float | None) -> bool:
+    """True if a turn waits for slots rather than have a part of its pages only. One for which pages
+    came up never does: two would wait for each other.
+
+    Args:
+        mine: pages that came up for the turn, or are coming.
+        others: the same of other turns: their slots are given back.
+        left_s: seconds that are left of its longest wait; None if that has not begun.
+    """
+    return others > 0 and not mine and (left_s is None or promotion.promote_s <= left_s)
 
 
 def slowest_store(seconds: Mapping[StoreId, float]) -> StoreId:

@@ -64,7 +64,7 @@ class CostModel:
         # The last token is computed always: its logits are wanted.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
         # With pages from below it waited for these, and they say nothing of CPU memory.
-        if source.vram_tokens + unit >= had or turn.tiers.promotions:
+        if source.vram_tokens + unit >= had or turn.tiers.looked_at is not None:
             return
         self.queue.observe(self._clock() - turn.arrived_at)
         if turn.gap.saved:

@@ -15,6 +15,7 @@ from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
 from tiered_kv.connectors.runtime.job_table import Job, JobTable
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
@@ -77,6 +78,7 @@ class GapManager:
         boundaries: BoundaryBlocks,
         planner: OrderBook,
         tiers: LowerTiers,
+        promotions: Promotions,
         gate: Admission | NoAdmission,
         tools: ToolCalls,
         policy_state: PolicyUpkeep,
@@ -95,6 +97,7 @@ class GapManager:
         self._boundaries = boundaries
         self._planner = planner
         self._tiers = tiers
+        self._promotions = promotions
         self._gate = gate
         self._tools = tools
         self._policy_state = policy_state
@@ -271,7 +274,7 @@ class GapManager:
 
     def _bring_back(self, until: float) -> None:
         for job, due, pages in self.prefetch.take(until):
-            ordered = self._tiers.promote_ahead(pages, due)
+            ordered = self._promotions.promote_ahead(pages, due)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
                 self.prefetch.expect(job, due, pages)
 

@@ -13,6 +13,7 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
@@ -110,7 +111,7 @@ class PinPressure:
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the one that saves least first, until the request can be admitted, or
         only those are left that are worth its wait."""
-        wanted = self._blocks(turn, num_computed) + self._pool.watermark
+        wanted = self._wanted(turn, num_computed)
         # If not, vLLM refuses it once for want of blocks.
         sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.pressure.asked_at == step - 1
@@ -118,10 +119,6 @@ class PinPressure:
         if not len(self._pins):
             return
         spare = turn.job.key if turn.job else None
-
-        def enough() -> bool:
-            free = self._free(step)
-            return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
 
         somebody_runs = any(self._pool.tables[CONTEXT].values())
         waiter = waiter_started_at(
@@ -131,12 +128,21 @@ class PinPressure:
             in_job_order=self.in_job_order,
             new=turn.hold.new,
         )
+        enough = partial(self.fits, turn, num_computed, step)
         released = self._pins.make_room(enough, spare, waiter)
         self._counters.add("pins_released", released)
         mode = turn.restore.hit.mode if turn.restore.hit is not None else None
         stuck = self._facts.narrow and not somebody_runs
         if needs_one_more(mode, refused=asked_before, released=released, stuck=stuck):
             self._release_one(spare, waiter)
+
+    def fits(self, turn: Turn, num_computed: int, step: int) -> bool:
+        """True if the blocks are free that a waiting turn needs to be admitted."""
+        free, wanted = self._free(step), self._wanted(turn, num_computed)
+        return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
+
+    def _wanted(self, turn: Turn, num_computed: int) -> int:
+        return self._blocks(turn, num_computed) + self._pool.watermark
 
     def for_restored(self, turns: Sequence[Turn], step: int, *, idle: bool) -> None:
         """Release pins until each restored request has the blocks it lacks.

@@ -17,6 +17,7 @@ from tiered_kv.policies.cache.promotion import (
     room_ahead,
     room_for_turns,
     slowest_store,
+    waits_for_slots,
     worth_promoting,
 )
 from tiered_kv.tiers import StoreId, TierId
@@ -38,6 +39,24 @@ def test_a_promotion_slower_than_computing_is_not_made(
 def test_nobody_waits_longer_than_computing_would_take() -> None:
     assert Promotion(0.1, 2.0).longest_wait_s == 2.0
     assert Promotion(0.1, 0.0).longest_wait_s == UNKNOWN_WAIT_S
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "left_s", "waits"),
+    [
+        (0, 5, None, True),
+        (0, 5, 0.5, True),
+        (0, 5, 0.4, False),
+        (0, 0, None, False),
+        (1, 5, None, False),
+    ],
+    ids=["nothing is lost yet", "in time", "too late", "nobody gives any back", "it has some"],
+)
+def test_a_turn_waits_for_slots_that_others_give_back(
+    mine: int, others: int, left_s: float | None, waits: bool
+) -> None:
+    promotion = Promotion(0.5, 2.0)
+    assert waits_for_slots(promotion, mine=mine, others=others, left_s=left_s) is waits
 
 
 def test_what_is_not_worth_it_is_tried_without_the_slowest_tier() -> None:

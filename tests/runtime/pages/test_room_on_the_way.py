@@ -26,7 +26,7 @@ def test_what_is_due_takes_half_the_slots_at_most(
     tier, pages = rig.tiers, keys(100)
     rig.pages.book.stores[SSD].index.add(pages)
     assert rig.index.num_slots == slots
-    assert tier.promote_ahead(pages, due=rig.now)
+    assert rig.pages.promotions.promote_ahead(pages, due=rig.now)
     (order,) = tier.take()[SSD].promotes
     assert list(order.keys) == pages[:room]
 
@@ -43,10 +43,11 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
     rig.pages.book.stores[SSD].index.add(mine)
     rig.fill()
     rig.add("again", CONTEXT)
+    assert rig.half.match("again", 0) == (None, False)
     assert rig.turn("again").tiers.keys
     coming = len(rig.turn("again").tiers.keys)
     tier.take()
-    assert tier.promote_ahead(pages, due=rig.now)
+    assert rig.pages.promotions.promote_ahead(pages, due=rig.now)
     (order,) = tier.take()[SSD].promotes
     assert len(order.keys) == 32 - coming
 

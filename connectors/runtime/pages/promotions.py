@@ -1,0 +1,329 @@
+"""Promotions: pages come up from the tiers below CPU memory for turns, and ahead of them.
+
+They come up when the engine asks for the request that wants them, so in the order in which turns
+are let in, each from the fastest tier that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import PageKey
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.metrics import Counters
+from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.policies.cache.lookup import LOOKUPS, answer_wait_s, pages_asked
+from tiered_kv.policies.cache.promotion import (
+    LOOK_EVERY_S,
+    Promotion,
+    pages_without,
+    room_ahead,
+    room_for_turns,
+    slowest_store,
+    waits_for_slots,
+    worth_promoting,
+)
+from tiered_kv.policies.pricing.estimators import PrefillFit
+from tiered_kv.tiers import Knowledge, StoreId
+
+from .hits import HitFinder, run_of
+from .lower_tier import NOW, LowerTier
+
+
+class Promotions:
+    """Pages on their way up, and the turns that wait for them. Without tiers nothing comes up.
+
+    Args:
+        tiers: the tiers, fastest first.
+        cached: True if VRAM holds a group's block of a block hash.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[StoreId, LowerTier],
+        facts: EngineFacts,
+        book: OrderBook,
+        finder: HitFinder,
+        counters: Counters,
+        cached: Callable[[bytes, int], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        asked = Knowledge.ASKED
+        self._asked = [tier for tier in tiers.values() if tier.spec.knowledge is asked]
+        self._facts = facts
+        self._book = book
+        self._index = book.index
+        self._finder = finder
+        self._counters = counters
+        self._cached = cached
+        self._clock = clock
+        self._unclaimed = 0
+
+    def _promote(self, turn: Turn, prefill: PrefillFit, *, fits: bool) -> None:
+        """Order the pages up that the turn's prompt wants and only a lower tier has.
+
+        Args:
+            prefill: time that computing their tokens takes instead.
+            fits: True if VRAM has room for the turn.
+        """
+        state, now = turn.tiers, self._clock()
+        state.behind = 0
+        if self._asked and self._ask(turn, prefill):
+            return
+        if not any(len(tier.pages.index) for tier in self._tiers.values()):
+            return
+        state.looked_at, state.room_seen = now, fits
+        wanted, behind, tokens = self._find(turn)
+        if not wanted:
+            return
+        promotion, fresh = self._worth_it(wanted, behind, tokens, prefill, last=fits)
+        if promotion is None:
+            self._counters.add("promotions_refused", fits)
+            return
+        if state.longest_wait_s is None:
+            state.longest_wait_s = promotion.longest_wait_s
+        room = room_for_turns(self._index.num_slots, self._unclaimed)
+        if len(wanted) > room:
+            mine, others = len(state.keys), self._of_others(turn)
+            if waits_for_slots(promotion, mine=mine, others=others, left_s=state.left_s(now)):
+                state.behind = others
+                return
+            del wanted[max(0, room) :]
+            kept = set(wanted)
+            fresh = {name: [key for key in keys if key in kept] for name, keys in fresh.items()}
+        for name, keys in fresh.items():
+            self._tiers[name].promote(keys, NOW)
+        coming = self._book.promoting
+        claimed = [key for key in wanted if key in coming]
+        orders = {coming[key] for key in claimed}
+        for order in self._book.expedite(orders, now):
+            self._tiers[order.store].expedite(order.order_id)
+        state.awaits |= orders
+        self._unclaimed += len(set(claimed) - state.keys)
+        state.keys.update(claimed)
+
+    def promote_ahead(self, keys: Sequence[PageKey], due: float) -> bool:
+        """Order a waiting job's pages up, for when it is expected back; False if there are none
+        to order, or no slots."""
+        index, book = self._index, self._book
+        if due > self._clock():
+            room = room_ahead(index.num_slots, index.free_slots, book.ahead())
+        else:
+            room = room_for_turns(index.num_slots, self._unclaimed)
+        if room <= 0:
+            return False
+        ordered = 0
+        for name, fresh in self._by_tier(keys[:room]).items():
+            order = self._tiers[name].promote(fresh, due)
+            ordered += len(order.keys) if order is not None else 0
+        self._counters.add("pages_promoted_ahead", ordered)
+        return ordered > 0
+
+    def _by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
+        """Pages by the fastest tier that has them and answers, fastest first."""
+        usable = [(name, tier) for name, tier in self._tiers.items() if tier.answers]
+        split: dict[StoreId, list[PageKey]] = {name: [] for name, _ in usable}
+        for key in keys:
+            for name, tier in usable:
+                if tier.has(key):
+                    split[name].append(key)
+                    break
+        return {name: found for name, found in split.items() if found}
+
+    def _worth_it(
+        self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit, *, last: bool
+    ) -> tuple[Promotion | None, dict[StoreId, list[PageKey]]]:
+        """The promotion that is worth its time, and the pages to order for it, by tier.
+
+        ``wanted`` is cut before the first page of a tier that is too slow, until what is left is
+        worth it.
+
+        Args:
+            last: True if what is not ordered now is computed.
+        """
+        coming = self._book.promoting
+        while wanted:
+            fresh = self._by_tier(key for key in wanted if key not in coming)
+            involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
+            # The tiers work side by side.
+            seconds = {
+                name: self._tiers[name].promote_seconds(len(fresh.get(name, ())))
+                for name in involved
+            }
+            promotion = Promotion(
+                promote_s=max(seconds.values(), default=0.0),
+                # An estimate is no reason to leave pages where they are.
+                recompute_s=prefill.seconds(behind, tokens) if prefill.measured else 0.0,
+            )
+            if worth_promoting(promotion):
+                return promotion, fresh
+            slowest = slowest_store(seconds)
+            if last:
+                self._tiers[slowest].refused()
+            kept = pages_without(slowest, wanted, fresh)
+            tokens = tokens * kept // len(wanted)
+            del wanted[kept:]
+        return None, {}
+
+    def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
+        """Pages to come up for the turn, in order, the prompt tokens before them, and the tokens
+        that they make usable.
+
+        What the prompt shares with VRAM or CPU memory is passed over. All of it counts as used.
+        """
+        index, limit = self._index, turn.request.num_tokens - 1
+        start, somewhere = self._in_vram(turn, limit), self._somewhere()
+        found = self._finder.find(turn, start, limit, somewhere, run_of(somewhere))
+        keys = turn.page_keys()
+        used = list(keys[: start // self._facts.block_size])
+        used += found.keys if found is not None else ()
+        self._touch(used)
+        index.touch(reversed(used))  # so that what comes up does not evict them
+        wanted = [key for key in found.keys if not index.readable(key)] if found is not None else []
+        if found is None or not wanted:
+            return [], 0, 0
+        here = self._finder.find(turn, start, limit, index.readable, index.resident_prefix)
+        behind = here.tokens if here is not None else start
+        return wanted, behind, found.tokens - behind
+
+    def _in_vram(self, turn: Turn, limit: int) -> int:
+        """Tokens of the prompt that VRAM holds, as far as they may be used."""
+        hashes, strides = turn.request.block_hashes, turn.pages.strides
+        cached, end = self._cached, limit
+        for at, group in enumerate(self._facts.groups):
+            if group.reach.kind is KvKind.FULL:
+                stride, block = strides[at], 0
+                stop = min(end // group.block_size + 1, len(hashes) // stride)
+                while block < stop and cached(hashes[(block + 1) * stride - 1], at):
+                    block += 1
+                end = min(end, block * group.block_size)
+        if not self._facts.narrow:
+            return end
+        unit = self._facts.hit_tokens
+        end = end // unit * unit
+        while end and not self._ends_in_vram(turn, end):
+            end -= unit
+        return end
+
+    def _ends_in_vram(self, turn: Turn, tokens: int) -> bool:
+        """True if VRAM holds the pages of groups that need not all of the prompt."""
+        hashes = turn.request.block_hashes
+        return all(
+            (block + 1) * turn.pages.strides[at] <= len(hashes)
+            and self._cached(hashes[(block + 1) * turn.pages.strides[at] - 1], at)
+            for at, group in enumerate(self._facts.groups)
+            if group.reach.kind is not KvKind.FULL
+            for block in group.needs(tokens)
+        )
+
+    def _touch(self, keys: Sequence[PageKey]) -> None:
+        for tier in self._tiers.values():
+            tier.pages.index.touch(keys)
+
+    def _somewhere(self) -> Callable[[PageKey], bool]:
+        """A test whether a page is in CPU memory, on its way there, or in a tier that answers."""
+        readable, coming = self._index.readable, self._book.promoting
+        indices = [tier.pages.index for tier in self._tiers.values() if tier.answers]
+        silent = {name for name, tier in self._tiers.items() if not tier.answers}
+
+        def on_its_way(key: PageKey) -> bool:
+            return key in coming and self._book.store_of(coming[key]) not in silent
+
+        def somewhere(key: PageKey) -> bool:
+            return readable(key) or any(key in pages for pages in indices) or on_its_way(key)
+
+        return somewhere
+
+    def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
+        """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
+        True if the turn waits for an answer."""
+        if turn.tiers.lookups == LOOKUPS:
+            return False
+        keys = turn.page_keys()
+        size, limit = self._facts.block_size, turn.request.num_tokens - 1
+        stop = min(len(keys), limit // size + 1)
+        end, somewhere = self._in_vram(turn, limit) // size, self._somewhere()
+        while end < stop and somewhere(keys[end]):
+            end += 1
+        unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
+        if not unknown:
+            return False
+        compute_s = prefill.seconds(end * size, len(unknown) * size)
+        wait_s = answer_wait_s(compute_s if prefill.measured else None)
+        asked = {tier: tier.ask(unknown, wait_s) for tier in self._asked if tier.answers}
+        orders = {order for order in asked.values() if order is not None}
+        if not orders:
+            return False
+        turn.tiers.lookups += 1
+        turn.tiers.asking = True
+        turn.tiers.awaits |= orders
+        turn.tiers.answers_until = self._clock() + wait_s
+        return True
+
+    def still_coming(self, turn: Turn, prefill: PrefillFit, fits: Callable[[], bool]) -> bool:
+        """Promote for a turn that is asked for, and tell whether the engine shall ask again later:
+        pages worth waiting for, slots for them, or answers, are on their way.
+
+        Never True while VRAM lacks room for the turn: others would overtake it. So its pages come
+        up while it waits for that.
+
+        Args:
+            fits: tells whether VRAM has room for it.
+        """
+        if not self._tiers:  # first, since this is asked for every waiting request
+            return False
+        state, now, has_room = turn.tiers, self._clock(), fits()
+        awaited = bool(state.awaits)
+        self._look_at_awaited(turn, now)
+        if not state.awaits:
+            state.asking = False
+            left_s = state.left_s(now)
+            if left_s is not None and left_s <= 0:
+                state.behind = 0
+            elif awaited or self._worth_a_look(turn, now, fits=has_room):
+                self._promote(turn, prefill, fits=has_room)
+        if has_room and state.wait_until is None and state.longest_wait_s is not None:
+            state.wait_until = now + state.longest_wait_s
+        return has_room and bool(state.awaits or state.behind)
+
+    def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
+        """True if pages may be looked for: at first, now and then, once VRAM has room, and once
+        others gave slots back."""
+        state = turn.tiers
+        if state.looked_at is None or now - state.looked_at >= LOOK_EVERY_S:
+            return True
+        return (fits and not state.room_seen) or self._of_others(turn) < state.behind
+
+    def _of_others(self, turn: Turn) -> int:
+        """Pages that came up, or are coming, for other turns."""
+        return self._unclaimed - len(turn.tiers.keys)
+
+    def _look_at_awaited(self, turn: Turn, now: float) -> None:
+        state = turn.tiers
+        if not state.awaits:
+            return
+        state.awaits = {order for order in state.awaits if self._book.under_way(order)}
+        until = state.answers_until if state.asking else state.wait_until
+        if state.awaits and until is not None and now >= until:
+            self._counters.add("lookups_overdue" if state.asking else "promotions_overdue")
+            for order in state.awaits:
+                self._tiers[self._book.store_of(order)].give_up(order)
+            state.awaits.clear()
+
+    def stop_waiting(self, turn: Turn) -> None:
+        """Have the turn wait for nothing any more."""
+        turn.tiers.awaits.clear()
+        turn.tiers.behind = 0
+        turn.tiers.wait_until = self._clock()
+
+    def claimed(self, turn: Turn) -> None:
+        """Let go of what came up for the turn: it was admitted, or is over."""
+        self._unclaimed -= len(turn.tiers.keys)
+        turn.tiers.keys.clear()
+        turn.tiers.awaits.clear()
+        turn.tiers.asking, turn.tiers.behind = False, 0
+        turn.tiers.longest_wait_s = turn.tiers.wait_until = turn.tiers.looked_at = None
