@@ -188,7 +188,7 @@ class SchedulerHalf:
         """Count a turn that has its first blocks; if they are its job's first, that has started."""
         self.turns.admit(turn)
         turn.source.cpu_tokens = num_external
-        self.gaps.costs.on_admitted(turn)
+        self.gaps.manager.on_admitted(turn)
         hit = turn.restore.hit
         came_up = sum(key in turn.tiers.keys for key in hit.keys) if hit is not None else 0
         turn.source.ssd_tokens = min(num_external, came_up * self.facts.block_size)

@@ -136,6 +136,7 @@ class TiersState:
         looked_at: when pages were last looked for in the tiers, seconds; None if never.
         room_seen: True if VRAM had room for it then.
         keys: pages that came up for it, or are coming, until it is admitted.
+        held: slots of those that are there.
     """
 
     lookups: int = 0
@@ -148,6 +149,7 @@ class TiersState:
     looked_at: float | None = None
     room_seen: bool = False
     keys: set[PageKey] = field(default_factory=set)
+    held: dict[PageKey, int] = field(default_factory=dict)
 
     def left_s(self, now: float) -> float | None:
         """Seconds that are left of its wait for pages; None if that has not begun."""

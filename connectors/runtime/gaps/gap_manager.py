@@ -147,6 +147,12 @@ class GapManager:
         self._counters.add("jobs_inferred", inferred.turn == 1)
         return inferred.job
 
+    def on_admitted(self, turn: Turn) -> None:
+        """Take in that a turn has its first blocks."""
+        self._cost_model.on_admitted(turn)
+        if turn.job is not None and self._planner.stores:
+            self._placement.on_held_twice(turn.job.key)
+
     # -- a turn ends ----------------------------------------------------------------
 
     def on_ended(

@@ -298,6 +298,18 @@ class Promotions:
             return True
         return (fits and not state.room_seen) or self._of_others(turn) < state.behind
 
+    def _hold(self, turn: Turn) -> None:
+        """Keep what has come up for a turn from being evicted until it is claimed."""
+        held, index = turn.tiers.held, self._index
+        for key in turn.tiers.keys:
+            if key not in held and index.readable(key):
+                held[key] = index.acquire(key)
+
+    def _let_go(self, turn: Turn) -> None:
+        for key, slot in turn.tiers.held.items():
+            self._index.release(key, slot)
+        turn.tiers.held.clear()
+
     def _of_others(self, turn: Turn) -> int:
         """Pages that came up, or are coming, for other turns."""
         return self._unclaimed - len(turn.tiers.keys)
@@ -307,6 +319,7 @@ class Promotions:
         if not state.awaits:
             return
         state.awaits = {order for order in state.awaits if self._book.under_way(order)}
+        self._hold(turn)
         until = state.answers_until if state.asking else state.wait_until
         if state.awaits and until is not None and now >= until:
             self._counters.add("lookups_overdue" if state.asking else "promotions_overdue")
@@ -322,6 +335,7 @@ class Promotions:
 
     def claimed(self, turn: Turn) -> None:
         """Let go of what came up for the turn: it was admitted, or is over."""
+        self._let_go(turn)
         self._unclaimed -= len(turn.tiers.keys)
         turn.tiers.keys.clear()
         turn.tiers.awaits.clear()

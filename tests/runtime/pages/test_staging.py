@@ -7,10 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, push_out, store, tiers
+from tiered_kv.keys import PageKey
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
@@ -105,4 +110,63 @@ def test_pages_come_up_while_their_turn_waits_for_vram(rig: Rig, reads: threadin
     assert rig.outputs["small"] == rig.outputs["a"] == []
     assert from_ssd(rig, "a", CONTEXT) == 319
     assert rig.count("promotions_overdue") == 0
+    rig.check_clean()
+
+
+def test_what_came_up_for_a_turn_is_not_evicted_before_it_has_it(
+    rig: Rig, reads: threading.Event
+) -> None:
+    """Others are saved meanwhile, more than CPU memory holds."""
+    rig.add("busy", text(400, seed=3), max_tokens=60)
+    while not rig.outputs["busy"]:
+        rig.step()
+    rig.add("a", CONTEXT)
+    rig.step()
+    reads.set()
+    rig.wait_for_worker()
+    for _ in range(3):
+        rig.step()
+    held = set(rig.turn("a").tiers.held)
+    assert len(held) >= 20
+    index = rig.index
+    rivals = [PageKey(n.to_bytes(48, "little")) for n in range(300)]
+    for rival in rivals:
+        index.commit_all([rival], index.reserve_all([rival]))
+    assert all(map(index.readable, held))
+    assert from_ssd(rig, "a", CONTEXT) == 319
+    rig.check_clean()
+
+
+class ComesBack(StatelessPolicy):
+    """Expects every job back, sooner or later."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID))))
+
+
+@pytest.mark.parametrize("with_ssd", [True, False])
+def test_a_copy_of_what_vram_has_goes_first_where_a_tier_below_keeps_it(
+    make_rig: MakeRig, tmp_path: Path, with_ssd: bool
+) -> None:
+    """Without such a tier it is all that is left of a context that VRAM lets go."""
+    below = tiers(tmp_path, slots=200)
+    rig = make_rig(extra=below if with_ssd else {"cpu_gib": below["cpu_gib"]}, blocks=80)
+    rig.policy = ComesBack()
+    pages = dict[str, set[PageKey]]()
+    for name, prompt in (("waits", OTHER), ("runs", CONTEXT)):
+        before = set(rig.index.least_valuable(200))
+        rig.ask(f"{name} 1", prompt, params={"job_id": name})
+        rig.wait_for_worker()
+        rig.run()
+        pages[name] = set(rig.index.least_valuable(200)) - before
+    longer = CONTEXT + rig.outputs["runs 1"] + text(9, seed=5)
+    rig.add("runs 2", longer, max_tokens=40, params={"job_id": "runs"})
+    while not rig.outputs["runs 2"]:
+        rig.step()
+    rig.now += 60.0
+    either = pages["runs"] | pages["waits"]
+    order = [key for key in rig.index.least_valuable(200) if key in either]
+    assert set(order[:20]) < pages["runs" if with_ssd else "waits"]
+    rig.run()
+    rig.half.release_all()
     rig.check_clean()
