@@ -305,11 +305,6 @@ class Promotions:
             if key not in held and index.readable(key):
                 held[key] = index.acquire(key)
 
-    def _let_go(self, turn: Turn) -> None:
-        for key, slot in turn.tiers.held.items():
-            self._index.release(key, slot)
-        turn.tiers.held.clear()
-
     def _of_others(self, turn: Turn) -> int:
         """Pages that came up, or are coming, for other turns."""
         return self._unclaimed - len(turn.tiers.keys)
@@ -318,8 +313,10 @@ class Promotions:
         state = turn.tiers
         if not state.awaits:
             return
-        state.awaits = {order for order in state.awaits if self._book.under_way(order)}
-        self._hold(turn)
+        under_way = {order for order in state.awaits if self._book.under_way(order)}
+        if len(under_way) < len(state.awaits):
+            state.awaits = under_way
+            self._hold(turn)
         until = state.answers_until if state.asking else state.wait_until
         if state.awaits and until is not None and now >= until:
             self._counters.add("lookups_overdue" if state.asking else "promotions_overdue")
@@ -335,7 +332,9 @@ class Promotions:
 
     def claimed(self, turn: Turn) -> None:
         """Let go of what came up for the turn: it was admitted, or is over."""
-        self._let_go(turn)
+        held = turn.tiers.held
+        self._index.release_all([*held], [*held.values()])
+        held.clear()
         self._unclaimed -= len(turn.tiers.keys)
         turn.tiers.keys.clear()
         turn.tiers.awaits.clear()
