@@ -178,7 +178,7 @@ def medians(values: Sequence[float]) -> list[float]:
 
 
 def admission(server: VllmServer) -> dict[str, int]:
-    """Held jobs and turns, and the room that is given out."""
+    """Jobs held so far, and the room that is given out."""
     text = server.metrics_text()
     names = ("jobs_held_total", "room_percent")
     return {name.removesuffix("_total"): reported(text, name) for name in names}

@@ -64,7 +64,7 @@ class JobQueue:
         return tuple(self._held)
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
-        """True if a request has to wait for room; one of a new job also ``behind`` others that came
+        """True if a request of a new job has to wait for room, or ``behind`` others that came
         before: a small one does not overtake."""
         turn = self._turns.get(request_id)
         return turn is not None and self._admission.holds(turn, behind=behind)

@@ -151,7 +151,7 @@ class GapManager:
         """Take in that a turn has its first blocks."""
         self._cost_model.on_admitted(turn)
         if turn.job is not None and self._planner.stores:
-            self._placement.on_held_twice(turn.job.key)
+            self._placement.on_admitted(turn.job.key)
 
     # -- a turn ends ----------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class KvPlacement:
         self._order.on_gap_ended(job)
         return self._close(job, ended=True)
 
-    def on_held_twice(self, job: JobKey) -> None:
+    def on_admitted(self, job: JobKey) -> None:
         """Have pages of a job go from CPU memory like those that nobody waits for: VRAM has its
         context, and a tier below keeps what is evicted."""
         self._order.on_forecast_lost(job)

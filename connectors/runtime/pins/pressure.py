@@ -138,8 +138,12 @@ class PinPressure:
 
     def fits(self, turn: Turn, num_computed: int, step: int) -> bool:
         """True if the blocks are free that a waiting turn needs to be admitted."""
-        free, wanted = self._free(step), self._wanted(turn, num_computed)
-        return free >= wanted or free >= wanted - self._held_hits(turn, num_computed)
+        lacks = self._wanted(turn, num_computed) - self._free(step)
+        if lacks <= 0:
+            return True
+        found = sum(len(blocks) for _, blocks, _ in self._hits(num_computed))
+        # Looked at one by one only if that can change the answer: this is asked in every step.
+        return lacks <= found and lacks <= self._held_hits(turn, num_computed)
 
     def _wanted(self, turn: Turn, num_computed: int) -> int:
         return self._blocks(turn, num_computed) + self._pool.watermark

@@ -142,14 +142,14 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
 
 
 def held_behind_others(rig: Rig) -> list[str]:
-    """Those held, once all jobs go on and one more has come."""
+    """Names of the turns held once all jobs go on and one more has come."""
     rig.now += 5
     for name in "abc":
         goes_on(rig, name)
         rig.now += 1
         rig.step()
     begin(rig, "d")
-    return list(rig.held())
+    return rig.held()
 
 
 def test_a_job_is_let_in_where_what_goes_for_it_comes_back_soon(make_rig: MakeRig) -> None:

@@ -73,10 +73,10 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
     rig.check_clean()
 
 
-def test_a_turn_has_a_part_of_its_pages_once_it_has_waited_for_long(
+def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """The other one waits for as long at most, too, so that its slots come back."""
+    """Both the one that waits for its pages, and the one that waits for slots."""
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     rig.add("a", CONTEXT)
     rig.add("b", OTHER)
