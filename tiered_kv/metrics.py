@@ -23,6 +23,7 @@ COUNTERS: Mapping[str, str] = {
     "bytes_restored": "Bytes restored, over all ranks.",
     "restores_sync": "Restores made before the forward pass.",
     "restores_async": "Restores made beside the forward passes.",
+    "restores_in_pieces": "Those of contexts that CPU memory had no room for at once.",
     "pages_evicted": "Pages evicted from CPU memory.",
     "save_failures": "Pages whose copy to CPU memory failed.",
     "restore_failures": "Pages whose copy to VRAM failed; their tokens were recomputed.",

@@ -49,6 +49,7 @@ class LoadOrder:
 
     Attributes:
         group: position of the pages' group.
+        more: True if further orders for the request follow, in later steps: it comes in pieces.
     """
 
     order_id: OrderId
@@ -57,12 +58,14 @@ class LoadOrder:
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     mode: RestoreMode
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FailLoad:
     """Report blocks as bad, in place of a restore that the engine counts on and that cannot be
-    ordered: their tokens are computed."""
+    ordered, or of its last pieces: their tokens are computed. No further order for the request
+    follows."""
 
     request_id: str
     blocks: tuple[int, ...]

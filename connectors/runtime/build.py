@@ -23,9 +23,11 @@ from tiered_kv.connectors.runtime.pages.hits import HitFinder
 from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pages.names import PageNames
+from tiered_kv.connectors.runtime.pages.pieces import RestorePieces
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
+from tiered_kv.connectors.runtime.pages.sources import PageSources
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
@@ -81,6 +83,7 @@ class Pages:
     book: OrderBook
     tails: TailIndex
     restores: Restores
+    pieces: RestorePieces
     saves: Saves
     tiers: LowerTiers
     promotions: Promotions
@@ -154,6 +157,8 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         for store, spec in stores.items()
     }
     tiers = LowerTiers(lower)
+    sources = PageSources(lower, book)
+    pieces = RestorePieces(lower, sources, book, restores, engine.counters, clock)
     return Pages(
         index=index,
         names=PageNames(facts, given.fingerprints, slots),
@@ -162,9 +167,11 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         tails=tails,
         restores=restores,
         saves=saves,
+        pieces=pieces,
         tiers=tiers,
         promotions=Promotions(
             lower,
+            sources,
             facts,
             book,
             finder,
@@ -176,6 +183,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             book,
             saves,
             restores,
+            pieces,
             tiers,
             failed_restores=FailedRestores(pool, saves, restores),
             turns=engine.turns.by_id,

@@ -151,7 +151,8 @@ class SchedulerHalf:
         prefill, coming = self.gaps.prefills.fit, self.pages.promotions.still_coming
         if restores.comes_later(turn, num_computed) or coming(turn, prefill, fits):
             return None, False
-        hit = restores.find(turn, num_computed, self.turns.running)
+        in_pieces = self.pages.promotions.in_pieces(turn)
+        hit = restores.find(turn, num_computed, self.turns.running, in_pieces)
         return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
@@ -174,7 +175,7 @@ class SchedulerHalf:
         if turn.job is not None and self.admission.pins.release(turn.job.key):
             self.counters.add("pins_handed_over")
         if num_external > 0:
-            pages.restores.order(turn, num_external)
+            pages.dispatch.restore(turn, num_external)
         if fresh:
             self.admission.boundaries.watch(turn)
         if turn.loading:
@@ -189,9 +190,8 @@ class SchedulerHalf:
         self.turns.admit(turn)
         turn.source.cpu_tokens = num_external
         self.gaps.manager.on_admitted(turn)
-        hit = turn.restore.hit
-        came_up = sum(key in turn.tiers.keys for key in hit.keys) if hit is not None else 0
-        turn.source.ssd_tokens = min(num_external, came_up * self.facts.block_size)
+        came_up = self.pages.promotions.pages_from_below(turn) * self.facts.block_size
+        turn.source.ssd_tokens = min(num_external, came_up)
         self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
         self.admission.gate.on_started(turn)
@@ -278,6 +278,7 @@ class SchedulerHalf:
         self.counters.add("watchdog_barks")
         self.release_all()
         self.admission.queue.let_all_in()
+        self.pages.pieces.end_all()
         for turn in self.turns.by_id.values():
             self.pages.promotions.stop_waiting(turn)
 
@@ -320,6 +321,7 @@ class SchedulerHalf:
         pages.dispatch.restored.pop(request.request_id, None)
         self.admission.queue.on_left(request.request_id)
         pages.promotions.claimed(turn)
+        pages.pieces.end(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
         if has_kv and turn.pages.fingerprints:
@@ -367,6 +369,7 @@ class SchedulerHalf:
         self.counters.add("resets")
         self.release_all()
         fingerprints.next_generation()
+        pages.pieces.end_all()
         pages.tiers.reset(lambda group: fingerprints.base(group).digest())
         pages.book.forget_all()
         pages.tails.clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiered_kv.keys import PageKey, page_keys, rekeyed
 from tiered_kv.orders import OrderId, RestoreMode
@@ -26,6 +27,14 @@ class GroupPages:
     keys: tuple[PageKey, ...]
 
 
+class PlacedPage(NamedTuple):
+    """A page that is to come to a block of its group."""
+
+    group: int
+    key: PageKey
+    block: int
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Pages that can be restored for a turn.
@@ -34,11 +43,14 @@ class Hit:
         parts: the pages, by group.
         tokens: tokens that they give beyond the VRAM prefix.
         mode: the mode that the engine was told.
+        pieces_until: if CPU memory has not all of them, the time by which the others must have come
+            up in pieces, seconds.
     """
 
     parts: tuple[GroupPages, ...]
     tokens: int
     mode: RestoreMode
+    pieces_until: float | None = None
 
     @property
     def keys(self) -> Iterator[PageKey]:
@@ -110,13 +122,16 @@ class RestoreState:
 
     Attributes:
         hit: pages offered to the engine; None once they are ordered.
-        loading: orders of its async restore that are not over.
+        loading: orders of its async restore that are not over; one more while pieces of it are to
+            be ordered.
+        broken: True if its last pieces did not come, until it goes on.
         promised: True from when the engine is to wait for an async restore until it goes on.
         failed: True if none of that came, until the turn has blocks again.
     """
 
     hit: Hit | None = None
     loading: int = 0
+    broken: bool = False
     promised: bool = False
     failed: bool = False
 
@@ -135,6 +150,7 @@ class TiersState:
         wait_until: the end of that wait; None before VRAM has room for the turn.
         looked_at: when pages were last looked for in the tiers, seconds; None if never.
         room_seen: True if VRAM had room for it then.
+        in_pieces: True if pages that have no room in CPU memory are to come up in pieces.
         keys: pages that came up for it, or are coming, until it is admitted.
         held: slots of those that are there.
     """
@@ -148,6 +164,7 @@ class TiersState:
     wait_until: float | None = None
     looked_at: float | None = None
     room_seen: bool = False
+    in_pieces: bool = False
     keys: set[PageKey] = field(default_factory=set)
     held: dict[PageKey, int] = field(default_factory=dict)
 
@@ -242,7 +259,7 @@ class Turn:
     @property
     def loading(self) -> bool:
         """True while a restore writes into its blocks, ours or another connector's."""
-        return self.restore.loading > 0 or self.save.suspended
+        return self.restore.loading > 0 or self.restore.broken or self.save.suspended
 
     @property
     def may_restore(self) -> bool:

@@ -17,6 +17,12 @@ TURNS_SHARE = 2
 """One slot in this many may be reserved for turns that have arrived: the others are for saves."""
 AHEAD_SHARE = 4
 """One slot in this many may be reserved for promotions that are not due yet."""
+PIECES_SHARE = 4
+"""One slot in this many may be in use by restores in pieces."""
+PIECE_BYTES = 64 << 20
+"""Size of a piece of such a restore, bytes, or half of their slots if that is less. A disk reaches
+its speed with it, and the copy of the last piece, which nothing goes beside, takes a few
+milliseconds."""
 IDLE_AHEAD_S = 3600.0
 """An engine that falls idle orders what is due in this time ahead: no hook may run until then."""
 STALLED_S = 5.0
@@ -96,6 +102,25 @@ def room_for_turns(num_slots: int, unclaimed: int) -> int:
         unclaimed: pages that came up, or are coming, for turns that were not admitted yet.
     """
     return max(1, num_slots // TURNS_SHARE) - unclaimed
+
+
+def room_for_pieces(num_slots: int) -> int:
+    """Slots that restores in pieces may use together.
+
+    Args:
+        num_slots: all slots in CPU memory.
+    """
+    return max(1, num_slots // PIECES_SHARE)
+
+
+def piece_pages(page_bytes: int, num_slots: int) -> int:
+    """Pages of a piece of a restore.
+
+    Args:
+        page_bytes: size of a page on one rank, bytes.
+        num_slots: all slots in CPU memory.
+    """
+    return max(1, min(PIECE_BYTES // page_bytes, room_for_pieces(num_slots) // 2))
 
 
 def room_ahead(num_slots: int, free: int, ahead: int) -> int:

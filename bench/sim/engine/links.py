@@ -24,8 +24,10 @@ class Link:
 
     def send(self, nbytes: int, now: float) -> float:
         """Queue a transfer; returns when it is over."""
-        begin = max(now, self._free_at)
-        took = self.latency_s + nbytes / self.bandwidth
-        self._free_at = begin + took
+        self._free_at = max(now, self._free_at) + self.seconds(nbytes)
         self.carried += nbytes
         return self._free_at
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of a transfer alone, as a worker measures it."""
+        return self.latency_s + nbytes / self.bandwidth

@@ -110,10 +110,12 @@ class Heard:
     Attributes:
         arrived: requests whose async restore is over.
         reports: for the scheduler half; None if nothing happened.
+        bad_blocks: blocks whose restore failed.
     """
 
     arrived: set[str]
     reports: Reports | None
+    bad_blocks: set[int]
 
 
 class SimWorker:
@@ -134,6 +136,9 @@ class SimWorker:
         self.stores = [_Store(nbytes, share // nbytes) for nbytes in page_bytes if share]
         self._page_bytes = page_bytes
         self._parts = Counter[str]()  # loads under way of each request
+        self._more: set[str] = set()  # requests of which further loads follow
+        self._arrived: set[str] = set()
+        self._bad_blocks: set[int] = set()
         self._later: list[tuple[float, int, Order]] = []  # not due yet
         self._flying: list[tuple[float, int, Order, float]] = []  # over at; took
         self._tie = 0
@@ -154,18 +159,22 @@ class SimWorker:
         ready = now
         for load in orders.loads:
             self._parts[load.request_id] += 1
-            end = self.up.send(len(load.blocks) * self._page_bytes[load.group], now)
-            self._fly(load, end, end - now)
+            (self._more.add if load.more else self._more.discard)(load.request_id)
+            end = self._send(load, self.up, len(load.blocks), load.group, now)
             if load.mode is RestoreMode.SYNC:
                 ready = max(ready, end)
+        for refused in orders.failed_loads:
+            self._more.discard(refused.request_id)
+            self._bad_blocks.update(refused.blocks)
+            if not self._parts[refused.request_id]:
+                del self._parts[refused.request_id]
+                self._arrived.add(refused.request_id)
         return ready
 
     def save(self, orders: Orders, now: float) -> None:
         """Begin saves, behind the step's computing."""
         for order in orders.saves:
-            begin = now
-            end = self.down.send(len(order.blocks) * self._page_bytes[order.group], now)
-            self._fly(order, end, end - begin)
+            self._send(order, self.down, len(order.blocks), order.group, now)
 
     def hear(self, now: float) -> Heard:
         """Report what is over by now."""
@@ -173,7 +182,8 @@ class SimWorker:
             due, _, order = heapq.heappop(self._later)
             self._start(order, max(due, 0.0))
         reports: dict[OrderId, OrderReport] = {}
-        arrived: set[str] = set()
+        arrived, self._arrived = self._arrived, set()
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
         while self._flying and self._flying[0][0] <= now:
             _, _, order, took = heapq.heappop(self._flying)
             reports[order.order_id] = self._land(order, took)
@@ -181,19 +191,23 @@ class SimWorker:
                 self._parts[order.request_id] -= 1
                 if not self._parts[order.request_id]:  # one for each group
                     del self._parts[order.request_id]
-                    if order.mode is RestoreMode.ASYNC:
+                    if order.mode is RestoreMode.ASYNC and order.request_id not in self._more:
                         arrived.add(order.request_id)
         told = {StoreId(SSD, at): store.say() for at, store in enumerate(self.stores)}
         news = {store: {0: said} for store, said in told.items() if said is not None}
         if not reports and not news:
-            return Heard(arrived, None)
-        return Heard(arrived, Reports(reports, {}, news))
+            return Heard(arrived, None, bad_blocks)
+        return Heard(arrived, Reports(reports, {}, news), bad_blocks)
 
     # -- orders -----------------------------------------------------------------------
 
-    def _fly(self, order: Order, end: float, took: float) -> None:
+    def _send(self, order: Order, link: Link, pages: int, group: int, now: float) -> float:
+        """Queue an order's pages; returns when they are there."""
+        nbytes = pages * self._page_bytes[group]
+        end = link.send(nbytes, now)
         self._tie += 1
-        heapq.heappush(self._flying, (end, self._tie, order, took))
+        heapq.heappush(self._flying, (end, self._tie, order, link.seconds(nbytes)))
+        return end
 
     def _carry_out(self, store: _Store, orders: TierOrders, now: float) -> None:
         hurried = set(orders.expedited)
@@ -220,8 +234,7 @@ class SimWorker:
     def _start(self, order: Any, now: float) -> None:
         reads = isinstance(order, PromoteOrder)
         link = self.ssd_read if reads else self.ssd_write
-        end = link.send(len(order.keys) * self._page_bytes[order.store.group], now)
-        self._fly(order, end, end - now)
+        self._send(order, link, len(order.keys), order.store.group, now)
 
     def _land(self, order: Order, took: float) -> OrderReport:
         failed: frozenset[int] = frozenset()

@@ -11,6 +11,7 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 
 from .failed_restores import FailedRestores
 from .lower_tiers import LowerTiers
+from .pieces import RestorePieces
 from .restores import Restores
 from .saves import Saves
 
@@ -35,6 +36,7 @@ class OrderDispatch:
         planner: OrderBook,
         saves: Saves,
         restores: Restores,
+        pieces: RestorePieces,
         tiers: LowerTiers,
         failed_restores: FailedRestores,
         turns: Mapping[str, Turn],
@@ -45,6 +47,7 @@ class OrderDispatch:
         self._planner = planner
         self._saves = saves
         self._restores = restores
+        self._pieces = pieces
         self._tiers = tiers
         self._failed_restores = failed_restores
         self._turns = turns
@@ -65,6 +68,8 @@ class OrderDispatch:
 
     def take(self) -> Orders:
         """Hand over the orders not yet sent."""
+        if self._pieces:
+            self._advance_pieces()
         if not self._unsent:
             return self._no_orders
         self._last_word = self._clock()
@@ -76,12 +81,28 @@ class OrderDispatch:
             stores=self._tiers.take(),
         )
 
+    def restore(self, turn: Turn, tokens: int) -> None:
+        """Order the restore that the engine now counts on, in pieces if need be.
+
+        Raises:
+            RuntimeError: it was not offered; follow with ``Restores.refuse``.
+        """
+        until = turn.restore.hit.pieces_until if turn.restore.hit is not None else None
+        lacking = self._restores.order(turn, tokens)
+        if until is not None and lacking:
+            self._pieces.begin(turn, lacking, until)
+            self._advance_pieces()
+
     def begins_anew(self, turn: Turn) -> bool:
         """True if the engine asks for a turn of whose async restore nothing came; once."""
         begins_anew = self._restores.begins_anew(turn)
         if begins_anew:
             self.restored.pop(turn.request_id, None)  # it has no blocks any more
         return begins_anew
+
+    def _advance_pieces(self) -> None:
+        for turn in self._pieces.advance():
+            self.restored[turn.request_id] = turn
 
     @property
     def _unsent(self) -> bool:
@@ -91,7 +112,7 @@ class OrderDispatch:
     @property
     def under_way(self) -> bool:
         """True if a step would send orders, or could hear of those that were sent."""
-        if self._unsent:
+        if self._unsent or self._pieces:
             return True
         now = self._clock()
         return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
@@ -113,6 +134,8 @@ class OrderDispatch:
             for done in settled:
                 self._tiers.on_settled(done)
             self._tiers.unsent_saves_dropped(dropped)
+            if self._pieces:
+                self._advance_pieces()  # before anything else takes the slots of what came up
             self._tiers.demote_ahead()
 
     def _on_settled(self, settled: Sequence[Settled], step: int) -> None:
@@ -123,6 +146,7 @@ class OrderDispatch:
             if not isinstance(done.order, LoadOrder):
                 continue
             restored = self._restores.on_settled(done)
+            self._pieces.on_settled(done)
             turn = self._turns.get(done.order.request_id)
             if turn is not None and self._restores.on_part_loaded(turn):
                 self.restored[turn.request_id] = turn

@@ -6,7 +6,7 @@ are let in, each from the fastest tier that has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
@@ -30,6 +30,7 @@ from tiered_kv.tiers import Knowledge, StoreId
 
 from .hits import HitFinder, run_of
 from .lower_tier import NOW, LowerTier
+from .sources import Below, PageSources
 
 
 class Promotions:
@@ -37,6 +38,7 @@ class Promotions:
 
     Args:
         tiers: the tiers, fastest first.
+        sources: tells where pages are.
         cached: True if VRAM holds a group's block of a block hash.
         clock: monotonic seconds.
     """
@@ -44,6 +46,7 @@ class Promotions:
     def __init__(
         self,
         tiers: Mapping[StoreId, LowerTier],
+        sources: PageSources,
         facts: EngineFacts,
         book: OrderBook,
         finder: HitFinder,
@@ -52,6 +55,7 @@ class Promotions:
         clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
+        self._sources = sources
         asked = Knowledge.ASKED
         self._asked = [tier for tier in tiers.values() if tier.spec.knowledge is asked]
         self._facts = facts
@@ -71,7 +75,7 @@ class Promotions:
             fits: True if VRAM has room for the turn.
         """
         state, now = turn.tiers, self._clock()
-        state.behind = 0
+        state.behind, state.in_pieces = 0, False
         if self._asked and self._ask(turn, prefill):
             return
         if not any(len(tier.pages.index) for tier in self._tiers.values()):
@@ -92,6 +96,7 @@ class Promotions:
             if waits_for_slots(promotion, mine=mine, others=others, left_s=state.left_s(now)):
                 state.behind = others
                 return
+            state.in_pieces = True
             del wanted[max(0, room) :]
             kept = set(wanted)
             fresh = {name: [key for key in keys if key in kept] for name, keys in fresh.items()}
@@ -117,22 +122,11 @@ class Promotions:
         if room <= 0:
             return False
         ordered = 0
-        for name, fresh in self._by_tier(keys[:room]).items():
+        for name, fresh in self._sources.by_tier(keys[:room]).items():
             order = self._tiers[name].promote(fresh, due)
             ordered += len(order.keys) if order is not None else 0
         self._counters.add("pages_promoted_ahead", ordered)
         return ordered > 0
-
-    def _by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
-        """Pages by the fastest tier that has them and answers, fastest first."""
-        usable = [(name, tier) for name, tier in self._tiers.items() if tier.answers]
-        split: dict[StoreId, list[PageKey]] = {name: [] for name, _ in usable}
-        for key in keys:
-            for name, tier in usable:
-                if tier.has(key):
-                    split[name].append(key)
-                    break
-        return {name: found for name, found in split.items() if found}
 
     def _worth_it(
         self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit, *, last: bool
@@ -147,7 +141,7 @@ class Promotions:
         """
         coming = self._book.promoting
         while wanted:
-            fresh = self._by_tier(key for key in wanted if key not in coming)
+            fresh = self._sources.by_tier(key for key in wanted if key not in coming)
             involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
             # The tiers work side by side.
             seconds = {
@@ -176,7 +170,7 @@ class Promotions:
         What the prompt shares with VRAM or CPU memory is passed over. All of it counts as used.
         """
         index, limit = self._index, turn.request.num_tokens - 1
-        start, somewhere = self._in_vram(turn, limit), self._somewhere()
+        start, somewhere = self._in_vram(turn, limit), self._sources.somewhere()
         found = self._finder.find(turn, start, limit, somewhere, run_of(somewhere))
         keys = turn.page_keys()
         used = list(keys[: start // self._facts.block_size])
@@ -224,20 +218,6 @@ class Promotions:
         for tier in self._tiers.values():
             tier.pages.index.touch(keys)
 
-    def _somewhere(self) -> Callable[[PageKey], bool]:
-        """A test whether a page is in CPU memory, on its way there, or in a tier that answers."""
-        readable, coming = self._index.readable, self._book.promoting
-        indices = [tier.pages.index for tier in self._tiers.values() if tier.answers]
-        silent = {name for name, tier in self._tiers.items() if not tier.answers}
-
-        def on_its_way(key: PageKey) -> bool:
-            return key in coming and self._book.store_of(coming[key]) not in silent
-
-        def somewhere(key: PageKey) -> bool:
-            return readable(key) or any(key in pages for pages in indices) or on_its_way(key)
-
-        return somewhere
-
     def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
         """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
         True if the turn waits for an answer."""
@@ -246,7 +226,7 @@ class Promotions:
         keys = turn.page_keys()
         size, limit = self._facts.block_size, turn.request.num_tokens - 1
         stop = min(len(keys), limit // size + 1)
-        end, somewhere = self._in_vram(turn, limit) // size, self._somewhere()
+        end, somewhere = self._in_vram(turn, limit) // size, self._sources.somewhere()
         while end < stop and somewhere(keys[end]):
             end += 1
         unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
@@ -283,12 +263,28 @@ class Promotions:
             state.asking = False
             left_s = state.left_s(now)
             if left_s is not None and left_s <= 0:
-                state.behind = 0
+                state.behind, state.in_pieces = 0, False
             elif awaited or self._worth_a_look(turn, now, fits=has_room):
                 self._promote(turn, prefill, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
         return has_room and bool(state.awaits or state.behind)
+
+    def in_pieces(self, turn: Turn) -> Below | None:
+        """The pages that may come up in pieces beside those that came up for a turn; None if none
+        may, or need to."""
+        state = turn.tiers
+        if not state.in_pieces or state.longest_wait_s is None:
+            return None
+        until = state.wait_until
+        if until is None:
+            until = self._clock() + state.longest_wait_s
+        return Below(self._sources.somewhere(), until)
+
+    def pages_from_below(self, turn: Turn) -> int:
+        """Pages of a turn's hit that came up for it from a tier, or are to come up in pieces."""
+        hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
+        return sum(key in came_up or not there(key) for key in hit.keys) if hit is not None else 0
 
     def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
         """True if pages may be looked for: at first, now and then, once VRAM has room, and once
@@ -327,7 +323,7 @@ class Promotions:
     def stop_waiting(self, turn: Turn) -> None:
         """Have the turn wait for nothing any more."""
         turn.tiers.awaits.clear()
-        turn.tiers.behind = 0
+        turn.tiers.behind, turn.tiers.in_pieces = 0, False
         turn.tiers.wait_until = self._clock()
 
     def claimed(self, turn: Turn) -> None:
@@ -338,5 +334,5 @@ class Promotions:
         self._unclaimed -= len(turn.tiers.keys)
         turn.tiers.keys.clear()
         turn.tiers.awaits.clear()
-        turn.tiers.asking, turn.tiers.behind = False, 0
+        turn.tiers.asking, turn.tiers.behind, turn.tiers.in_pieces = False, 0, False
         turn.tiers.longest_wait_s = turn.tiers.wait_until = turn.tiers.looked_at = None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.step_timer import StepTimer
-from tiered_kv.connectors.runtime.turn import Hit, Turn
+from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
+from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
 
-from .hits import Found, HitFinder
+from .hits import Found, HitFinder, Run, There, run_of
+from .sources import Below
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ class Restores:
 
     def loaded(self, turn: Turn) -> None:
         """End the turn's restore: whoever loaded into its blocks is done."""
-        turn.restore.loading = 0
+        turn.restore.loading, turn.restore.broken = 0, False
         turn.restore.promised = turn.restore.failed = False
 
     def begins_anew(self, turn: Turn) -> bool:
@@ -100,7 +103,9 @@ class Restores:
         turn.restore.loading -= 1
         return not turn.restore.loading
 
-    def find(self, turn: Turn, num_computed: int, others: int) -> Hit | None:
+    def find(
+        self, turn: Turn, num_computed: int, others: int, below: Below | None = None
+    ) -> Hit | None:
         """Offer the longest prefix beyond that in VRAM whose pages are readable.
 
         At least the last token is left to compute: its logits are wanted.
@@ -108,18 +113,23 @@ class Restores:
         Args:
             num_computed: tokens of the VRAM prefix, whole blocks.
             others: requests running beside this one.
+            below: pages that may come up in pieces beside the readable ones.
         """
         index, limit = self._index, turn.request.num_tokens - 1
-        found = self._finder.find(turn, num_computed, limit, index.readable, index.resident_prefix)
+        there: There = index.readable
+        run: Run = index.resident_prefix
+        if below is not None:
+            there, run = below.somewhere, run_of(below.somewhere)
+        found = self._finder.find(turn, num_computed, limit, there, run)
         if found is not None and (usable := self.policy.usable(found.tokens)) < found.tokens:
-            found = self._finder.find(
-                turn, num_computed, usable, index.readable, index.resident_prefix
-            )
-        if found is None:
-            turn.restore.hit = None
-        else:
-            mode = self._mode(found, others)
-            turn.restore.hit = Hit(found.parts, found.tokens - num_computed, mode)
+            found = self._finder.find(turn, num_computed, usable, there, run)
+        turn.restore.hit = None
+        if found is not None:
+            tokens = found.tokens - num_computed
+            if below is not None and not all(map(index.readable, found.keys)):
+                turn.restore.hit = Hit(found.parts, tokens, RestoreMode.ASYNC, below.until)
+            else:
+                turn.restore.hit = Hit(found.parts, tokens, self._mode(found, others))
         return turn.restore.hit
 
     def _mode(self, found: Found, others: int) -> RestoreMode:
@@ -128,8 +138,11 @@ class Restores:
         copy_s = sum(self._planner.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))
 
-    def order(self, turn: Turn, tokens: int) -> None:
+    def order(self, turn: Turn, tokens: int) -> Sequence[PlacedPage]:
         """Order the restore that the engine now counts on.
+
+        Returns:
+            Pages that CPU memory lacks: they are to come in pieces (``add_piece``).
 
         Raises:
             RuntimeError: none was offered, or not this one; follow with ``refuse``.
@@ -139,24 +152,89 @@ class Restores:
             raise RuntimeError("the engine expects a restore that was not offered")
         if tokens != hit.tokens and self._facts.narrow:
             raise RuntimeError(f"the engine expects {tokens} of {hit.tokens} tokens offered")
+        lacking: Sequence[PlacedPage] = ()
+        if hit.pieces_until is not None:
+            lacking = self._order_first_pieces(turn, hit, tokens)
+        else:
+            self._order_whole(turn, hit, tokens)
+        turn.restore.promised = turn.restore.loading > 0
+        turn.restore.hit = None
+        self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
+        return lacking
+
+    def _order_whole(self, turn: Turn, hit: Hit, tokens: int) -> None:
         if len(hit.parts) > 1 and not all(map(self._index.readable, hit.keys)):
             raise RuntimeError("a page that was offered is gone")  # before anything is ordered
         for part in hit.parts:
-            size = self._facts.groups[part.group].block_size
-            keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
-            table = self._pool.tables[part.group][turn.request_id]
-            where = [block.block_id for block in table[part.first : part.first + len(keys)]]
+            keys, where = self._places(turn, part, hit, tokens)
             order = self._planner.plan_load(turn.request_id, keys, where, hit.mode, part.group)
-            self.unsent.append(order)
-            self._pages += len(keys)
+            self._send(order)
             if hit.mode is RestoreMode.SYNC:
+                table = self._pool.tables[part.group][turn.request_id]
                 behind = tuple(block.block_id for block in table[part.first :])
                 self._from_there[order.order_id] = behind
             else:
                 turn.restore.loading += 1
-        turn.restore.promised = turn.restore.loading > 0
-        turn.restore.hit = None
-        self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
+
+    def _order_first_pieces(self, turn: Turn, hit: Hit, tokens: int) -> Sequence[PlacedPage]:
+        """Order what CPU memory has of a restore; give the pages that it lacks."""
+        readable, lacking = self._index.readable, list[PlacedPage]()
+        here = list[tuple[int, list[PageKey], list[int]]]()
+        for part in hit.parts:
+            keys, blocks = list[PageKey](), list[int]()
+            for key, block in zip(*self._places(turn, part, hit, tokens), strict=True):
+                if readable(key):
+                    keys.append(key)
+                    blocks.append(block)
+                else:
+                    lacking.append(PlacedPage(part.group, key, block))
+            if keys:
+                here.append((part.group, keys, blocks))
+        if not lacking:
+            self._order_whole(turn, hit, tokens)
+            return ()
+        turn.restore.loading = 1  # until the last piece is ordered
+        for group, keys, blocks in here:
+            self.add_piece(turn, group, keys, blocks, more=True)
+        return lacking
+
+    def _places(
+        self, turn: Turn, part: GroupPages, hit: Hit, tokens: int
+    ) -> tuple[Sequence[PageKey], Sequence[int]]:
+        """Pages of a part, those that ``tokens`` of the hit need, and their blocks."""
+        size = self._facts.groups[part.group].block_size
+        keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
+        table = self._pool.tables[part.group][turn.request_id]
+        return keys, [block.block_id for block in table[part.first : part.first + len(keys)]]
+
+    def _send(self, order: LoadOrder) -> None:
+        self.unsent.append(order)
+        self._pages += len(order.blocks)
+
+    def add_piece(
+        self, turn: Turn, group: int, keys: Sequence[PageKey], blocks: Sequence[int], *, more: bool
+    ) -> OrderId:
+        """Order readable pages of a turn whose restore comes in pieces.
+
+        Args:
+            more: False if this is the last piece.
+        """
+        mode = RestoreMode.ASYNC
+        order = self._planner.plan_load(turn.request_id, keys, blocks, mode, group, more=more)
+        self._send(order)
+        turn.restore.loading += more
+        return order.order_id
+
+    def break_off(self, turn: Turn, blocks: Sequence[int]) -> bool:
+        """End a restore in pieces: what its last blocks were to hold is computed.
+
+        Returns:
+            True if nothing of it is under way.
+        """
+        self.refused.append(FailLoad(turn.request_id, tuple(blocks), RestoreMode.ASYNC))
+        turn.restore.loading -= 1
+        turn.restore.broken = True
+        return not turn.restore.loading
 
     def refuse(self, request_id: str, turn: Turn | None) -> tuple[int, ...]:
         """Order a restore that must fail, in place of one that the engine counts on: the workers

@@ -79,6 +79,7 @@ class WorkerHalf:
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
         self._parts: Counter[str] = Counter()  # of async restores under way, by request
+        self._more: set[str] = set()  # requests for whose restore further orders follow
         self._failed: set[str] = set()
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -196,8 +197,13 @@ class WorkerHalf:
                 self._overwrite(promote.slots)
             if name in self.stores:
                 self.stores[name].carry_out(tier_orders)
-        loads: list[FailLoad | LoadOrder] = [*orders.failed_loads, *orders.loads]
+        loads: list[FailLoad | LoadOrder] = [*orders.loads, *orders.failed_loads]
         self._parts.update(one.request_id for one in loads if one.mode is RestoreMode.ASYNC)
+        for one in loads:
+            if isinstance(one, LoadOrder) and one.more:
+                self._more.add(one.request_id)
+            else:
+                self._more.discard(one.request_id)
         for refused in orders.failed_loads:
             self._restored(refused.request_id, refused.mode, refused.blocks, failed=True)
         for order in orders.loads:
@@ -291,7 +297,8 @@ class WorkerHalf:
             self._parts[request_id] -= 1
             if not self._parts[request_id]:
                 del self._parts[request_id]
-                self._arrived.add(request_id)
+                if request_id not in self._more:
+                    self._arrived.add(request_id)
         elif bad:
             self._failed_syncs += 1
             self._newly_failed = True

@@ -187,6 +187,8 @@ def test_a_turn_whose_pages_are_late_computes_them(rig: Rig, gate: Gate) -> None
     assert rig.outputs["again"] == expected(CONTEXT, 4)
     assert rig.count("promotions_overdue") == 1
     gate.open.set()
+    rig.wait_for_worker()
+    rig.step()
     rig.run()
     rig.check_clean()
 

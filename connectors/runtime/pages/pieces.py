@@ -1,0 +1,216 @@
+"""Restores in pieces: a context that CPU memory has no room for comes up from the tiers below a
+piece at a time, each copied to VRAM, and its slots given back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
+from tiered_kv.keys import PageKey
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import OrderId
+from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.policies.cache.promotion import piece_pages, room_for_pieces
+from tiered_kv.tiers import StoreId
+
+from .lower_tier import NOW, LowerTier
+from .restores import Restores
+from .sources import PageSources
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Pages of one group on their way up.
+
+    Attributes:
+        orders: orders that bring them.
+        own: those that come up for this restore.
+    """
+
+    pages: Sequence[PlacedPage]
+    orders: set[OrderId]
+    own: set[PageKey]
+
+
+@dataclass(slots=True)
+class _Restore:
+    """A restore in pieces.
+
+    Attributes:
+        until: time by which all must have come, seconds.
+        rest: pages that are not ordered yet, in order.
+        coming: pieces on their way up, in order.
+        lost: blocks whose pages are nowhere any more, and those behind them.
+    """
+
+    turn: Turn
+    until: float
+    rest: deque[PlacedPage]
+    coming: deque[_Piece] = field(default_factory=deque)
+    lost: list[int] = field(default_factory=list)
+
+    @property
+    def unfinished(self) -> bool:
+        """True if pages of it may still come."""
+        return bool(self.rest or self.coming)
+
+    def blocks(self) -> list[int]:
+        """Blocks whose pages were not ordered to VRAM."""
+        coming = [page.block for piece in self.coming for page in piece.pages]
+        return [*coming, *(page.block for page in self.rest), *self.lost]
+
+
+class RestorePieces:
+    """Restores in pieces, the oldest first. Reading and copying go on side by side.
+
+    Their slots are apart from those of other promotions: a restore in pieces has VRAM and waits for
+    slots, a turn whose pages came up has slots and may wait for VRAM.
+
+    Args:
+        tiers: the tiers, fastest first.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[StoreId, LowerTier],
+        sources: PageSources,
+        book: OrderBook,
+        restores: Restores,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._sources = sources
+        self._book = book
+        self._index = book.index
+        self._restores = restores
+        self._counters = counters
+        self._clock = clock
+        self._under_way: dict[str, _Restore] = {}
+        self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
+        self._slots = 0  # in use, those included
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, turn: Turn, pages: Sequence[PlacedPage], until: float) -> None:
+        """Bring up the pages that a turn's restore lacks.
+
+        Args:
+            pages: in the order of the context, one group after the other.
+            until: time by which all must have come, seconds. What has not is computed.
+        """
+        self._under_way[turn.request_id] = _Restore(turn, until, deque(pages))
+        self._counters.add("restores_in_pieces")
+
+    def on_settled(self, done: Settled) -> None:
+        """Take in that an order to VRAM is over: its slots are given back."""
+        self._slots -= self._copying.pop(done.order.order_id, 0)
+
+    def advance(self) -> list[Turn]:
+        """Copy what has come up, and order more; gives the turns of which nothing is under way any
+        more, though some of it did not come."""
+        over, now = list[Turn](), self._clock()
+        for request_id, restore in list(self._under_way.items()):
+            self._copy_arrived(restore)
+            self._order_more(restore)
+            late = restore.unfinished and now >= restore.until
+            self._counters.add("promotions_overdue", late)
+            if late or (restore.lost and not restore.unfinished):
+                if self._break_off(restore):
+                    over.append(restore.turn)
+            elif not restore.unfinished:
+                del self._under_way[request_id]
+        return over
+
+    def end(self, turn: Turn) -> None:
+        """End a turn's restore in pieces, if there is one: the turn is over."""
+        restore = self._under_way.get(turn.request_id)
+        if restore is not None:
+            self._break_off(restore)
+
+    def end_all(self) -> None:
+        """End every restore in pieces: pages are forgotten, or waited for in vain."""
+        for restore in list(self._under_way.values()):
+            self._break_off(restore)
+
+    def _break_off(self, restore: _Restore) -> bool:
+        del self._under_way[restore.turn.request_id]
+        for piece in restore.coming:
+            self._slots -= len(piece.own)
+            for order in filter(self._book.under_way, piece.orders):
+                self._tiers[self._book.store_of(order)].give_up(order)
+        return self._restores.break_off(restore.turn, restore.blocks())
+
+    # -- from CPU memory to VRAM ----------------------------------------------------
+
+    def _copy_arrived(self, restore: _Restore) -> None:
+        """Order the first pieces to VRAM whose pages have come up. Those that did not, or are gone,
+        are ordered up again."""
+        book, index = self._book, self._index
+        while restore.coming:
+            piece = restore.coming[0]
+            piece.orders = set(filter(book.under_way, piece.orders))
+            there = [page for page in piece.pages if index.readable(page.key)]
+            absent = [page for page in piece.pages if not index.readable(page.key)]
+            if piece.orders or any(index.known(page.key) for page in absent):
+                return
+            restore.coming.popleft()
+            restore.rest.extendleft(reversed(absent))
+            self._slots -= sum(page.key in piece.own for page in absent)
+            if there:
+                self._copy(restore, there, piece.own)
+
+    def _copy(self, restore: _Restore, pages: Sequence[PlacedPage], own: set[PageKey]) -> None:
+        """Order readable pages to VRAM. CPU memory keeps none that came up for this: a tier has
+        them."""
+        more = restore.unfinished or bool(restore.lost)
+        keys, blocks = [page.key for page in pages], [page.block for page in pages]
+        order = self._restores.add_piece(restore.turn, pages[0].group, keys, blocks, more=more)
+        given_back = [key for key in keys if key in own]
+        self._copying[order] = len(given_back)
+        for key in given_back:
+            self._index.forget(key)
+
+    # -- up to CPU memory -------------------------------------------------------------
+
+    def _order_more(self, restore: _Restore) -> None:
+        """Order pages up, as far as there is room."""
+        while restore.rest:
+            room = room_for_pieces(self._index.num_slots) - self._slots
+            if room <= 0 or not self._order_piece(restore, room):
+                return
+
+    def _order_piece(self, restore: _Restore, room: int) -> bool:
+        """Order the next piece up, of at most ``room`` pages; False if there are no slots."""
+        rest, known = restore.rest, self._index.known
+        group = rest[0].group
+        most = min(room, piece_pages(self._book.page_bytes[group], self._index.num_slots))
+        pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
+        found = self._sources.by_tier(page.key for page in pages if not known(page.key))
+        ordered = set[PageKey]()
+        for name, keys in found.items():
+            if (order := self._tiers[name].promote(keys, NOW)) is not None:
+                ordered.update(order.keys)
+        pages = list(takewhile(lambda page: known(page.key), pages))
+        if not pages:
+            if not any(rest[0].key in keys for keys in found.values()):
+                restore.lost = [page.block for page in rest]
+                rest.clear()
+            return False
+        for _ in pages:
+            rest.popleft()
+        coming, readable = self._book.promoting, self._index.readable
+        awaited = [page for page in pages if not readable(page.key)]
+        if awaited:
+            orders = {coming[page.key] for page in awaited if page.key in coming}
+            own = ordered.intersection(page.key for page in awaited)
+            restore.coming.append(_Piece(awaited, orders, own))
+            self._slots += len(own)
+        if here := [page for page in pages if readable(page.key)]:
+            self._copy(restore, here, set())
+        return True

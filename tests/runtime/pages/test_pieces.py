@@ -1,0 +1,127 @@
+"""Contexts that CPU memory has no room for come up from SSD in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.pages.test_lower_tiers import CONTEXT, push_out, store, tiers
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.rig import Rig
+
+SLOTS = 12
+"""Of CPU memory. The context has twenty pages."""
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
+    """The context is on SSD only."""
+    made = make_rig(extra=tiers(tmp_path, slots=SLOTS), blocks=60, max_batched_tokens=64)
+    made.add("first", CONTEXT)
+    while made.scheduler.has_requests():
+        made.step()
+        made.wait_for_worker()
+    push_out(made)
+    return made
+
+
+def read_by(rig: Rig, before: Callable[[int], None]) -> None:
+    """Have something done before each read of the store; it is told how many there were."""
+    target = store(rig)
+    read, reads = target.get, iter(range(10_000))
+
+    def get(pages: Sequence[Any]) -> frozenset[int]:
+        before(next(reads))
+        found: frozenset[int] = read(pages)
+        return found
+
+    target.get = get
+
+
+def begin(rig: Rig) -> None:
+    """The context is asked for again, and the first of its pieces have come."""
+    rig.add("again", CONTEXT)
+    while not len(rig.pages.pieces):
+        rig.step()
+        rig.wait_for_worker()
+    assert rig.outputs["again"] == []
+
+
+def test_a_context_larger_than_cpu_memory_comes_back_whole(rig: Rig) -> None:
+    others = set(rig.index.least_valuable(SLOTS))
+    assert rig.ask("again", CONTEXT) == expected(CONTEXT, 4)
+    assert rig.count("restores_in_pieces") == 1
+    assert rig.count("prompt_tokens_ssd") == rig.count("prompt_tokens_cpu") == 319
+    assert rig.count("promotions_overdue") == rig.count("restore_failures") == 0
+    assert len(rig.pages.pieces) == 0
+    assert others & set(rig.index.least_valuable(SLOTS)), "it has not taken all of CPU memory"
+    rig.check_clean()
+
+
+def test_two_turns_bring_up_what_they_share(rig: Rig) -> None:
+    """What one has brought up and given back, the other orders again."""
+    longer = CONTEXT + text(20, seed=7)
+    rig.add("a", CONTEXT)
+    rig.add("b", longer)
+    rig.run()
+    assert rig.outputs["a"] == expected(CONTEXT, 4)
+    assert rig.outputs["b"] == expected(longer, 4)
+    rig.check_clean()
+
+
+def test_a_turn_that_is_aborted_meanwhile_leaves_nothing(rig: Rig) -> None:
+    begin(rig)
+    rig.abort("again")
+    rig.run()
+    rig.wait_for_worker()
+    rig.step()
+    rig.run()
+    assert rig.ask("once more", CONTEXT) == expected(CONTEXT, 4)
+    rig.check_clean()
+
+
+def test_pages_that_cannot_be_read_are_computed(rig: Rig) -> None:
+    def fails(number: int) -> None:
+        if number == 4:
+            raise OSError(5, "injected")
+
+    read_by(rig, fails)
+    assert rig.ask("again", CONTEXT) == expected(CONTEXT, 4)
+    assert rig.count("restores_in_pieces") == 1
+    assert rig.count("promotion_failures") > 0
+    rig.check_clean()
+
+
+def test_what_has_not_come_in_the_time_that_computing_takes_is_computed(rig: Rig) -> None:
+    rig.gaps.prefills.fit.observe(0, 1000, 1.0)
+    begin(rig)
+    rig.now += 60.0
+    rig.run()
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    assert rig.count("promotions_overdue") == 1
+    rig.wait_for_worker()
+    rig.step()
+    rig.check_clean()
+
+
+def test_a_reset_meanwhile_ends_it(rig: Rig) -> None:
+    begin(rig)
+    rig.half.reset()
+    assert len(rig.pages.pieces) == 0
+    rig.run()
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    rig.wait_for_worker()
+    rig.step()
+    rig.check_clean()
+
+
+def test_a_page_that_ssd_has_takes_no_slot_from_others_when_it_is_saved(rig: Rig) -> None:
+    """VRAM has it again, computed or restored; its copy on SSD will do."""
+    saved = rig.count("pages_saved")
+    rig.ask("again", CONTEXT)
+    assert rig.count("pages_saved") - saved <= 2, "the answer's"
+    rig.check_clean()
