@@ -110,8 +110,8 @@ class SchedulerHalf:
         if request.streams_input:  # what was said may change
             return
         self.counters.add("hints_ignored", hints.ignored)
-        found, unit = self.gaps.manager.on_arrived(request, hints), self.facts.hash_tokens
-        shared = found.gap.shared_blocks * unit if request.reads_cache else 0
+        found = self.gaps.manager.on_arrived(request, hints)
+        shared = found.gap.shared_blocks * self.facts.hash_tokens * request.reads_cache
         turn = Turn(
             request=request,
             hints=hints,
@@ -148,11 +148,11 @@ class SchedulerHalf:
         if not turn.may_restore:
             return 0, False
         fits = partial(admission.pressure.fits, turn, num_computed, self.step)
-        prefill, coming = self.gaps.prefills.fit, self.pages.promotions.still_coming
-        if restores.comes_later(turn, num_computed) or coming(turn, prefill, fits):
+        prefill, promotions = self.gaps.prefills.fit, self.pages.promotions
+        if restores.comes_later(turn, num_computed) or promotions.still_coming(turn, prefill, fits):
             return None, False
-        in_pieces = self.pages.promotions.in_pieces(turn)
-        hit = restores.find(turn, num_computed, self.turns.running, in_pieces)
+        below = promotions.in_pieces(turn)
+        hit = restores.find(turn, num_computed, self.turns.running, below)
         return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
@@ -190,8 +190,7 @@ class SchedulerHalf:
         self.turns.admit(turn)
         turn.source.cpu_tokens = num_external
         self.gaps.manager.on_admitted(turn)
-        came_up = self.pages.promotions.pages_from_below(turn) * self.facts.block_size
-        turn.source.ssd_tokens = min(num_external, came_up)
+        turn.source.ssd_tokens = min(num_external, self.pages.promotions.tokens_from_below(turn))
         self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
         self.admission.gate.on_started(turn)
@@ -253,8 +252,7 @@ class SchedulerHalf:
             self.counters.add("pins_expired", late)
         if restored := pages.dispatch.restored:
             # Of the step that was just scheduled: what is on its way is there in the next.
-            waiting = list(restored.values())
-            admission.pressure.for_restored(waiting, self.step - 1, idle=not scheduled)
+            admission.pressure.for_restored([*restored.values()], self.step - 1, idle=not scheduled)
         if gaps.prefills.running:
             gaps.prefills.poll(self._clock())
         for state in states:
@@ -279,8 +277,7 @@ class SchedulerHalf:
         self.release_all()
         self.admission.queue.let_all_in()
         self.pages.pieces.end_all()
-        for turn in self.turns.by_id.values():
-            self.pages.promotions.stop_waiting(turn)
+        self.pages.promotions.stop_all_waits(self.turns.by_id.values())
 
     def measure_demand(self) -> None:
         """Measure how much VRAM is wanted."""

@@ -5,7 +5,11 @@ Looking at every running request in every step would cost more than the saves.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+
+from tiered_kv.keys import PageKey
 
 STRIDE_TOKENS = 256
 """A decoding request is looked at once it may have filled this many tokens' blocks..."""
@@ -59,3 +63,21 @@ def is_tail_worth_a_slot(blocks: int, *, of_job: bool) -> bool:
         of_job: True if the turn belongs to a job, which may go on.
     """
     return blocks > 0 or of_job
+
+
+def worth_a_slot(
+    pages: Mapping[PageKey, int], stored: Callable[[PageKey], bool], free: int
+) -> Mapping[PageKey, int]:
+    """The pages to save: those that no tier below has, and as many of the others as slots are free
+    besides. What VRAM and a tier below both hold is worth no page that CPU memory alone has.
+
+    Args:
+        pages: pages that CPU memory lacks, and their blocks.
+        stored: tells whether a tier below has a page.
+        free: free slots of CPU memory.
+    """
+    lacking = {key: block for key, block in pages.items() if not stored(key)}
+    if len(lacking) == len(pages):
+        return pages
+    others = ((key, block) for key, block in pages.items() if key not in lacking)
+    return {**lacking, **dict(islice(others, max(0, free - len(lacking))))}

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
@@ -171,12 +170,10 @@ class OrderBook:
     def plan_save(self, pages: Mapping[PageKey, int], group: int = CONTEXT) -> SaveOrder | None:
         """Order a copy VRAM → CPU of pages, from the blocks given; known ones are left out.
 
-        No page is evicted for one that a tier below has: it gets a slot if one is free.
-
-        Returns None if nothing needs saving or no slot can be had. Other pages left without a
+        Returns None if nothing needs saving or no slot can be had. Pages left without a
         slot are simply not saved, and counted in ``unsaved``.
         """
-        fresh = self._worth_a_slot(self.index.unknown(pages))
+        fresh = self.index.unknown(pages)
         if not fresh:
             return None
         keys = tuple(fresh)
@@ -189,17 +186,6 @@ class OrderBook:
         self._flights[order.order_id] = _Flight(order, keys)
         return order
 
-    def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
-        """The pages that no tier below has, and as many of the others as slots are free then."""
-        if not self.stores:
-            return pages
-        lacking = {key: block for key, block in pages.items() if not self.stored(key)}
-        if len(lacking) == len(pages):
-            return pages
-        room = max(0, self.index.free_slots - len(lacking))
-        others = ((key, block) for key, block in pages.items() if key not in lacking)
-        return {**lacking, **dict(islice(others, room))}
-
     def plan_load(
         self,
         request_id: str,
@@ -207,23 +193,17 @@ class OrderBook:
         blocks: Sequence[int],
         mode: RestoreMode,
         group: int = CONTEXT,
-        *,
         more: bool = False,
     ) -> LoadOrder:
         """Order a copy CPU → VRAM; every page must be readable and stays so until settled.
-
-        Args:
-            more: True if further orders for the request follow.
 
         Raises:
             KeyError, ValueError: a page is not readable; nothing has changed.
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
-        slots = self.index.acquire_all(keys)
-        order = LoadOrder(
-            self._new_id(), group, request_id, tuple(blocks), tuple(slots), mode, more
-        )
+        where, slots = tuple(blocks), tuple(self.index.acquire_all(keys))
+        order = LoadOrder(self._new_id(), group, request_id, where, slots, mode, more)
         self._flights[order.order_id] = _Flight(order, tuple(keys))
         return order
 
@@ -410,10 +390,9 @@ class OrderBook:
             if report.nbytes >= min(MIN_SAMPLE, self.page_bytes[order.store.group] * 8):
                 tier = self.stores[order.store]
                 tier.bandwidth += 0.3 * (seen - tier.bandwidth)
-        elif (
-            isinstance(order, (SaveOrder, LoadOrder))
-            and report.nbytes >= self.page_bytes[order.group]
-        ):
+        elif not isinstance(order, (SaveOrder, LoadOrder)):
+            return
+        elif report.nbytes >= self.page_bytes[order.group]:
             self.bandwidth += 0.2 * (seen - self.bandwidth)
 
     def _new_id(self) -> OrderId:

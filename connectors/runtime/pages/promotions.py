@@ -6,7 +6,7 @@ are let in, each from the fastest tier that has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
@@ -281,10 +281,11 @@ class Promotions:
             until = self._clock() + state.longest_wait_s
         return Below(self._sources.somewhere(), until)
 
-    def pages_from_below(self, turn: Turn) -> int:
-        """Pages of a turn's hit that came up for it from a tier, or are to come up in pieces."""
+    def tokens_from_below(self, turn: Turn) -> int:
+        """Tokens of a turn's hit that came up for it from a tier, or are to come up in pieces."""
         hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
-        return sum(key in came_up or not there(key) for key in hit.keys) if hit is not None else 0
+        pages = (key in came_up or not there(key) for key in hit.keys) if hit is not None else ()
+        return sum(pages) * self._facts.block_size
 
     def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
         """True if pages may be looked for: at first, now and then, once VRAM has room, and once
@@ -320,11 +321,12 @@ class Promotions:
                 self._tiers[self._book.store_of(order)].give_up(order)
             state.awaits.clear()
 
-    def stop_waiting(self, turn: Turn) -> None:
-        """Have the turn wait for nothing any more."""
-        turn.tiers.awaits.clear()
-        turn.tiers.behind, turn.tiers.in_pieces = 0, False
-        turn.tiers.wait_until = self._clock()
+    def stop_all_waits(self, turns: Iterable[Turn]) -> None:
+        """Have turns wait for nothing any more."""
+        for turn in turns:
+            turn.tiers.awaits.clear()
+            turn.tiers.behind, turn.tiers.in_pieces = 0, False
+            turn.tiers.wait_until = self._clock()
 
     def claimed(self, turn: Turn) -> None:
         """Let go of what came up for the turn: it was admitted, or is over."""

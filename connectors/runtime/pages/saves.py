@@ -19,7 +19,7 @@ from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.policies.cache.saving import SaveStride, is_tail_worth_a_slot
+from tiered_kv.policies.cache.saving import SaveStride, is_tail_worth_a_slot, worth_a_slot
 
 from .ends import kept_tokens, prompt_boundaries, state_tokens
 
@@ -309,9 +309,11 @@ class Saves:
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> SaveOrder | None:
         """Order saves of pages, by group; the last of these orders."""
-        last = None
+        last, book, index = None, self._planner, self._planner.index
         for at, pages in enumerate(filled):
-            order = self._planner.plan_save(pages, at) if pages else None
+            if pages and book.stores:
+                pages = worth_a_slot(index.unknown(pages), book.stored, index.free_slots)
+            order = book.plan_save(pages, at) if pages else None
             if order is not None:
                 self._pool.hold([self._pool.blocks[block] for block in order.blocks])
                 self.unsent.append(order)

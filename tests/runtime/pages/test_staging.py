@@ -87,6 +87,8 @@ def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
     assert rig.outputs["a"] == expected(CONTEXT, 4)
     assert rig.outputs["b"] == expected(OTHER, 4)
     reads.set()
+    rig.wait_for_worker()
+    rig.step()
     rig.run()
     rig.check_clean()
 
