@@ -99,3 +99,41 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         assert count(client, "prompt_tokens_ssd") > 0.8 * CONTEXTS * TOKENS
         for name in ("hook_errors", "ssd_pages_bad", "ssd_errors", "promotion_failures"):
             assert count(client, name) == 0, name
+
+
+LONG_TOKENS = 100 * 32 + 1
+LONG_GIB = CONTEXT_GIB / TOKENS * LONG_TOKENS
+
+
+def test_a_context_twice_as_large_as_cpu_memory_comes_back_from_ssd(
+    small_model: Path, tmp_path: Path
+) -> None:
+    """An engine with more memory has left it there."""
+
+    def options(cpu_gib: float) -> ServerOptions:
+        return ServerOptions(
+            model=small_model,
+            kv_blocks=140,
+            max_model_len=4096,
+            kv_transfer_config=CONNECTOR,
+            extra_args=("--shutdown-timeout", "10"),
+            env={
+                "TIERED_KV_CPU_GIB": f"{cpu_gib:.4f}",
+                "TIERED_KV_POLICY": "lru",
+                "TIERED_KV_SSD_PATH": str(tmp_path / "ssd"),
+                "TIERED_KV_SSD_GIB": "2",
+            },
+        )
+
+    roomy = VllmServer(options(2 * LONG_GIB), tmp_path / "roomy.log", start_timeout_s=PATIENCE_S)
+    with roomy, httpx.Client(base_url=roomy.url, timeout=PATIENCE_S) as client:
+        prompt = texts(client, 1, LONG_TOKENS)[0]
+        right = answers(client, [prompt, prompt])[1]
+        settle(client)
+    small = VllmServer(options(LONG_GIB / 2), tmp_path / "small.log", start_timeout_s=PATIENCE_S)
+    with small, httpx.Client(base_url=small.url, timeout=PATIENCE_S) as client:
+        assert answers(client, [prompt]) == [right]
+        assert count(client, "restores_in_pieces") == 1
+        assert count(client, "prompt_tokens_ssd") == LONG_TOKENS - 1
+        for name in ("hook_errors", "restore_failures", "promotions_overdue"):
+            assert count(client, name) == 0, name
