@@ -103,7 +103,8 @@ def test_a_server_runs_on_all_of_them(
     named = [path for path in tmp_path.rglob("*.seg") if config.codec.encode() in path.read_bytes()]
     assert named, "segments say whose pages they hold"
     of_tier = rig.half.counters.of_tier(TierId("folder")).totals
-    assert of_tier["pages_demoted"] == len(list((tmp_path / "shared" / "0-of-1").iterdir()))
+    there = len(list((tmp_path / "shared" / "0-of-1").iterdir()))
+    assert 0 < of_tier["pages_demoted"] <= there, "what SSD has from before is not saved again"
 
 
 def test_the_simulator_runs_them(package: Path) -> None:
