@@ -294,6 +294,7 @@ class Engine:
             heard = self.worker.hear(self.now)
             connector_output = KVConnectorOutput(
                 finished_recving=heard.arrived,
+                failed_recving=heard.failed,
                 invalid_block_ids=heard.bad_blocks,
                 kv_connector_worker_meta=TieredWorkerMetadata(heard.reports)
                 if heard.reports is not None

@@ -110,12 +110,14 @@ class Heard:
     Attributes:
         arrived: requests whose async restore is over.
         reports: for the scheduler half; None if nothing happened.
-        bad_blocks: blocks whose restore failed.
+        bad_blocks: blocks whose restore failed; none with several groups.
+        failed: requests whose restore failed; none with one group.
     """
 
     arrived: set[str]
     reports: Reports | None
     bad_blocks: set[int]
+    failed: set[str]
 
 
 class SimWorker:
@@ -139,6 +141,7 @@ class SimWorker:
         self._more: set[str] = set()  # requests of which further loads follow
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._later: list[tuple[float, int, Order]] = []  # not due yet
         self._flying: list[tuple[float, int, Order, float]] = []  # over at; took
         self._tie = 0
@@ -165,7 +168,10 @@ class SimWorker:
                 ready = max(ready, end)
         for refused in orders.failed_loads:
             self._more.discard(refused.request_id)
-            self._bad_blocks.update(refused.blocks)
+            if len(self._page_bytes) == 1:
+                self._bad_blocks.update(refused.blocks)
+            else:  # vLLM cannot tell the groups of blocks apart
+                self._failed.add(refused.request_id)
             if not self._parts[refused.request_id]:
                 del self._parts[refused.request_id]
                 self._arrived.add(refused.request_id)
@@ -193,11 +199,13 @@ class SimWorker:
                     del self._parts[order.request_id]
                     if order.mode is RestoreMode.ASYNC and order.request_id not in self._more:
                         arrived.add(order.request_id)
+        failed = arrived & self._failed
+        self._failed -= failed
         told = {StoreId(SSD, at): store.say() for at, store in enumerate(self.stores)}
         news = {store: {0: said} for store, said in told.items() if said is not None}
         if not reports and not news:
-            return Heard(arrived, None, bad_blocks)
-        return Heard(arrived, Reports(reports, {}, news), bad_blocks)
+            return Heard(arrived, None, bad_blocks, failed)
+        return Heard(arrived, Reports(reports, {}, news), bad_blocks, failed)
 
     # -- orders -----------------------------------------------------------------------
 

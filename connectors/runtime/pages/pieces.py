@@ -155,9 +155,11 @@ class RestorePieces:
         while restore.coming:
             piece = restore.coming[0]
             piece.orders = set(filter(book.under_way, piece.orders))
+            if piece.orders:
+                return
             there = [page for page in piece.pages if index.readable(page.key)]
             absent = [page for page in piece.pages if not index.readable(page.key)]
-            if piece.orders or any(index.known(page.key) for page in absent):
+            if any(index.known(page.key) for page in absent):
                 return
             restore.coming.popleft()
             restore.rest.extendleft(reversed(absent))
