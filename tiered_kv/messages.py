@@ -13,6 +13,7 @@ from .orders import (
     LookupOrder,
     OrderId,
     OrderReport,
+    PackOrder,
     PromoteOrder,
     SaveOrder,
 )
@@ -122,12 +123,14 @@ class Handshake:
         speeds: speeds of its machine.
         slots: pages that its share of CPU memory holds.
         page_bytes: size of a page of each group there, bytes.
+        compresses: groups whose pages it can compress.
         stored: content of its stores.
     """
 
     speeds: Speeds
     slots: int
     page_bytes: tuple[int, ...]
+    compresses: tuple[int, ...] = ()
     stored: Mapping[StoreId, StoredPages] = field(default_factory=dict)
 
 
@@ -145,6 +148,7 @@ class Orders:
 
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
+    packs: tuple[PackOrder, ...] = ()
     failed_loads: tuple[FailLoad, ...] = ()
     seen_failures: Mapping[int, int] = field(default_factory=dict)
     stores: Mapping[StoreId, TierOrders] = field(default_factory=dict)

@@ -25,6 +25,8 @@ COUNTERS: Mapping[str, str] = {
     "restores_async": "Restores made beside the forward passes.",
     "restores_in_pieces": "Those of contexts that CPU memory had no room for at once.",
     "pages_evicted": "Pages evicted from CPU memory.",
+    "pages_compressed": "Pages of CPU memory that were compressed.",
+    "compression_failures": "Pages lost because they could not be compressed.",
     "save_failures": "Pages whose copy to CPU memory failed.",
     "restore_failures": "Pages whose copy to VRAM failed; their tokens were recomputed.",
     "pages_not_saved": "Pages not saved because no slot was free.",

@@ -44,11 +44,30 @@ class SaveOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class PackOrder:
+    """Compress the pages in ``slots`` of the CPU pool, one after the other, into the first of
+    these slots. The bundle replaces any of which it fills a slot. Reported with the number of
+    slots that it fills.
+
+    Attributes:
+        group: position of the pages' group.
+        keys: keys of the pages; what asks for one later names its key, and the bundle's first slot.
+    """
+
+    order_id: OrderId
+    group: int
+    slots: tuple[int, ...]
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Copy ``slots[i]`` of the CPU pool to ``blocks[i]`` of VRAM for one request.
 
     Attributes:
         group: position of the pages' group.
+        slots: of a cold page ``cold_place`` of its bundle, which is below 0.
+        cold: the cold pages among them, in order.
         more: True if further orders for the request follow, in later steps: it comes in pieces.
     """
 
@@ -59,6 +78,7 @@ class LoadOrder:
     slots: tuple[int, ...]
     mode: RestoreMode
     more: bool = False
+    cold: tuple[PageKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +138,7 @@ class LookupOrder:
 
 StoreOrder: TypeAlias = DemoteOrder | PromoteOrder | LookupOrder
 """Orders that a tier's store carries out."""
-Order: TypeAlias = SaveOrder | LoadOrder | StoreOrder
+Order: TypeAlias = SaveOrder | LoadOrder | PackOrder | StoreOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +150,22 @@ class OrderReport:
         failed: indices of the order's pages whose copy failed on any of them.
         nbytes: bytes of the pages moved by the slowest rank.
         seconds: time that this rank spent copying; 0 when unknown.
+        slots: slots that a bundle fills on the rank where it fills most.
     """
 
     ranks: int
     failed: frozenset[int]
     nbytes: int
     seconds: float
+    slots: int = 0
 
     def merge(self, other: OrderReport) -> OrderReport:
         """Merge two reports of one order."""
         slower = max(self, other, key=lambda one: (one.seconds, -one.nbytes))
         return OrderReport(
-            self.ranks + other.ranks, self.failed | other.failed, slower.nbytes, slower.seconds
+            self.ranks + other.ranks,
+            self.failed | other.failed,
+            slower.nbytes,
+            slower.seconds,
+            max(self.slots, other.slots),
         )

@@ -17,6 +17,7 @@ from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
+from tiered_kv.connectors.runtime.pages.compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.pages.hits import HitFinder
@@ -184,6 +185,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             saves,
             restores,
             pieces,
+            Compression(book, given.fingerprints.group_of, engine.counters),
             tiers,
             failed_restores=FailedRestores(pool, saves, restores),
             turns=engine.turns.by_id,

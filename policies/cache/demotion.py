@@ -6,7 +6,7 @@ after it was ordered. So pages go down while there is still room.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
@@ -64,15 +64,17 @@ def next_pause_s(pause_s: float) -> float:
     return min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def last_flush(slots: dict[int, PageKey], stored: Collection[PageKey]) -> list[tuple[PageKey, int]]:
-    """Pages to write before an engine ends, with their slots: those that are nowhere else, the
+def last_flush(
+    pages: Sequence[tuple[PageKey, int]], stored: Collection[PageKey]
+) -> list[tuple[PageKey, int]]:
+    """Pages to write before an engine ends, with their places: those that are nowhere else, the
     newest first, since time may be too short for all.
 
     Args:
-        slots: pages that slots hold, the newest last.
+        pages: pages in CPU memory and their places, the newest last.
         stored: pages that the tier has.
     """
     newest: dict[PageKey, int] = {}
-    for slot, key in reversed(slots.items()):
+    for key, slot in reversed(pages):
         newest.setdefault(key, slot)
     return [(key, slot) for key, slot in newest.items() if key not in stored]

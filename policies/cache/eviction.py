@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import filterfalse, islice, repeat
+from itertools import filterfalse, groupby, islice, repeat
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -209,6 +209,18 @@ class ByWorth(EvictionOrder):
         context = self._contexts.pop(job, None)
         for run in self._tree.remove(context) if context is not None else ():
             self._just_used(run)
+
+    def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
+        by_run = dict[Run, set[PageKey]]()
+        for key in keys:
+            if (run := self._tree.runs.get(key)) is not None:
+                by_run.setdefault(run, set()).add(key)
+        return [
+            list(stretch)
+            for run, wanted in by_run.items()
+            for among, stretch in groupby(run.keys, key=wanted.__contains__)
+            if among
+        ]
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that the job which had the page last wants it in the next ``within_s``

@@ -175,6 +175,29 @@ class Codec(Protocol):
         """Fit a codec to pages like these; give this one if it learns nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class CodedPage:
+    """A page together with the codec that encoded it.
+
+    Attributes:
+        codec: None if the page is not encoded, but all in ``plane``.
+    """
+
+    codec: Codec | None
+    page: EncodedPage
+
+    def decode(self, out: Bytes) -> None:
+        """Fill ``out`` with the page.
+
+        Raises:
+            CodecError: the bytes are no page of the codec; ``out`` may hold anything.
+        """
+        if self.codec is None:
+            out[:] = self.page.plane
+        else:
+            self.codec.decode(self.page, out)
+
+
 class CodecClass(Protocol):
     """A codec's class, as the registry uses it."""
 

@@ -117,6 +117,15 @@ class EvictionOrder(ABC):
     def on_forecast_lost(self, job: Hashable) -> None:
         """The job's forecast no longer holds: it may return at any time, or never."""
 
+    def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
+        """Split pages into stretches that follow each other in a context, in its order; without
+        those whose context is not known.
+
+        Pages are compressed with others of their stretch only. They go together, and one page
+        that is missing makes those behind it useless.
+        """
+        return []
+
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that a job asks for the page in the next ``within_s`` seconds. The page need
         not be in CPU memory: this also says which pages of a dying segment on SSD are written

@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from tiered_kv.keys import PageKey
 
 from .base import EvictionOrder
+from .cold_pages import Bundle, ColdPages
 
 STAY_EVERY_S = 5.0
 """Least time between two measurements of how fast slots are taken."""
+
+
+def cold_place(place: int) -> int:
+    """Place of a cold page, below 0, from the first slot of its bundle; and the other way."""
+    return -1 - place
 
 
 @dataclass(slots=True)
@@ -45,6 +51,7 @@ class PageIndex:
     Attributes:
         evictions: pages evicted so far.
         taken: slots given out so far, evicted ones included.
+        cold: pages that are kept compressed.
     """
 
     def __init__(
@@ -64,13 +71,19 @@ class PageIndex:
         self._taken_per_s = 0.0
         # Slots by page. Kept apart by state, so that whole orders move at once.
         self._saving: dict[PageKey, int] = {}
-        self._cpu: dict[PageKey, int] = {}
+        self._cpu: OrderedDict[PageKey, int] = OrderedDict()
+        self.cold = ColdPages()
         self._readers: dict[PageKey, int] = {}
         self._orphans: dict[PageKey, list[_Orphan]] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
-        return len(self._cpu) + len(self._saving)
+        return len(self._cpu) + len(self._saving) + len(self.cold)
+
+    @property
+    def raw_pages(self) -> int:
+        """Number of readable pages that are not compressed."""
+        return len(self._cpu)
 
     @property
     def free_slots(self) -> int:
@@ -89,26 +102,26 @@ class PageIndex:
 
     def readable(self, key: PageKey) -> bool:
         """True if the page is in CPU memory, whole."""
-        return key in self._cpu
+        return key in self._cpu or key in self.cold
 
     def known(self, key: PageKey) -> bool:
         """True if the page exists or is on its way: it need not be saved again."""
-        return key in self._cpu or key in self._saving
+        return key in self._cpu or key in self._saving or key in self.cold.pages
 
     def unknown(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
         """The pages that are not known, with their values, in the same order."""
-        cpu, saving = self._cpu, self._saving
-        if cpu.keys().isdisjoint(pages) and saving.keys().isdisjoint(pages):
+        places = (self._cpu.keys(), self._saving.keys(), self.cold.pages)
+        if all(place.isdisjoint(pages) for place in places):
             return pages
-        return {key: it for key, it in pages.items() if not (key in cpu or key in saving)}
+        return {key: it for key, it in pages.items() if not self.known(key)}
 
     def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of readable pages that begins at ``start``, at most ``stop``."""
-        cpu = self._cpu
+        there = self.readable if self.cold else self._cpu.__contains__
         for at in range(start, stop, 256):
             part = keys[at : min(at + 256, stop)]
-            if not all(map(cpu.__contains__, part)):
-                return at + next(i for i, key in enumerate(part) if key not in cpu)
+            if not all(map(there, part)):
+                return at + next(i for i, key in enumerate(part) if not there(key))
         return max(start, stop)
 
     # -- saving -----------------------------------------------------------------
@@ -163,7 +176,8 @@ class PageIndex:
     # -- reading ----------------------------------------------------------------
 
     def acquire(self, key: PageKey) -> int:
-        """Slot of a readable page, which stays put until ``release``.
+        """Place of a readable page, which stays put until ``release``: its slot, or, of a cold
+        page, ``cold_place`` of its bundle.
 
         Raises:
             KeyError: it is absent.
@@ -171,6 +185,8 @@ class PageIndex:
         """
         if key in self._saving:
             raise ValueError("page is saving, not readable")
+        if key in self.cold:
+            return cold_place(self.cold.acquire(key))
         slot = self._cpu[key]
         self._readers[key] = self._readers.get(key, 0) + 1
         return slot
@@ -181,6 +197,11 @@ class PageIndex:
         Args:
             used: False if it was only copied to SSD, which is no sign of its value.
         """
+        if slot < 0:
+            self._free += self.cold.release(cold_place(slot))
+            if used and (key in self.cold.pages or key in self._cpu):
+                self._eviction.touched(key)
+            return
         if self._cpu.get(key) != slot or key not in self._readers:
             self._bury(key, slot)
             return
@@ -194,7 +215,10 @@ class PageIndex:
         """``acquire`` for each page; either for all of them or, if it raises, for none."""
         slots = [slot for key in keys if (slot := self._cpu.get(key)) is not None]
         if len(slots) < len(keys):
-            self.acquire(next(key for key in keys if key not in self._cpu))  # says what is wrong
+            lacking = next((key for key in keys if not self.readable(key)), None)
+            if lacking is not None:
+                self.acquire(lacking)  # says what is wrong
+            return [self.acquire(key) for key in keys]
         readers, once = self._readers, dict.fromkeys(keys, 1)
         if len(once) == len(keys) and readers.keys().isdisjoint(once):
             readers.update(once)
@@ -220,7 +244,8 @@ class PageIndex:
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last."""
-        self._eviction.touched_all(list(filter(self._cpu.__contains__, keys)))
+        cpu, cold = self._cpu, self.cold.pages
+        self._eviction.touched_all([key for key in keys if key in cpu or key in cold])
 
     # -- forgetting -------------------------------------------------------------
 
@@ -235,23 +260,64 @@ class PageIndex:
         elif key in self._cpu:
             self._eviction.removed(key)
             self._free.append(self._cpu.pop(key))
+        elif key in self.cold.pages:
+            self._eviction.removed(key)
+            self._free += self.cold.forget(key)
 
     def clear(self) -> None:
         """Forget every page."""
-        for key in [*self._saving, *self._cpu]:
+        for key in [*self._saving, *self._cpu, *self.cold.pages]:
             self.forget(key)
+
+    # -- compressing --------------------------------------------------------------
+
+    def oldest_raw(self, among: int) -> list[list[PageKey]]:
+        """Pages that nobody reads of the first ``among`` that got slots of their own, in stretches
+        that follow each other in a context. Those of no known context are looked at last the next
+        time."""
+        readers = self._readers
+        first = list(islice(self._cpu, among))
+        stretches = self._eviction.stretches([key for key in first if key not in readers])
+        known = readers.keys() | set(chain.from_iterable(stretches))
+        for key in first:
+            if key not in known:
+                self._cpu.move_to_end(key)
+        return stretches
+
+    def pack(self, keys: Sequence[PageKey]) -> list[int]:
+        """CPU → PACKING: pages that nobody reads; gives their slots, which stay put until
+        ``packed``."""
+        slots = [self._cpu.pop(key) for key in keys]
+        self.cold.begin(keys, slots)
+        return slots
+
+    @property
+    def packing(self) -> int:
+        """Pages that are being compressed: they cannot be read, for a few milliseconds."""
+        return len(self.cold.pages) - len(self.cold)
+
+    def being_packed(self, key: PageKey) -> bool:
+        """True if the page is being compressed."""
+        return key in self.cold.pages and key not in self.cold
+
+    def packed(self, first_slot: int, kept: int) -> None:
+        """PACKING → COLD, in the first ``kept`` slots; → absent if that is 0."""
+        lost, free = self.cold.finish(first_slot, kept)
+        self._free += free
+        for key in lost:
+            self._eviction.removed(key)
 
     def stay_s(self) -> float:
         """Seconds that a page stays in CPU memory at the present rate before it is evicted;
-        infinite while slots are free."""
+        infinite while none is."""
         now = self._clock()
         if now - self._measured_at >= STAY_EVERY_S:
             rate = (self.taken - self._taken_before) / (now - self._measured_at)  # 0 at first
             self._taken_per_s += 0.5 * (rate - self._taken_per_s)
             self._taken_before, self._measured_at = self.taken, now
-        if self._free or not self._taken_per_s:
+        if not self._taken_per_s or (self._free and not self.cold):
             return math.inf
-        return self.num_slots / self._taken_per_s
+        return len(self) / self._taken_per_s
 
     # -- inside -----------------------------------------------------------------
 
@@ -264,13 +330,29 @@ class PageIndex:
         yield from order
 
     def _evict(self, count: int) -> list[int]:
-        """Slots of the least valuable pages that nobody reads, at most ``count``."""
-        readers = self._readers
-        victims = list(islice((key for key in self._in_order() if key not in readers), count))
+        """Slots of the least valuable pages that nobody reads, at most ``count``. Cold pages go
+        with their bundles."""
+        readers, cold, cpu = self._readers, self.cold, self._cpu
+        victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
+        for key in self._in_order():
+            if found >= count:
+                break
+            if key in cpu:
+                if key not in readers:
+                    victims.append(key)
+                    found += 1
+            elif (bundle := cold.droppable(key)) is not None and bundle not in bundles:
+                bundles[bundle] = None
+                found += len(bundle.slots)
+        slots = [cpu.pop(key) for key in victims]
+        for bundle in bundles:
+            victims += bundle.keys
+            slots += cold.drop(bundle)
         for key in victims:
             self._eviction.removed(key)
         self.evictions += len(victims)
-        return [self._cpu.pop(key) for key in victims]
+        self._free += slots[count:]
+        return slots[:count]
 
     def _bury(self, key: PageKey, slot: int) -> None:
         """A copy of a forgotten page has ended."""
@@ -288,9 +370,12 @@ class PageIndex:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
         orphans = [orphan.slot for orphans in self._orphans.values() for orphan in orphans]
-        used = [*self._saving.values(), *self._cpu.values(), *orphans]
+        used = [*self._saving.values(), *self._cpu.values(), *orphans, *self.cold.slots]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
-        assert not self._saving.keys() & self._cpu.keys(), "a page in two states"
-        assert set(self._in_order()) == self._cpu.keys(), "eviction order and pages disagree"
+        states = [*self._saving, *self._cpu, *self.cold.pages]
+        assert len(set(states)) == len(states), "a page in two states"
+        pages = {*self._cpu, *self.cold.pages}
+        assert set(self._in_order()) == pages, "eviction order and pages disagree"
         assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
         assert all(count > 0 for count in self._readers.values()), "released too often"
+        self.cold.check_integrity()

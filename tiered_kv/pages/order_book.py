@@ -21,6 +21,7 @@ from tiered_kv.orders import (
     Order,
     OrderId,
     OrderReport,
+    PackOrder,
     PromoteOrder,
     RestoreMode,
     SaveOrder,
@@ -132,7 +133,7 @@ class OrderBook:
     def store_of(self, order_id: OrderId) -> StoreId:
         """The store that an order in flight goes to."""
         order = self._flights[order_id].order
-        assert not isinstance(order, (SaveOrder, LoadOrder))
+        assert not isinstance(order, (SaveOrder, LoadOrder, PackOrder))
         return order.store
 
     @property
@@ -203,8 +204,16 @@ class OrderBook:
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
         where, slots = tuple(blocks), tuple(self.index.acquire_all(keys))
-        order = LoadOrder(self._new_id(), group, request_id, where, slots, mode, more)
+        cold = tuple(key for key, slot in zip(keys, slots, strict=True) if slot < 0)
+        order = LoadOrder(self._new_id(), group, request_id, where, slots, mode, more, cold)
         self._flights[order.order_id] = _Flight(order, tuple(keys))
+        return order
+
+    def plan_pack(self, keys: Sequence[PageKey], group: int) -> PackOrder:
+        """Order readable pages that nobody reads to be compressed together, where they are."""
+        slots = tuple(self.index.pack(keys))
+        order = PackOrder(self._new_id(), group, slots, tuple(keys))
+        self._flights[order.order_id] = _Flight(order, order.keys)
         return order
 
     def plan_demote(
@@ -356,6 +365,10 @@ class OrderBook:
                 answers.answer((k for i, k in enumerate(flight.keys) if i not in failed), True)
                 answers.answer((flight.keys[i] for i in failed), False)
             return Settled(order, flight.keys, failed, flight.abandoned)
+        if isinstance(order, PackOrder):
+            assert flight.report is not None
+            self.index.packed(order.slots[0], 0 if failed else flight.report.slots)
+            return Settled(order, flight.keys, failed, flight.abandoned)
         pages = list(zip(flight.keys, order.slots, strict=True))
         if isinstance(order, LoadOrder):
             for i, (key, slot) in enumerate(pages):
@@ -390,7 +403,9 @@ class OrderBook:
             if report.nbytes >= min(MIN_SAMPLE, self.page_bytes[order.store.group] * 8):
                 tier = self.stores[order.store]
                 tier.bandwidth += 0.3 * (seen - tier.bandwidth)
-        elif not isinstance(order, (SaveOrder, LoadOrder)):
+        elif not isinstance(order, (SaveOrder, LoadOrder)) or (
+            isinstance(order, LoadOrder) and order.cold
+        ):
             return
         elif report.nbytes >= self.page_bytes[order.group]:
             self.bandwidth += 0.2 * (seen - self.bandwidth)

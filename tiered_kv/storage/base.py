@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiered_kv.codecs.base import Bytes, PageFormat
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.tiers import TierSpec
@@ -56,6 +58,25 @@ class PageStore(ABC):
             is still there.
         """
 
+    def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
+        """Store pages that are encoded already; like ``put``. By default they are decoded first."""
+        decoded, failed = list[tuple[PageKey, Bytes]](), set[int]()
+        places = list[int]()
+        for i, (key, coded) in enumerate(pages):
+            nbytes = (
+                coded.page.nbytes if coded.codec is None else coded.codec.page_format.page_bytes
+            )
+            out = np.empty(nbytes, np.uint8)
+            try:
+                coded.decode(out)
+            except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+                failed.add(i)
+            else:
+                decoded.append((key, out))
+                places.append(i)
+        bad = self.put(decoded) if decoded else frozenset()
+        return frozenset(failed.union(places[i] for i in bad))
+
     @abstractmethod
     def get(self, pages: Pages) -> frozenset[int]:
         """Read pages into buffers of ``page_bytes`` bytes.
@@ -98,6 +119,11 @@ class PageStore(ABC):
 
         Afterwards every page is absent, and nothing is stored or dropped any more.
         """
+
+    @property
+    def codec_of_new_pages(self) -> Codec | None:
+        """Codec whose pages ``put_coded`` stores as they are; None if there is none yet."""
+        return None
 
     # -- stores whose pages the scheduler half knows ------------------------------
 

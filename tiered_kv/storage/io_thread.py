@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.codecs.base import Bytes
+from tiered_kv.codecs.base import CodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.orders import (
@@ -60,6 +60,7 @@ def group_pages(page_bytes: int) -> int:
 
 
 Task = Callable[[], None]
+ColdSource = Callable[[PageKey, int], CodedPage | None]
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class IoThread:
         store: the store; closed with the thread.
         slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
         clock: monotonic time, seconds.
+        cold: gives a compressed page by its key and place; None if it is not there, or damaged.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class IoThread:
         store: PageStore,
         slots: NDArray[np.uint8],
         clock: Callable[[], float] = time.monotonic,
+        cold: ColdSource = lambda key, place: None,
     ) -> None:
         self.store = store
+        self._cold = cold
         self.failures = 0
         self._logged: set[str] = set()
         self._slots = slots
@@ -278,7 +282,7 @@ class IoThread:
             while start < len(last) and (began := self._clock()) < deadline:
                 group = last[start : start + step]
                 start += len(group)
-                failed = self.store.put([(key, self._slots[slot]) for key, slot in group])
+                failed = self._put(group)
                 written += len(group) - len(failed)
                 if len(failed) == len(group):
                     break
@@ -359,7 +363,8 @@ class IoThread:
         began = time.perf_counter()
         failed = frozenset(range(len(order.keys)))
         try:
-            failed = self.store.get(self._pages(order, 0, len(order.keys)))
+            slots = map(self._slots.__getitem__, order.slots)
+            failed = self.store.get(list(zip(order.keys, slots, strict=True)))
         finally:
             with self._changed:
                 self._report(order, failed, time.perf_counter() - began)
@@ -370,7 +375,7 @@ class IoThread:
         demotion.done = stop = min(start + self._group, len(order.keys))
         bad = frozenset(range(stop - start))
         try:
-            bad = self.store.put(self._pages(order, start, stop))
+            bad = self._put(list(zip(order.keys, order.slots, strict=True))[start:stop])
         finally:
             demotion.failed |= {start + i for i in bad}
             with self._changed:
@@ -383,13 +388,26 @@ class IoThread:
         if demotion.epoch == self._epoch:
             self._proposal = self.store.proposal()
 
-    def _pages(
-        self, order: DemoteOrder | PromoteOrder, start: int, stop: int
-    ) -> list[tuple[PageKey, Bytes]]:
-        return [
-            (key, self._slots[slot])
-            for key, slot in zip(order.keys[start:stop], order.slots[start:stop], strict=True)
-        ]
+    def _put(self, pages: Sequence[tuple[PageKey, int]]) -> frozenset[int]:
+        """Store pages, given where they are; gives the indices of those that are not stored."""
+        raw = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot >= 0]
+        cold = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot < 0]
+        failed = set[int]()
+        if raw:
+            bad = self.store.put([(key, self._slots[slot]) for _, key, slot in raw])
+            failed.update(raw[i][0] for i in bad)
+        if cold:
+            bad = self._put_cold([(key, slot) for _, key, slot in cold])
+            failed.update(cold[i][0] for i in bad)
+        return frozenset(failed)
+
+    def _put_cold(self, pages: Sequence[tuple[PageKey, int]]) -> frozenset[int]:
+        """Store compressed pages, as they are where the store can take them."""
+        found = [(i, key, self._cold(key, place)) for i, (key, place) in enumerate(pages)]
+        good = [(i, key, coded) for i, key, coded in found if coded is not None]
+        failed = set(range(len(pages))).difference(i for i, _, _ in good)
+        bad = self.store.put_coded([(key, coded) for _, key, coded in good]) if good else ()
+        return frozenset(failed.union(good[i][0] for i in bad))
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:
         good = len(order.keys) - len(failed)

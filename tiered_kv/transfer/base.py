@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,7 +62,14 @@ class CopyResult:
 
 
 class TransferBackend(ABC):
-    """Mover of whole pages. All methods are called on the engine's thread."""
+    """Mover of whole pages. All methods are called on one thread, the engine's but for a backend
+    that another thread has alone."""
+
+    def fence(self) -> AbstractContextManager[None]:
+        """The work that the engine has enqueued so far. A backend of its own may be used by another
+        thread; a copy that it submits within ``with fence:`` waits for this work, as ``submit``
+        says of the engine's thread. Called there; entered once."""
+        return nullcontext()
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:

@@ -192,7 +192,9 @@ class Engine:
         page_bytes = tuple(group.page_bytes for group in facts.groups)
         stores = [StoreId(SSD, at) for at in range(len(page_bytes))] if server.ssd else []
         stored = {store: StoredPages((), machine.ssd_read) for store in stores}
-        said = TieredHandshake(Handshake(speeds, pages.index.num_slots, page_bytes, stored))
+        shrinks = tuple(range(len(page_bytes))) if machine.shrinks and server.cpu else ()
+        hello = Handshake(speeds, pages.index.num_slots, page_bytes, shrinks, stored)
+        said = TieredHandshake(hello)
         self.scheduler.connector.set_xfer_handshake_metadata({0: said})
         fit = self.half.gaps.prefills.fit
         fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)

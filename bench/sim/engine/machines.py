@@ -128,6 +128,9 @@ class Machine:
         kv_bytes: of a token in such a block, over all ranks.
         link: bytes/s between VRAM and host memory, each way, over all ranks.
         ssd_read, ssd_write: bytes/s of pages, as the codec stores them.
+        encode, decode: bytes/s of pages that are compressed in CPU memory: four cores, 2.0 and 4.5
+            GB/s each (``bench.codec``).
+        shrinks: False if pages are not compressed there.
         batched_tokens, max_seqs: vLLM's limits of a step.
         overhead_s: that a client sees of each request beside the engine's steps.
         groups: kinds of KV; empty: full attention alone.
@@ -142,6 +145,9 @@ class Machine:
     link: float
     ssd_read: float = 5 * GB
     ssd_write: float = 4 * GB
+    encode: float = 8 * GB
+    decode: float = 18 * GB
+    shrinks: bool = True
     batched_tokens: int = 8192
     max_seqs: int = 256
     overhead_s: float = 0.0

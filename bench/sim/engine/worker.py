@@ -21,6 +21,7 @@ from tiered_kv.orders import (
     Order,
     OrderId,
     OrderReport,
+    PackOrder,
     PromoteOrder,
     RestoreMode,
     SaveOrder,
@@ -30,6 +31,8 @@ from tiered_kv.tiers import SSD, StoreId
 from .links import Link
 from .machines import Machine
 
+BUNDLE_SHARE = 22 / 32
+"""Share of its slots that a bundle of bf16 fills: 1.5 times smaller, the last slot half full."""
 SEGMENTS = 32
 """Number of segments of an SSD store."""
 
@@ -132,6 +135,8 @@ class SimWorker:
     def __init__(self, machine: Machine, page_bytes: Sequence[int], ssd_bytes: int) -> None:
         self.up = Link(machine.link)
         self.down = Link(machine.link)
+        self.encode = Link(machine.encode)
+        self.decode = Link(machine.decode)
         self.ssd_read = Link(machine.ssd_read, latency_s=100e-6)
         self.ssd_write = Link(machine.ssd_write, latency_s=100e-6)
         share = ssd_bytes // len(page_bytes)
@@ -145,6 +150,7 @@ class SimWorker:
         self._later: list[tuple[float, int, Order]] = []  # not due yet
         self._flying: list[tuple[float, int, Order, float]] = []  # over at; took
         self._tie = 0
+        self._part_slots = 0.0  # of bundles so far, beside whole ones
 
     @property
     def next_event(self) -> float:
@@ -163,9 +169,11 @@ class SimWorker:
         for load in orders.loads:
             self._parts[load.request_id] += 1
             (self._more.add if load.more else self._more.discard)(load.request_id)
-            end = self._send(load, self.up, len(load.blocks), load.group, now)
+            end = self._load(load, now)
             if load.mode is RestoreMode.SYNC:
                 ready = max(ready, end)
+        for pack in orders.packs:
+            self._send(pack, self.encode, len(pack.slots), pack.group, now)
         for refused in orders.failed_loads:
             self._more.discard(refused.request_id)
             if len(self._page_bytes) == 1:
@@ -208,6 +216,19 @@ class SimWorker:
         return Heard(arrived, Reports(reports, {}, news), bad_blocks, failed)
 
     # -- orders -----------------------------------------------------------------------
+
+    def _load(self, load: LoadOrder, now: float) -> float:
+        """Queue a restore; returns when it is there. Cold pages are copied as they are decoded."""
+        nbytes, cold = len(load.blocks) * self._page_bytes[load.group], len(load.cold)
+        end = self.up.send(nbytes, now)
+        took = self.up.seconds(nbytes)
+        if cold:
+            decoded = cold * self._page_bytes[load.group]
+            end = max(end, self.decode.send(decoded, now))
+            took = max(took, self.decode.seconds(decoded))
+        self._tie += 1
+        heapq.heappush(self._flying, (end, self._tie, load, took))
+        return end
 
     def _send(self, order: Order, link: Link, pages: int, group: int, now: float) -> float:
         """Queue an order's pages; returns when they are there."""
@@ -258,6 +279,14 @@ class SimWorker:
                 failed = frozenset(missing)
                 store.read += nbytes
         else:
-            assert isinstance(order, (SaveOrder, LoadOrder))
+            assert isinstance(order, (SaveOrder, LoadOrder, PackOrder))
             nbytes = len(order.slots) * self._page_bytes[order.group]
-        return OrderReport(1, failed, nbytes, took)
+        kept = self._kept(order) if isinstance(order, PackOrder) else 0
+        return OrderReport(1, failed, nbytes, took, kept)
+
+    def _kept(self, order: PackOrder) -> int:
+        """Slots that a bundle fills: whole ones, and in the mean the share that they should."""
+        self._part_slots += BUNDLE_SHARE * len(order.slots)
+        kept = min(len(order.slots), max(1, round(self._part_slots)))
+        self._part_slots -= kept
+        return kept

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports
-from tiered_kv.orders import LoadOrder, OrderId, RestoreMode, SaveOrder
+from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 
+from .compression import Compression
 from .failed_restores import FailedRestores
 from .lower_tiers import LowerTiers
 from .pieces import RestorePieces
@@ -37,6 +38,7 @@ class OrderDispatch:
         saves: Saves,
         restores: Restores,
         pieces: RestorePieces,
+        compression: Compression,
         tiers: LowerTiers,
         failed_restores: FailedRestores,
         turns: Mapping[str, Turn],
@@ -48,6 +50,7 @@ class OrderDispatch:
         self._saves = saves
         self._restores = restores
         self._pieces = pieces
+        self._compression = compression
         self._tiers = tiers
         self._failed_restores = failed_restores
         self._turns = turns
@@ -64,6 +67,7 @@ class OrderDispatch:
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]
+        self._compression.on_handshake(said)
         self._tiers.on_handshake(said)
 
     def take(self) -> Orders:
@@ -76,6 +80,7 @@ class OrderDispatch:
         return Orders(
             saves=self._saves.take(),
             loads=self._restores.take(),
+            packs=self._compression.take(),
             failed_loads=self._restores.take_refused(),
             seen_failures=self.seen_failures,
             stores=self._tiers.take(),
@@ -107,7 +112,13 @@ class OrderDispatch:
     @property
     def _unsent(self) -> bool:
         restores = self._restores
-        return bool(self._saves.unsent or restores.unsent or restores.refused or self._tiers.unsent)
+        return bool(
+            self._saves.unsent
+            or restores.unsent
+            or restores.refused
+            or self._compression.unsent
+            or self._tiers.unsent
+        )
 
     @property
     def under_way(self) -> bool:
@@ -137,12 +148,15 @@ class OrderDispatch:
             if self._pieces:
                 self._advance_pieces()  # before anything else takes the slots of what came up
             self._tiers.demote_ahead()
+            self._compression.pack_ahead()
 
     def _on_settled(self, settled: Sequence[Settled], step: int) -> None:
         """Saves and loads that every rank has reported."""
         for done in settled:
             if isinstance(done.order, SaveOrder):
                 self._saves.on_settled(done)
+            if isinstance(done.order, PackOrder):
+                self._compression.on_settled(done)
             if not isinstance(done.order, LoadOrder):
                 continue
             restored = self._restores.on_settled(done)

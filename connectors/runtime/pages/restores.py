@@ -68,10 +68,14 @@ class Restores:
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
         """True if a restore for the turn is left to the next step."""
-        if not begins_later(self._pages):
-            return False
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
-        return first < len(keys) and self._index.readable(keys[first])
+        if first >= len(keys):
+            return False
+        if self._index.packing:
+            end = self._index.resident_prefix(keys, first, len(keys))
+            if end < len(keys) and self._index.being_packed(keys[end]):
+                return True
+        return begins_later(self._pages) and self._index.readable(keys[first])
 
     def withdraw(self, turn: Turn) -> None:
         """Take back what was offered for the turn."""
@@ -133,7 +137,8 @@ class Restores:
         return turn.restore.hit
 
     def _mode(self, found: Found, others: int) -> RestoreMode:
-        if not self._facts.sync_restores:
+        cold = self._index.cold  # decoded on threads of their own
+        if not self._facts.sync_restores or (cold and any(key in cold for key in found.keys)):
             return RestoreMode.ASYNC
         copy_s = sum(self._planner.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))

@@ -6,18 +6,20 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tiered_kv.codecs.base import CodedPage
 from tiered_kv.connectors.runtime.affinity import CORES
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
-from tiered_kv.orders import OrderId, OrderReport, SaveOrder
-from tiered_kv.page_group import PageGroup
+from tiered_kv.orders import OrderId, OrderReport, PackOrder, SaveOrder
+from tiered_kv.pages.cpu_index import cold_place
 from tiered_kv.policies.cache.demotion import last_flush
 from tiered_kv.storage.base import PageStore, StoreSite, StoreTier
+from tiered_kv.storage.bundles import Bundles
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.tiers import Knowledge
 from tiered_kv.transfer.cpu_pool import CpuPool
@@ -34,10 +36,11 @@ class TierWorker:
 
     Args:
         tier: the tier.
-        group: the page group.
+        group_at: position of the page group.
         rank: index of this worker.
         fingerprint: fingerprint of the group's pages.
         pool: slots that pages come from and go to.
+        bundles: compressed pages of the group; None if there are none.
         clock: monotonic seconds.
 
     Raises:
@@ -47,14 +50,18 @@ class TierWorker:
     def __init__(
         self,
         tier: StoreTier,
-        group: PageGroup,
+        group_at: int,
         facts: EngineFacts,
         rank: int,
         fingerprint: Fingerprint,
         pool: CpuPool,
+        bundles: Bundles | None,
         clock: Callable[[], float],
     ) -> None:
+        group = facts.groups[group_at]
         self.name = tier.spec.tier
+        self._cold = bundles
+        self._group = group_at
         self._tier = tier
         self._site = StoreSite(
             fingerprint=fingerprint.digest(),
@@ -66,12 +73,17 @@ class TierWorker:
         )
         with _on_all_cores():
             store = tier.open(self._site)
-            self.io = IoThread(store, pool.slots[:, : group.page_bytes], clock)
+            self.io = IoThread(store, pool.slots[:, : group.page_bytes], clock, self._cold_page)
+        if bundles is not None:  # so that they need not be encoded once more
+            bundles.encode_like(lambda: self.io.store.codec_of_new_pages)
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
         self._known = tier.spec.knowledge is Knowledge.KNOWN
         self._lasting = fingerprint.lasting
         # What slots hold that is perhaps nowhere else, by whose save; the newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
+        # The same of bundles, by first slot. One whose slots were given to others may be among
+        # them: its pages are no longer what they were, which their digests tell.
+        self._bundles: dict[int, Sequence[tuple[PageKey, OrderId]]] = {}
         self._invalidated: set[OrderId] = set()
         self._counted = Counter[str]()
         self._counted_of = store
@@ -86,6 +98,7 @@ class TierWorker:
             self._site = replace(self._site, fingerprint=orders.fingerprint)
             self._lasting = False
             self._holds.clear()
+            self._bundles.clear()
             site = self._site
             self.io.replace_store(lambda: self._tier.open(site))
         if orders.invalidated:
@@ -93,6 +106,9 @@ class TierWorker:
             for slot, (_, order_id) in list(self._holds.items()):
                 if order_id in self._invalidated:
                     del self._holds[slot]
+            for first, pages in self._bundles.items():
+                kept = [page for page in pages if page[1] not in self._invalidated]
+                self._bundles[first] = kept
         if orders.lost:
             self.io.drop(orders.lost)
         if (dying := orders.reclaims.get(self._site.rank)) is not None:
@@ -118,6 +134,17 @@ class TierWorker:
         """Note that slots are about to be written."""
         for slot in slots:
             self._holds.pop(slot, None)
+            self._bundles.pop(slot, None)
+
+    def packed(self, order: PackOrder) -> None:
+        """Note that pages are about to be compressed in their slots."""
+        held = [self._holds.pop(slot, None) for slot in order.slots]
+        self.forget_slots(order.slots)
+        if self._cold is not None and order.group == self._group:
+            self._bundles[order.slots[0]] = [page for page in held if page is not None]
+
+    def _cold_page(self, key: PageKey, place: int) -> CodedPage | None:
+        return self._cold.copy(cold_place(place), key) if self._cold is not None else None
 
     # -- reports out ----------------------------------------------------------------
 
@@ -151,7 +178,9 @@ class TierWorker:
         """
         last: list[tuple[PageKey, int]] = []
         if self._lasting and self._known:
-            held = {slot: key for slot, (key, _) in self._holds.items()}
+            packed = self._bundles.items()
+            held = [(key, cold_place(first)) for first, pages in packed for key, _ in pages]
+            held += [(key, slot) for slot, (key, _) in self._holds.items()]
             last = last_flush(held, set(self.io.store.keys()))
         written = self.io.close(last, FLUSH_S, discard=not self._lasting)
         if last:

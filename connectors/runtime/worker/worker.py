@@ -27,6 +27,8 @@ from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBack
 from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory, system_memory
 
+from .cold_loads import ColdLoads
+from .compressor import Compressor, make_compressor
 from .speed_probe import measure_copies, measure_flops
 from .tier_worker import TierWorker
 
@@ -75,6 +77,8 @@ class WorkerHalf:
         self.stores: dict[StoreId, TierWorker] = {}
         self.pool: CpuPool | None = None
         self.backend: TransferBackend | None = None  # none while VRAM is released
+        self._compressor: Compressor | None = None
+        self._cold_loads = ColdLoads()
         self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
@@ -131,13 +135,18 @@ class WorkerHalf:
         )
         copy = measure_copies(self.backend, self.pool, self._facts.num_blocks)
         self._speeds = replace(self._speeds, copy=copy)
+        pool, codec, clock = self.pool, self._config.codec, self._clock
         try:
+            self._compressor = make_compressor(
+                self._facts, codec, pool.slots, lambda: self._make_backend(pool)
+            )
+            bundles = self._compressor.groups if self._compressor is not None else {}
             tiers = make_tiers(self._config)
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
-                for i, (group, fingerprint) in enumerate(zip(groups, fingerprints, strict=True)):
+                for i, fingerprint in enumerate(fingerprints):
                     self.stores[StoreId(tier.spec.tier, i)] = TierWorker(
-                        tier, group, self._facts, self._rank, fingerprint, self.pool, self._clock
+                        tier, i, self._facts, self._rank, fingerprint, pool, bundles.get(i), clock
                     )
         except BaseException:
             self.close()
@@ -162,12 +171,16 @@ class WorkerHalf:
         backend, self.backend = self.backend, None
         if backend is not None:
             self._stop(backend)
+        if self._compressor is not None:
+            self._compressor.release_vram()
 
     def take_vram(self) -> None:
         """Copy again: the engine's tensors have memory, perhaps elsewhere than before. Does
         nothing unless VRAM was released."""
         if self.pool is not None and self.backend is None:
             self.backend = self._make_backend(self.pool)
+            if self._compressor is not None:
+                self._compressor.take_vram()
 
     def _stop(self, backend: TransferBackend) -> None:
         try:
@@ -181,10 +194,16 @@ class WorkerHalf:
         """Speeds of this rank, and the pages that its stores have from before."""
         return Handshake(
             self._speeds,
-            slots=len(self.pool.slots) if self.pool is not None else 0,
+            slots=self._slots(),
             page_bytes=tuple(group.page_bytes for group in self._facts.groups),
+            compresses=tuple(self._compressor.groups) if self._compressor is not None else (),
             stored={name: tier.stored for name, tier in self.stores.items()},
         )
+
+    def _slots(self) -> int:
+        """Slots for pages, without those that decoded ones pass through."""
+        slots = len(self.pool.slots) if self.pool is not None else 0
+        return slots - (self._compressor.staging if self._compressor is not None else 0)
 
     # -- a step -----------------------------------------------------------------
 
@@ -207,14 +226,34 @@ class WorkerHalf:
         for refused in orders.failed_loads:
             self._restored(refused.request_id, refused.mode, refused.blocks, failed=True)
         for order in orders.loads:
-            job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
             self._orders[order.order_id] = order
+            if order.cold:
+                self._load_cold(order)
+                continue
+            job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
             if self.backend is None:
                 self._done(CopyResult.refusal(job))
             elif order.mode is RestoreMode.SYNC:
                 self._done(self.backend.run(job))
             else:
                 self.backend.submit(job)
+
+        for pack in orders.packs:
+            for tier in self.stores.values():
+                tier.packed(pack)
+            if self._compressor is not None:
+                self._compressor.pack(pack)
+
+    def _load_cold(self, order: LoadOrder) -> None:
+        """Begin a restore of which some pages are compressed, if not all."""
+        raw = self._cold_loads.split(order)
+        if self._compressor is not None:
+            self._compressor.load(order)
+        if raw is not None:
+            if self.backend is not None:
+                self.backend.submit(raw)
+            else:
+                self._done(CopyResult.refusal(raw))
 
     def save(self, orders: Orders) -> None:
         """Saves, behind the forward pass.
@@ -240,6 +279,9 @@ class WorkerHalf:
         if self.backend is not None and self._orders:
             for result in self.backend.poll():
                 self._done(result)
+        if self._compressor is not None:
+            for result in self._compressor.poll():
+                self._done(result, cold=True)
         arrived, self._arrived = self._arrived, set()
         failed = arrived & self._failed
         self._failed -= failed
@@ -263,6 +305,8 @@ class WorkerHalf:
             self._reports.update(settled)
             if report is not None:
                 news[name] = {self._rank: report}
+        if self._compressor is not None:
+            self._reports.update(self._compressor.take_reports())
         if not self._reports and not self._newly_failed and not news:
             return None
         reports, self._reports = self._reports, {}
@@ -274,9 +318,13 @@ class WorkerHalf:
         for tier in self.stores.values():
             tier.forget_slots(slots)
 
-    def _done(self, result: CopyResult) -> None:
+    def _done(self, result: CopyResult, *, cold: bool = False) -> None:
         order_id = OrderId(result.job_id)
-        order = self._orders.pop(order_id)
+        loads = self._cold_loads
+        whole = loads.on_cold(result) if cold else loads.on_raw(result)
+        if whole is None:  # the other part of it is under way
+            return
+        result, order = whole, self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
             for name, tier in self.stores.items():
@@ -314,10 +362,13 @@ class WorkerHalf:
                 self.pool = None
             for tier in self.stores.values():
                 last_to_first.callback(tier.close)
+            if self._compressor is not None:
+                last_to_first.callback(self._compressor.close)
             if self.backend is not None:
                 backend, self.backend = self.backend, None
                 self._stop(backend)
         self.stores = {}
+        self._compressor = None
 
 
 def _flops(kv_caches: Sequence[Any]) -> float:

@@ -59,5 +59,5 @@ def test_pauses_grow_up_to_a_bound() -> None:
 
 def test_the_last_flush_writes_the_newest_pages_first_and_each_once() -> None:
     old, new, stored = (PageKey(name) for name in (b"old", b"new", b"stored"))
-    slots = {3: old, 1: stored, 4: new, 2: old, 5: new}
-    assert last_flush(slots, {stored}) == [(new, 5), (old, 2)]
+    pages = [(old, 3), (stored, 1), (new, 4), (old, 2), (new, 5)]
+    assert last_flush(pages, {stored}) == [(new, 5), (old, 2)]

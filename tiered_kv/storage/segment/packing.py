@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tiered_kv.codecs.base import Bytes, Codec
+from tiered_kv.codecs.base import Bytes, Codec, EncodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import BufferPool, is_blocks
 from tiered_kv.storage.disk.files import BLOCK
@@ -28,12 +28,13 @@ class PageToWrite:
 
     Attributes:
         index: index of the page in the put.
+        page: its bytes, or what the codec made of them.
         written: time of its first write, seconds since 1970.
     """
 
     index: int
     key: PageKey
-    page: Bytes
+    page: Bytes | EncodedPage
     written: int
 
 
@@ -80,11 +81,12 @@ def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPo
     Raises:
         OSError: no memory.
     """
-    if not codec.stores_in_place or not all(is_blocks(item.page) for item in pages):
+    raw = [item.page for item in pages if not isinstance(item.page, EncodedPage)]
+    if not codec.stores_in_place or len(raw) < len(pages) or not all(map(is_blocks, raw)):
         return None
     batch = Batch(buffers.take(len(pages) * BLOCK))
-    for i, item in enumerate(pages):
-        nbytes = item.page.nbytes
+    for i, (item, page) in enumerate(zip(pages, raw, strict=True)):
+        nbytes = page.nbytes
         batch.records.append(
             PackedRecord(
                 index=item.index,
@@ -94,8 +96,8 @@ def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPo
                 nbytes=record_bytes(len(item.key), nbytes),
                 plane_bytes=nbytes,
                 frame_bytes=0,
-                digest=payload_digest(item.page.data),
-                page=item.page.data,
+                digest=payload_digest(page.data),
+                page=page.data,
             )
         )
     return batch
@@ -108,7 +110,7 @@ def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) 
     start = 0
     for item in pages:
         try:
-            encoded = codec.encode(item.page)
+            encoded = item.page if isinstance(item.page, EncodedPage) else codec.encode(item.page)
         except Exception:
             # Whatever a codec thinks of one page, the others must not suffer from it.
             logger.exception("a page could not be encoded, and is not stored")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 
-from tiered_kv.codecs.base import Bytes
+from tiered_kv.codecs.base import Bytes, EncodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
 from tiered_kv.storage.segment.packing import Batch, PageToWrite, batch_in_place, pack_batch
@@ -51,10 +51,25 @@ class PageWriter:
         )
         if self._training.wanted:
             active, seen = self._catalogue.active, list(fit)
-            if self._training.see([item.page for item in seen]) and active is not None:
+            if (
+                self._training.see([page for _, page in pages if is_page(page)])
+                and active is not None
+            ):
                 self._lifecycle.seal(active)
             fit = iter(seen)
         stored = self.append(fit)
+        failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
+        self._context.stats.pages_refused += len(failed)
+        return failed
+
+    def put_coded(self, pages: Sequence[tuple[PageKey, EncodedPage]]) -> frozenset[int]:
+        """``put`` of pages that the codec of new pages has encoded."""
+        last, now = {key: i for i, (key, _) in enumerate(pages)}, seconds_now()
+        stored = self.append(
+            PageToWrite(i, key, page, now)
+            for i, (key, page) in enumerate(pages)
+            if last[key] == i and _is_key(key)
+        )
         failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
         self._context.stats.pages_refused += len(failed)
         return failed

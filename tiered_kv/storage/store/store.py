@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from tiered_kv.codecs.base import Bytes, Codec
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.base import PageStore
@@ -155,6 +155,10 @@ class SegmentStore(PageStore):
         """Codec of new pages."""
         return self._training.codec
 
+    @property
+    def codec_of_new_pages(self) -> Codec | None:
+        return None if self._training.wanted else self._training.codec
+
     # -- pages --------------------------------------------------------------------
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
@@ -168,6 +172,13 @@ class SegmentStore(PageStore):
             self.stats.pages_refused += len(pages)
             return frozenset(range(len(pages)))
         return self._writer.put(pages)
+
+    def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
+        """Store pages that are encoded already, as they are if that is how new pages are."""
+        codec = self.codec
+        if self._closed or any(coded.codec != codec for _, coded in pages):
+            return super().put_coded(pages)
+        return self._writer.put_coded([(key, coded.page) for key, coded in pages])
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """Read pages. Those that turn out bad are absent from then on."""

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -125,6 +126,21 @@ class CudaTransfer(TransferBackend):
 
     def _sort_out(self, job: CopyJob) -> Pages:
         return sort_out(job, self._num_blocks[job.group], self._num_slots)
+
+    def fence(self) -> AbstractContextManager[None]:
+        with torch.cuda.device(self._device):
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+        return self._behind(done)
+
+    @contextmanager
+    def _behind(self, done: Any) -> Iterator[None]:
+        """Have this thread's copies wait for an event, by way of a stream of their own."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_event(done)
+            with torch.cuda.stream(stream):
+                yield
 
     def submit(self, job: CopyJob) -> None:
         flight = self._enqueue(job)

@@ -1,0 +1,265 @@
+"""Cold pages on one rank: compresses pages in their slots, and restores them from there.
+
+Packing yields to everything else on the machine. Restores do not, since a request waits for them:
+pages are decoded on several threads, into slots that are kept for this, and copied while the next
+ones are decoded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from queue import SimpleQueue
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.autotune import measure_codec, synthetic_page
+from tiered_kv.codecs.base import Codec, PageFormat
+from tiered_kv.codecs.registry import parse
+from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.keys import PageKey
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
+from tiered_kv.pages.cpu_index import cold_place
+from tiered_kv.policies.cache.compression import staging_slots, worth_compressing
+from tiered_kv.storage.bundles import Bundles
+from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NICE = 10
+"""Niceness of packing."""
+
+
+class Compressor:
+    """Packs and restores, each on threads of its own.
+
+    Args:
+        groups: bundles of each page group that is compressed.
+        slots: the CPU pool's slots.
+        staging: slots for decoded pages on their way, at least two.
+        make_backend: makes a backend between VRAM and the pool, for this alone.
+        threads: number of threads that encode, and of those that decode.
+
+    Attributes:
+        staging: number of those slots.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, Bundles],
+        slots: NDArray[np.uint8],
+        staging: Sequence[int],
+        make_backend: Callable[[], TransferBackend],
+        threads: int,
+    ) -> None:
+        self.groups = groups
+        self.staging = len(staging)
+        self._slots = slots
+        self._halves = staging[: len(staging) // 2], staging[len(staging) // 2 :]
+        self._make_backend = make_backend
+        self._backend: TransferBackend | None = make_backend()
+        self._reports: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()
+        self._results: SimpleQueue[CopyResult] = SimpleQueue()
+        self._packs = _executor("pack", 1, be_nice=True)
+        self._encoders = _executor("encode", threads, be_nice=True)
+        self._loads = _executor("unpack", 1)
+        self._decoders = _executor("decode", threads)
+
+    # -- packing ----------------------------------------------------------------------
+
+    def pack(self, order: PackOrder) -> None:
+        """Begin to pack a bundle."""
+        self._packs.submit(self._pack, order)
+
+    def _pack(self, order: PackOrder) -> None:
+        began, slots = time.perf_counter(), 0
+        bundles = self.groups.get(order.group)
+        try:
+            if bundles is not None:
+                slots = bundles.pack(order.keys, order.slots, self._encoders.map)
+        except Exception:
+            logger.exception("%d pages are lost: they cannot be compressed", len(order.slots))
+        failed = frozenset[int]() if slots else frozenset(range(len(order.slots)))
+        nbytes = len(order.slots) * self._slots.shape[1]
+        report = OrderReport(1, failed, nbytes, time.perf_counter() - began, slots)
+        self._reports.put((order.order_id, report))
+
+    # -- restoring ----------------------------------------------------------------------
+
+    def load(self, order: LoadOrder) -> None:
+        """Begin to restore an order's cold pages. Their result has the indices of the order."""
+        places = [i for i, slot in enumerate(order.slots) if slot < 0]
+        backend = self._backend
+        fence = backend.fence() if backend is not None else None
+        self._loads.submit(self._load, order, places, fence)
+
+    def _load(
+        self, order: LoadOrder, places: Sequence[int], fence: AbstractContextManager[None] | None
+    ) -> None:
+        began, good = time.perf_counter(), set[int]()
+        try:
+            if fence is not None:
+                good = self._restore(order, places, fence)
+        except Exception:
+            logger.exception("a restore of %d compressed pages failed", len(places))
+        bundles = self.groups.get(order.group)
+        nbytes = len(good) * bundles.page_bytes if bundles is not None else 0
+        failed = frozenset(places).difference(good)
+        seconds = time.perf_counter() - began
+        self._results.put(CopyResult(order.order_id, failed, nbytes, seconds))
+
+    def _restore(
+        self, order: LoadOrder, places: Sequence[int], fence: AbstractContextManager[None]
+    ) -> set[int]:
+        """Decode and copy, one half of the staging slots after the other; give the places that are
+        in VRAM."""
+        backend, good = self._backend, set[int]()
+        if backend is None:
+            return good
+        keys = dict(zip(places, order.cold, strict=True))
+        sent = list[int]()
+        step = len(self._halves[0])
+        with fence:
+            for number, at in enumerate(range(0, len(places), step)):
+                some, half = places[at : at + step], self._halves[number % 2]
+                fit = self._decode(order, [(i, keys[i]) for i in some], half)
+                good.update(_arrived(backend, sent))  # the other half is free from here on
+                sent = [i for i, _ in fit]
+                blocks, slots = [order.blocks[i] for i in sent], [slot for _, slot in fit]
+                backend.submit(CopyJob(number, Direction.LOAD, blocks, slots, order.group))
+            good.update(_arrived(backend, sent))
+        return good
+
+    def _decode(
+        self, order: LoadOrder, pages: Sequence[tuple[int, PageKey]], slots: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Decode pages into slots; give the places of those that are good, with their slots."""
+        bundles = self.groups[order.group]
+
+        def decode(page: tuple[int, PageKey], slot: int) -> bool:
+            place, key = page
+            out = self._slots[slot, : bundles.page_bytes]
+            good = bundles.read(cold_place(order.slots[place]), key, out)
+            if not good:
+                logger.error("a compressed page in CPU memory is bad: its tokens are computed")
+            return good
+
+        slots = slots[: len(pages)]
+        good = self._decoders.map(decode, pages, slots)
+        return [
+            (place, slot) for (place, _), slot, ok in zip(pages, slots, good, strict=True) if ok
+        ]
+
+    # -- reports ------------------------------------------------------------------------
+
+    def take_reports(self) -> dict[OrderId, OrderReport]:
+        """Reports of packs since the last call."""
+        return dict(_all(self._reports))
+
+    def poll(self) -> list[CopyResult]:
+        """Results of loads since the last call."""
+        return _all(self._results)
+
+    # -- life -----------------------------------------------------------------------------
+
+    def release_vram(self) -> None:
+        """Finish the restores under way. From now on they fail. Idempotent."""
+        self._loads.submit(self._drop_backend).result()
+
+    def take_vram(self) -> None:
+        """Restore again, into VRAM that may be elsewhere."""
+        if self._backend is None:
+            self._backend = self._make_backend()
+
+    def _drop_backend(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+    def close(self) -> None:
+        """Finish what is under way, and end the threads. Idempotent."""
+        with suppress(RuntimeError):  # closed before
+            self.release_vram()
+        for threads in (self._packs, self._encoders, self._loads, self._decoders):
+            threads.shutdown()
+
+
+def _arrived(backend: TransferBackend, sent: Sequence[int]) -> set[int]:
+    """Wait for the copy under way; give the places that it filled."""
+    backend.drain()
+    failed = frozenset[int]().union(*(one.failed for one in backend.poll()))
+    return {place for i, place in enumerate(sent) if i not in failed}
+
+
+def _all(queue: SimpleQueue[T]) -> list[T]:
+    found = list[T]()
+    while not queue.empty():
+        found.append(queue.get())
+    return found
+
+
+def _executor(name: str, threads: int, *, be_nice: bool = False) -> ThreadPoolExecutor:
+    def begin() -> None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, CORES)  # whatever core the engine's thread is bound to
+            if be_nice:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+    return ThreadPoolExecutor(threads, f"tiered-kv-{name}", begin)
+
+
+def make_compressor(
+    facts: EngineFacts,
+    codec: str,
+    slots: NDArray[np.uint8],
+    make_backend: Callable[[], TransferBackend],
+) -> Compressor | None:
+    """Make a rank's compressor; None if nothing is to be compressed.
+
+    Args:
+        codec: its name, as ``TIERED_KV_CODEC`` gives it.
+        slots: the CPU pool's slots, of which the last ones are kept for what is decoded.
+
+    Raises:
+        ConfigError: there is no such codec.
+    """
+    staging = staging_slots(len(slots))
+    if not staging:
+        return None
+    groups = dict[int, Bundles]()
+    for at, group in enumerate(facts.groups):
+        made = None if group.reach.kind is KvKind.STATE else _codec(codec, group.page_format)
+        if made is not None:
+            groups[at] = Bundles(slots, made)
+    if not groups:
+        return None
+    last = range(len(slots) - staging, len(slots))
+    threads = max(1, len(CORES) // facts.ranks // 4)
+    return Compressor(groups, slots, last, make_backend, threads)
+
+
+def _codec(name: str, page_format: PageFormat) -> Codec | None:
+    """The codec for a group's pages in CPU memory; None if they are not worth compressing."""
+    try:
+        codec = parse("centred" if name == "auto" else name)(page_format)
+    except ValueError:  # it does not know such pages
+        return None
+    if codec.stores_in_place:
+        return None
+    measured = measure_codec(codec, synthetic_page(page_format))
+    if not worth_compressing(page_format.page_bytes, measured.stored_bytes):
+        return None
+    rate = page_format.page_bytes / measured.decode_s / 1e9
+    logger.info("CPU memory is compressed: codec %s decodes %.1f GB/s a core", codec.name, rate)
+    return codec

@@ -1,0 +1,187 @@
+"""Bundles: pages of CPU memory that are kept compressed, in slots that were theirs.
+
+A bundle is made in place. Its pages are encoded aside, and their records then written one behind
+the other over the slots, of which the last ones are no longer needed. Pages that do not shrink stay
+as they are. Records cross from one slot to the next, wherever that lies.
+
+Nothing tells what a slot holds but the table of bundles, here and in the index of the scheduler
+half. So each record has a digest, and a page that is read is the page that was packed, or none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
+from tiered_kv.codecs.scratch import Scratch
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.segment.format import payload_digest
+from tiered_kv.storage.store.codec_training import CodecTraining
+
+logger = logging.getLogger(__name__)
+
+Map = Callable[[Callable[[Bytes], EncodedPage], Iterable[Bytes]], Iterable[EncodedPage]]
+"""Applies a function to each page, perhaps on several threads, and gives the results in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A page of a bundle.
+
+    Attributes:
+        offset: place in the bundle's slots, taken one behind the other, bytes.
+        digest: digest of plane and frame.
+    """
+
+    offset: int
+    plane_bytes: int
+    frame_bytes: int
+    digest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.plane_bytes + self.frame_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """Pages that were packed together.
+
+    Attributes:
+        codec: codec of the records; None if they are the pages as they are.
+    """
+
+    slots: tuple[int, ...]
+    codec: Codec | None
+    records: dict[PageKey, _Record]
+
+
+class Bundles:
+    """The bundles of one page group, on one rank.
+
+    ``pack`` is called by one thread at a time, ``read`` and ``copy`` by any number beside it:
+    nobody reads a bundle before ``pack`` has returned.
+
+    Args:
+        slots: the CPU pool's slots, uint8 ``[slots, bytes]``, not smaller than a page.
+        codec: codec of bundles, which is trained on the first pages.
+
+    Attributes:
+        page_bytes: size of a page.
+    """
+
+    def __init__(self, slots: NDArray[np.uint8], codec: Codec) -> None:
+        self.page_bytes = codec.page_format.page_bytes
+        self._training = CodecTraining(codec)
+        self._preferred: Callable[[], Codec | None] = lambda: None
+        self._slots = slots
+        self._bundles: dict[int, _Bundle] = {}
+        self._scratch = Scratch()
+
+    def pack(self, keys: Sequence[PageKey], slots: Sequence[int], each: Map) -> int:
+        """Compress the pages ``keys[i]`` in ``slots[i]`` into the first of these slots.
+
+        Args:
+            each: encodes the pages.
+
+        Returns:
+            The number of slots that are needed; all of them if the pages do not shrink.
+        """
+        page_bytes, slot_bytes = self.page_bytes, self._slots.shape[1]
+        pages = [self._slots[slot, :page_bytes] for slot in slots]
+        codec = self._codec(pages)
+        encoded = list(each(codec.encode, pages))
+        needed = -(-sum(one.nbytes for one in encoded) // int(slot_bytes))
+        records = dict[PageKey, _Record]()
+        if needed >= len(slots):
+            for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
+                digest = payload_digest(page.data)
+                records[key] = _Record(i * slot_bytes, page_bytes, 0, digest)
+            self._bundles[slots[0]] = _Bundle(tuple(slots), None, records)
+            return len(slots)
+        offset, used = 0, tuple(slots[:needed])
+        for key, one in zip(keys, encoded, strict=True):
+            begin = offset
+            for part in (one.plane, one.frame):
+                at = 0
+                for piece in self._pieces(used, offset, part.nbytes):
+                    piece[:] = part[at : at + piece.nbytes]
+                    at += piece.nbytes
+                offset += part.nbytes
+            stored = self._bytes(used, begin, one.nbytes)
+            digest = payload_digest(stored.data)
+            records[key] = _Record(begin, one.plane.nbytes, one.frame.nbytes, digest)
+        self._bundles[slots[0]] = _Bundle(used, codec, records)
+        return needed
+
+    def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
+        """Encode as somebody else does, whose codec this gives; None while that is not known."""
+        self._preferred = preferred
+
+    def _codec(self, pages: Sequence[Bytes]) -> Codec:
+        preferred = self._preferred()
+        if preferred is not None and not preferred.stores_in_place:
+            return preferred
+        if self._training.wanted:
+            self._training.see(pages)
+        return self._training.codec
+
+    def read(self, first_slot: int, key: PageKey, out: Bytes) -> bool:
+        """Fill ``out`` with a page of the bundle that begins in a slot. False if it is not there,
+        or damaged; ``out`` may then hold anything."""
+        found = self._find(first_slot, key)
+        if found is None:
+            return False
+        try:
+            found.decode(out)
+        except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+            logger.exception("a page in CPU memory cannot be decoded")
+            return False
+        return True
+
+    def copy(self, first_slot: int, key: PageKey) -> CodedPage | None:
+        """A page of the bundle that begins in a slot, as it is stored, in memory of its own; None
+        if it is not there, or damaged."""
+        found = self._find(first_slot, key)
+        if found is None:
+            return None
+        plane, frame = found.page.plane.copy(), found.page.frame.copy()
+        return CodedPage(found.codec, EncodedPage(plane, frame))
+
+    def _find(self, first_slot: int, key: PageKey) -> CodedPage | None:
+        """A page as it is stored. The bytes are valid until this thread asks for another."""
+        bundle = self._bundles.get(first_slot)
+        record = bundle.records.get(key) if bundle is not None else None
+        if bundle is None or record is None:
+            return None
+        stored = self._bytes(bundle.slots, record.offset, record.nbytes)
+        if payload_digest(stored.data) != record.digest:
+            return None
+        middle = record.plane_bytes
+        return CodedPage(bundle.codec, EncodedPage(stored[:middle], stored[middle:]))
+
+    def _bytes(self, slots: Sequence[int], offset: int, nbytes: int) -> Bytes:
+        """Bytes of a bundle in one piece, copied if they cross slots."""
+        pieces = list(self._pieces(slots, offset, nbytes))
+        if len(pieces) == 1:
+            return pieces[0]
+        whole = self._scratch.bytes(nbytes)
+        at = 0
+        for piece in pieces:
+            whole[at : at + piece.nbytes] = piece
+            at += piece.nbytes
+        return whole
+
+    def _pieces(self, slots: Sequence[int], offset: int, nbytes: int) -> Iterator[Bytes]:
+        """The memory of a part of a bundle, in one piece for each slot."""
+        slot_bytes, end = self._slots.shape[1], offset + nbytes
+        while offset < end:
+            index, at = divmod(offset, slot_bytes)
+            stop = min(slot_bytes, at + end - offset)
+            yield self._slots[slots[index], at:stop]
+            offset += stop - at
