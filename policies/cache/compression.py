@@ -12,14 +12,11 @@ LEAST_PAGES, MOST_PAGES = 4, 32
 BUNDLE_BYTES = 64 << 20
 """Pages that are compressed together, as many as that. What their records leave of the last slot
 is lost, half a slot of 20 on average; but a bundle goes as a whole."""
-FREE_SHARE, MOST_FREE_SHARE = 32, 8
-"""One slot in this many is kept free for saves, as far as compressing can; or as many as were taken
-at once lately, up to one in so many."""
+FREE_SHARE = 8
+"""As many slots are kept free for saves as were taken at once lately, as far as compressing can; at
+most one slot in so many."""
 FORGETS = 0.98
 """Share of what was taken at once that is still remembered one look later."""
-RAW_SHARE = 8
-"""One slot in this many is left to pages that are not compressed. Half or twice as many make no
-difference (docs/simulation.md)."""
 MOST_PACKING = 8
 """Bundles under way at a time. Their pages cannot be read meanwhile."""
 LOOKED_AT = 4 * MOST_PACKING * MOST_PAGES
@@ -76,11 +73,10 @@ def packing(*, num_slots: int, free: int, burst: int, raw: int, under_way: int) 
         raw: readable pages that are not compressed.
         under_way: bundles under way.
     """
-    wanted = max(1, num_slots // FREE_SHARE, min(burst, num_slots // MOST_FREE_SHARE))
-    spare = raw - num_slots // RAW_SHARE
-    if free >= wanted or spare <= 0 or under_way >= MOST_PACKING:
+    wanted = max(1, min(burst, num_slots // FREE_SHARE))
+    if free >= wanted or under_way >= MOST_PACKING:
         return NOTHING
-    return Packing(MOST_PACKING - under_way, min(spare, LOOKED_AT))
+    return Packing(MOST_PACKING - under_way, min(raw, LOOKED_AT))
 
 
 def burst(taken: int, before: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
@@ -31,12 +32,11 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.tiers import StoreId
 
 from .cpu_index import PageIndex
+from .flights import Flight, learned
 from .tier_index import TierIndex, TierPages
 
 RELEASED_AT_ONCE = 16_384
 """Pages of restores that are over which are let go after a step; others stay a step longer."""
-MIN_SAMPLE = 1 << 22
-"""Bytes a promotion must have moved to say something about bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,6 @@ class Settled:
     keys: tuple[PageKey, ...]
     failed: frozenset[int]
     abandoned: bool
-
-
-@dataclass(slots=True)
-class _Flight:
-    order: Order
-    keys: tuple[PageKey, ...]
-    report: OrderReport | None = None
-    abandoned: bool = False
 
 
 class OrderBook:
@@ -94,8 +86,8 @@ class OrderBook:
         self.unsaved = 0
         self._ranks = ranks
         self.page_bytes = list(page_bytes)
-        self._next_id = 0
-        self._flights: dict[OrderId, _Flight] = {}
+        self._ids = map(OrderId, count(1))
+        self._flights: dict[OrderId, Flight] = {}
         self._promoting: dict[PageKey, OrderId] = {}
         self._not_yet_due: dict[OrderId, float] = {}
         self._read: deque[tuple[Sequence[PageKey], Sequence[int]]] = deque()  # not released yet
@@ -183,8 +175,8 @@ class OrderBook:
         if not slots:
             return None
         keys = keys[: len(slots)]
-        order = SaveOrder(self._new_id(), group, tuple(fresh.values())[: len(slots)], slots, keys)
-        self._flights[order.order_id] = _Flight(order, keys)
+        order = SaveOrder(next(self._ids), group, tuple(fresh.values())[: len(slots)], slots, keys)
+        self._flights[order.order_id] = Flight(order, keys)
         return order
 
     def plan_load(
@@ -205,15 +197,15 @@ class OrderBook:
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
         where, slots = tuple(blocks), tuple(self.index.acquire_all(keys))
         cold = tuple(key for key, slot in zip(keys, slots, strict=True) if slot < 0)
-        order = LoadOrder(self._new_id(), group, request_id, where, slots, mode, more, cold)
-        self._flights[order.order_id] = _Flight(order, tuple(keys))
+        order = LoadOrder(next(self._ids), group, request_id, where, slots, mode, more, cold)
+        self._flights[order.order_id] = Flight(order, tuple(keys))
         return order
 
     def plan_pack(self, keys: Sequence[PageKey], group: int) -> PackOrder:
         """Order readable pages that nobody reads to be compressed together, where they are."""
         slots = tuple(self.index.pack(keys))
-        order = PackOrder(self._new_id(), group, slots, tuple(keys))
-        self._flights[order.order_id] = _Flight(order, order.keys)
+        order = PackOrder(next(self._ids), group, slots, tuple(keys))
+        self._flights[order.order_id] = Flight(order, order.keys)
         return order
 
     def plan_demote(
@@ -234,7 +226,7 @@ class OrderBook:
         if not wanted:
             return None
         slots = tuple(self.index.acquire(key) for key in wanted)
-        order = DemoteOrder(self._new_id(), store, wanted, slots, due)
+        order = DemoteOrder(next(self._ids), store, wanted, slots, due)
         state.demoting.update(wanted)
         self._send(order, due)
         return order
@@ -253,7 +245,7 @@ class OrderBook:
         if not slots:
             return None
         wanted = wanted[: len(slots)]
-        order = PromoteOrder(self._new_id(), store, tuple(wanted), slots, due)
+        order = PromoteOrder(next(self._ids), store, tuple(wanted), slots, due)
         self._promoting.update(dict.fromkeys(wanted, order.order_id))
         state.promoting += len(wanted)
         self._send(order, due)
@@ -266,12 +258,12 @@ class OrderBook:
         wanted = tuple(self.stores[store].index.unanswered(keys))
         if not wanted:
             return None
-        order = LookupOrder(self._new_id(), store, wanted, deadline_s)
+        order = LookupOrder(next(self._ids), store, wanted, deadline_s)
         self._send(order, 0.0)
         return order
 
     def _send(self, order: StoreOrder, due: float) -> None:
-        self._flights[order.order_id] = _Flight(order, order.keys)
+        self._flights[order.order_id] = Flight(order, order.keys)
         if due > 0:
             self._not_yet_due[order.order_id] = due
 
@@ -351,7 +343,7 @@ class OrderBook:
             self.index.release_all(keys, slots)
             pages += len(keys)
 
-    def _finish(self, flight: _Flight, failed: frozenset[int]) -> Settled:
+    def _finish(self, flight: Flight, failed: frozenset[int]) -> Settled:
         order, index = flight.order, self.index
         if isinstance(order, SaveOrder) and not failed:
             index.commit_all(flight.keys, order.slots)
@@ -396,20 +388,9 @@ class OrderBook:
         return Settled(order, flight.keys, failed, flight.abandoned)
 
     def _learn(self, order: Order, report: OrderReport) -> None:
-        if report.seconds <= 0:
-            return
-        seen = report.nbytes / report.seconds
         if isinstance(order, PromoteOrder):
-            if report.nbytes >= min(MIN_SAMPLE, self.page_bytes[order.store.group] * 8):
-                tier = self.stores[order.store]
-                tier.bandwidth += 0.3 * (seen - tier.bandwidth)
-        elif not isinstance(order, (SaveOrder, LoadOrder)) or (
-            isinstance(order, LoadOrder) and order.cold
-        ):
-            return
-        elif report.nbytes >= self.page_bytes[order.group]:
-            self.bandwidth += 0.2 * (seen - self.bandwidth)
-
-    def _new_id(self) -> OrderId:
-        self._next_id += 1
-        return OrderId(self._next_id)
+            tier, nbytes = self.stores[order.store], self.page_bytes[order.store.group]
+            tier.bandwidth = learned(tier.bandwidth, order, report, nbytes)
+        elif isinstance(order, (SaveOrder, LoadOrder)):
+            nbytes = self.page_bytes[order.group]
+            self.bandwidth = learned(self.bandwidth, order, report, nbytes)

@@ -1,0 +1,223 @@
+"""CPU memory that is too small, with its waiting pages compressed and without.
+
+    python -m bench.cold --json
+
+Real servers, one run. Twenty texts of 3,000 tokens are asked in turn, several times over, from a
+server whose CPU memory has room for fifteen and a half of them and whose KV pool holds one. The
+same server with ``TIERED_KV_CODEC=raw`` compresses nothing. Beside that, a request decodes while
+pages are compressed; and a context twice as large as CPU memory comes back from SSD. Where tokens
+came from is read from the connector's trace and the server's metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
+from tiered_kv.bench.common.server import (
+    CONNECTOR,
+    MODEL_NAME,
+    ServerOptions,
+    VllmServer,
+    machine_dtype,
+)
+from tiered_kv.bench.restore import first_token_ms, texts
+
+CONTEXTS, ROOM = 20, 15.5
+"""Contexts that are asked for, and those that CPU memory has room for as they are."""
+ROUNDS = 3
+"""The first one fills the tiers, and is not counted."""
+GAP_S = 0.2
+"""Time of a tool, between two requests."""
+DECODED = 96
+"""Tokens of the answer during which the others' pages are compressed."""
+BYTES_A_TOKEN = {"bfloat16": 2.25e4, "float16": 2.25e4, "float32": 4.5e4}
+"""KV of the small model, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One server's figures.
+
+    Attributes:
+        pages_ratio: pages in CPU memory over its slots, when it is full.
+        recomputed: prompt tokens that were computed, of the rounds that count.
+        mean_s: mean time of their requests.
+        token_ms: mean time of a decoded token while pages were compressed.
+        compressed: pages that were compressed so far.
+    """
+
+    pages_ratio: float
+    recomputed: int
+    mean_s: float
+    token_ms: float
+    compressed: int
+
+
+class Trial:
+    """Servers that differ in what they are told of compression.
+
+    Args:
+        tell: told of every request before it is sent.
+    """
+
+    def __init__(self, model: Path, tokens: int, folder: Path, tell: Callable[[str], None]) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._folder = folder
+        self._tell = tell
+        self._context_gib = tokens * BYTES_A_TOKEN[machine_dtype().name] / (1 << 30)
+
+    @contextmanager
+    def _server(
+        self, room: float, longest: int, env: Mapping[str, str]
+    ) -> Iterator[tuple[VllmServer, httpx.Client]]:
+        """A server with CPU memory for ``room`` contexts, and a KV pool for little more than
+        one."""
+        trace = self._folder / "trace.jsonl"
+        trace.unlink(missing_ok=True)
+        # Nothing is pinned: what leaves VRAM must come from elsewhere.
+        told = {
+            "TIERED_KV_CPU_GIB": f"{room * self._context_gib:.4f}",
+            "TIERED_KV_PIN_FRACTION": "0",
+            "TIERED_KV_TRACE": str(trace),
+        }
+        options = ServerOptions(
+            model=self._model,
+            kv_blocks=13 * longest // 320,
+            max_model_len=longest + DECODED + 64,
+            kv_transfer_config=CONNECTOR,
+            extra_args=("--shutdown-timeout", "10"),
+            env={**told, **env},
+        )
+        server = VllmServer(options, self._folder / "server.log")
+        with server, httpx.Client(base_url=server.url, timeout=600) as client:
+            first_token_ms(client, list(range(100, 400)))  # warm-up
+            yield server, client
+
+    def play(self, env: Mapping[str, str]) -> Seen:
+        """Ask for the contexts in turn, round after round."""
+        with self._server(ROOM, self._tokens, env) as (server, client):
+            prompts = texts(client, CONTEXTS, self._tokens)
+            times, before = list[float](), dict[str, float]()
+            for number in range(ROUNDS):
+                if number == 1:
+                    before = metrics(server)
+                for prompt in prompts:
+                    self._tell(f"round {number + 1}")
+                    took = first_token_ms(client, prompt) / 1e3
+                    if number:
+                        times.append(took)
+                    time.sleep(GAP_S)
+            after = metrics(server)
+            token_ms = self._decode(client, prompts)
+            return Seen(
+                pages_ratio=after["cpu_pages"] / after["cpu_slots"],
+                recomputed=int(
+                    after["prompt_tokens_recomputed_total"]
+                    - before["prompt_tokens_recomputed_total"]
+                ),
+                mean_s=statistics.mean(times),
+                token_ms=token_ms,
+                compressed=int(metrics(server)["pages_compressed_total"]),
+            )
+
+    def _decode(self, client: httpx.Client, prompts: Sequence[list[int]]) -> float:
+        """Decode behind a new context, whose pages have the others compressed meanwhile; the time
+        of a token, ms."""
+        self._tell("decoding")
+        prompt = [*reversed(prompts[0])]
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": DECODED,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        said = list[float]()
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    said.append(time.perf_counter())
+        return statistics.median(b - a for a, b in pairwise(said)) * 1e3
+
+    def oversize(self) -> float:
+        """Ask for a context twice as large as CPU memory, which an engine with more of it has left
+        on SSD; the share of its tokens that came back."""
+        env = {"TIERED_KV_SSD_PATH": str(self._folder / "ssd"), "TIERED_KV_SSD_GIB": "4"}
+        for room in (2.0, 0.5):
+            self._tell("twice as large")
+            with self._server(room, self._tokens, env) as (_, client):
+                first_token_ms(client, texts(client, 1, self._tokens)[0])
+        lines = (self._folder / "trace.jsonl").read_text().splitlines()
+        turns = [event for event in map(json.loads, lines) if event["event"] == "turn"]
+        return float(turns[-1]["ssd_tokens"] / turns[-1]["prompt_tokens"])
+
+
+def metrics(server: VllmServer) -> dict[str, float]:
+    """The connector's metrics, by the name behind its prefix; 0 for what was not counted yet."""
+    prefix, found = "vllm:tiered_kv_", {"pages_compressed_total": 0.0}
+    for family in text_string_to_metric_families(server.metrics_text()):
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                found[sample.name.removeprefix(prefix)] = sample.value
+    return found
+
+
+def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | int]:
+    """Play with compression and without, and restore what is too large."""
+    with tempfile.TemporaryDirectory() as name, progress() as bar:
+        bar.disable = not show_progress
+        task = bar.add_task("starting the server", total=2 * (CONTEXTS * ROUNDS + 1) + 2)
+        told = Trial(
+            model, tokens, Path(name), lambda what: bar.update(task, advance=1, description=what)
+        )
+        raw, cold = told.play({"TIERED_KV_CODEC": "raw"}), told.play({})
+        oversize = told.oversize()
+    return {
+        "pages_ratio": cold.pages_ratio / raw.pages_ratio,
+        "recomputed_ratio": cold.recomputed / max(1, raw.recomputed),
+        "jct_ratio": cold.mean_s / raw.mean_s,
+        "oversize_restored": oversize,
+        "decode_ratio": cold.token_ms / raw.token_ms,
+        "recomputed": cold.recomputed,
+        "recomputed_raw": raw.recomputed,
+        "mean_s": cold.mean_s,
+        "mean_raw_s": raw.mean_s,
+        "pages_compressed": cold.compressed,
+        "tokens": tokens,
+    }
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    model: ModelFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what compressing CPU memory gains."""
+    measured = measure(
+        model or small_model(), tokens, show_progress=not as_json and sys.stderr.isatty()
+    )
+    result = {**measured, "dtype": str(machine_dtype())}
+    show("CPU memory with its waiting pages compressed, over without", result, as_json)
+
+
+if __name__ == "__main__":
+    run_benchmark(main, __doc__)
