@@ -270,10 +270,11 @@ class OrdersMachine(World):
         order, vram, slots = flight.order, self.vram[rank], self.slots[rank]
         flight.copied[rank] = frozenset(i for i in fail if i < len(order.slots))
         if isinstance(order, PackOrder):
-            flight.copied[rank] = frozenset(range(len(order.slots) if fail else 0))
-            return self.carry_out_pack(flight, rank, bool(fail))
+            self.carry_out_pack(flight, rank, bool(fail))
+            return
         if isinstance(order, DemoteOrder | PromoteOrder):
-            return self.read_or_write(order, rank, fail)
+            self.read_or_write(order, rank, fail)
+            return
         for i, (block, slot) in enumerate(zip(order.blocks, order.slots, strict=True)):
             if isinstance(order, SaveOrder):
                 slots[slot] = b"torn" if i in fail else self.transported(vram[block])

@@ -146,6 +146,7 @@ class World(RuleBasedStateMachine):
         order, slots, bundle = flight.order, self.slots[rank], flight.bundle
         assert isinstance(order, PackOrder)
         assert bundle is not None
+        flight.copied[rank] = frozenset(range(len(order.slots) if fail else 0))
         pages = {key: slots[slot] for key, slot in zip(order.keys, order.slots, strict=True)}
         mark = b"bundle %d rank %d" % (bundle.serial, rank)
         kept = list(order.slots[: bundle.kept(rank)])
