@@ -274,9 +274,8 @@ class StoreConformance:
     ) -> None:
         bench.put(*range(20))
         torn = coded_page(page_key(32), ZSTD).page
-        bad = CodedPage(ZSTD, EncodedPage(torn.plane, torn.frame[:-9]))
         pages = [(key, coded_page(key, ZSTD)) for key in map(page_key, range(30, 35))]
-        pages[2] = (pages[2][0], bad)
+        pages[2] = (pages[2][0], CodedPage(ZSTD, EncodedPage(torn.plane, torn.frame[:-9])))
         pages[4] = (page_key(7), CodedPage(ZSTD, EncodedPage(NOTHING, NOTHING)))
 
         assert bench.store.put_coded(pages) == {2, 4}
