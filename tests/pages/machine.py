@@ -99,6 +99,7 @@ class OrdersMachine(World):
         assert all(page.whole for page in pages)
         assert list(order.slots) == [page.place for page in pages]
         assert list(order.blocks) == blocks
+        assert order.cold == tuple(page.key for page in pages if page.bundle is not None)
         self.flights[order.order_id] = Flight(order, pages)
         for block in blocks:
             self.held[block] = self.held.get(block, 0) + 1

@@ -133,7 +133,7 @@ class World(RuleBasedStateMachine):
         return {slot for page in chain(self.pages.values(), used) for slot in page.slots}
 
     def content(self, rank: int, key: PageKey, place: int) -> bytes:
-        """What a rank reads there."""
+        """Bytes that a rank reads there."""
         if place >= 0:
             return self.slots[rank][place]
         slots, mark, pages = self.packed_pages[rank].get(cold_place(place), ([], b"", {}))

@@ -105,7 +105,6 @@ def test_pages_of_another_table_are_encoded_anew(bench: StoreBench[SegmentStore]
 def test_untrained_pages_of_before_are_read_beside_trained_ones(
     bench: StoreBench[SegmentStore],
 ) -> None:
-    """What came encoded teaches the store nothing, or else in its own time."""
     bench.put_coded(*range(100, 140), codecs=[Counting(PAGE_FORMAT)])
     bench.check()
     codec = own(bench)

@@ -65,13 +65,10 @@ def test_either_part_may_fail_and_either_may_be_first(
     """The raw part counts its own pages, the other those of the order."""
     loads = ColdLoads()
     loads.split(order(-1, 5, -1, 6, -9, 0))
-    parts = [
-        lambda: loads.on_raw(result(raw, 300, 0.5)),
-        lambda: loads.on_cold(result(cold, 40, 2.0)),
-    ]
-    first, second = parts if raw_first else reversed(parts)
-    assert first() is None
-    assert second() == CopyResult(7, frozenset(failed), 340, 2.0)
+    parts = [(loads.on_raw, result(raw, 300, 0.5)), (loads.on_cold, result(cold, 40, 2.0))]
+    (take, first), (take_other, second) = parts if raw_first else parts[::-1]
+    assert take(first) is None
+    assert take_other(second) == CopyResult(7, frozenset(failed), 340, 2.0)
     assert loads.on_raw(again := result((), 1, 1.0)) is again, "nothing is left of it"
 
 
