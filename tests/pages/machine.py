@@ -299,7 +299,7 @@ class OrdersMachine(World):
             flight.reported.add(rank)
             failed = flight.copied[rank]
             good = len(flight.order.slots) - len(failed)
-            kept = flight.bundle.kept(rank) if flight.bundle and not failed else 0
+            kept = flight.kept([rank])
             report = OrderReport(1, failed, good * PAGE_BYTES, 1e-6 * good, kept)
             order_id = flight.order.order_id
             known = reports.get(order_id)
@@ -321,7 +321,7 @@ class OrdersMachine(World):
         assert done.abandoned is flight.abandoned
         assert list(done.keys) == [page.key for page in flight.pages]
         if (bundle := flight.bundle) is not None and not done.failed:
-            del bundle.slots[max(map(bundle.kept, self.ranks)) :]
+            del bundle.slots[flight.kept(self.ranks) :]
         for i, page in enumerate(flight.pages):
             if self.is_save(flight) or isinstance(flight.order, PackOrder | PromoteOrder):
                 if i in flight.failed:
@@ -389,7 +389,7 @@ class OrdersMachine(World):
             for rank in set(self.ranks) - set(flight.copied):
                 flight.copied[rank] = frozenset(range(len(flight.order.slots)))
             late = self.world - len(flight.reported)
-            report = OrderReport(late, flight.failed, 0, 0.0)
+            report = OrderReport(late, flight.failed, 0, 0.0, flight.kept(self.ranks))
             for done in self.planner.settle({flight.order.order_id: report}):
                 self.check_settled(done, flight)
         assert self.planner.in_flight == 0

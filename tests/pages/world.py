@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -83,6 +84,11 @@ class Flight:
     def bundle(self) -> Bundle | None:
         """The bundle that is about to be packed."""
         return self.pages[0].bundle if isinstance(self.order, PackOrder) else None
+
+    def kept(self, ranks: Iterable[int]) -> int:
+        """Slots that the bundle fills on these ranks; 0 if it is lost on one, or is none."""
+        lost = self.bundle is None or any(self.copied[rank] for rank in ranks)
+        return 0 if lost or self.bundle is None else max(map(self.bundle.kept, ranks))
 
     def __repr__(self) -> str:
         return f"{type(self.order).__name__} {self.order.order_id}"
