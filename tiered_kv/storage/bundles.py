@@ -99,7 +99,7 @@ class Bundles:
         encoded = list(each(codec.encode, pages))
         needed = -(-sum(one.nbytes for one in encoded) // int(slot_bytes))
         records = dict[PageKey, _Record]()
-        if needed >= len(slots):
+        if needed >= len(slots) or codec.stores_in_place:  # its records lie in the pages
             for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
                 digest = payload_digest(page.data)
                 records[key] = _Record(i * slot_bytes, page_bytes, 0, digest)
