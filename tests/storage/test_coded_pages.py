@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
+from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.bundles import Bundles
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.conformance.store import (
     PAGE_FORMAT,
@@ -187,3 +190,50 @@ def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
         bench.check()
         bench.reopen()
     bench.store.close()
+
+
+def test_pages_of_a_bundle_go_to_disk_as_they_lie_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a cold page, with the codec of real pages: no page of a bundle that shrank is
+    encoded again, and those of one that did not are encoded by the store."""
+    options = store_options(tmp_path, page_format=PAGE_FORMAT)
+    slots = np.stack([synthetic_page(PAGE_FORMAT, seed) for seed in range(40)])
+    slots[32:] = np.random.default_rng(1).integers(0, 256, (8, PAGE_FORMAT.page_bytes))
+    pages = {page_key(n): slots[n].copy() for n in range(40)}
+    keys = list(pages)
+
+    def open_store() -> SegmentStore:
+        return SegmentStore(
+            options, CentredCodec(PAGE_FORMAT), lambda i, t, f: CentredCodec.from_table(f, t)
+        )
+
+    store = open_store()
+    bundles = Bundles(slots, CentredCodec(PAGE_FORMAT))
+    bundles.encode_like(lambda: store.codec_of_new_pages)
+    assert not store.put([(keys[n], slots[n]) for n in range(20)])
+    assert store.codec_of_new_pages is not None
+    assert bundles.pack(keys[20:32], range(20, 32), map) < 12
+    assert bundles.pack(keys[32:], range(32, 40), map) == 8
+    encoded = list[int]()
+    encode = CentredCodec.encode
+
+    def watched(self: CentredCodec, page: Bytes, plane: Bytes | None = None) -> EncodedPage:
+        encoded.append(1)
+        return encode(self, page, plane)
+
+    monkeypatch.setattr(CentredCodec, "encode", watched)
+    for first, some in ((20, keys[20:32]), (32, keys[32:])):
+        found = [(key, bundles.copy(first, key)) for key in some]
+        coded = [(key, one) for key, one in found if one is not None]
+        assert len(coded) == len(some)
+        assert store.put_coded(coded) == frozenset()
+    assert len(encoded) == 8
+
+    for _ in range(2):
+        outs = np.zeros((40, PAGE_FORMAT.page_bytes), np.uint8)
+        assert store.get(list(zip(keys, outs, strict=True))) == frozenset()
+        assert all(np.array_equal(pages[key], out) for key, out in zip(keys, outs, strict=True))
+        store.close()
+        store = open_store()
+    store.close()
