@@ -215,12 +215,16 @@ class ByWorth(EvictionOrder):
         for key in keys:
             if (run := self._tree.runs.get(key)) is not None:
                 by_run.setdefault(run, set()).add(key)
-        return [
-            list(stretch)
-            for run, wanted in by_run.items()
-            for among, stretch in groupby(run.keys, key=wanted.__contains__)
-            if among
-        ]
+        found = list[list[PageKey]]()
+        for run, wanted in by_run.items():
+            left = len(wanted)
+            for among, stretch in groupby(run.keys, key=wanted.__contains__):
+                if among:
+                    found.append(list(stretch))
+                    left -= len(found[-1])
+                if not left:  # a run is long, and the oldest pages are at its beginning
+                    break
+        return found
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that the job which had the page last wants it in the next ``within_s``

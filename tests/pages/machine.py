@@ -1,7 +1,7 @@
 """A machine that carries out a planner's orders on bytes, and knows what must come of it.
 
 ``OrdersMachine`` is a Hypothesis state machine. Its rules are what a scheduler may do and
-what can happen to a worker, in any order: saves, restores, cancels, resets, copies that
+what can happen to a worker, in any order: saves, restores, packs, cancels, resets, copies that
 fail, ranks that report late. Beside the planner it keeps a ``World``: a plain model, a dict of
 what each key must hold, and real bytes: VRAM, slots and SSD of every rank, as dicts.
 """
@@ -18,6 +18,7 @@ from tiered_kv.orders import (
     DemoteOrder,
     OrderId,
     OrderReport,
+    PackOrder,
     PromoteOrder,
     RestoreMode,
     SaveOrder,
@@ -26,7 +27,7 @@ from tiered_kv.pages.order_book import Settled
 from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 
-from .world import KEYS, PAGE_BYTES, Flight, Page, World
+from .world import KEYS, PAGE_BYTES, Bundle, Flight, Page, World
 
 
 class OrdersMachine(World):
@@ -51,14 +52,20 @@ class OrdersMachine(World):
         # A page evicted for one key may be asked for later on in the same order.
         gone = {key for key in before if key in planned or not self.index.known(key)}
         assert gone <= idle, "a page in use was evicted"
-        assert len(gone) == self.index.evictions - evictions == max(0, len(planned) - free)
+        assert len(gone) == self.index.evictions - evictions
+        room = {slot for key in idle for slot in before[key].slots}
+        freed = {slot for key in gone for slot in before[key].slots}
+        missing = max(0, len(planned) - free)
+        assert len(freed) >= missing
+        assert len(freed) == missing or any(before[key].bundle for key in gone)
         for key in gone:
-            in_use.discard(self.pages.pop(key).slot)
+            del self.pages[key]
+        in_use = self.slots_in_use()
         refused = self.planner.unsaved - unsaved
         assert len(planned) + refused >= len(set(keys) - set(before))
         if refused:
             assert gone == idle, "a slot could have been had"
-            assert len(planned) == free + len(idle)
+            assert len(planned) == free + len(room)
         if order is not None:
             taken = len(order.slots) + len(in_use)
             assert len({*order.slots, *in_use}) == taken, "a slot was given twice"
@@ -90,12 +97,32 @@ class OrdersMachine(World):
 
         pages = [self.pages[key] for key in keys]
         assert all(page.whole for page in pages)
-        assert list(order.slots) == [page.slot for page in pages]
+        assert list(order.slots) == [page.place for page in pages]
         assert list(order.blocks) == blocks
+        assert order.cold == tuple(page.key for page in pages if page.bundle is not None)
         self.flights[order.order_id] = Flight(order, pages)
         for block in blocks:
             self.held[block] = self.held.get(block, 0) + 1
         self.pass_time(data)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.to_pack())
+    def pack(self, data: st.DataObject) -> None:
+        """Pages that nobody uses are compressed where they are, in any order."""
+        keys = st.lists(st.sampled_from(self.to_pack()), min_size=1, max_size=4, unique=True)
+        order = self.planner.plan_pack(data.draw(keys), group=0)
+
+        pages = [self.pages[key] for key in order.keys]
+        assert list(order.slots) == [page.slot for page in pages]
+        self.serial += 1
+        bundle = Bundle(list(order.slots), self.serial)
+        for page in pages:
+            page.whole, page.bundle = False, bundle
+        self.flights[order.order_id] = Flight(order, pages)
+        self.pass_time(data)
+
+    def to_pack(self) -> list[PageKey]:
+        return [key for key, page in self.pages.items() if self.idle(key) and not page.bundle]
 
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     def demote(self, data: st.DataObject, keys: list[PageKey]) -> None:
@@ -111,7 +138,7 @@ class OrdersMachine(World):
         assert (list(order.keys) if order else []) == wanted
         if order is not None:
             pages = [self.pages[key] for key in wanted]
-            assert list(order.slots) == [page.slot for page in pages]
+            assert list(order.slots) == [page.place for page in pages]
             self.flights[order.order_id] = Flight(order, pages)
         self.pass_time(data)
 
@@ -243,6 +270,9 @@ class OrdersMachine(World):
     def carry_out(self, flight: Flight, rank: int, fail: set[int]) -> None:
         order, vram, slots = flight.order, self.vram[rank], self.slots[rank]
         flight.copied[rank] = frozenset(i for i in fail if i < len(order.slots))
+        if isinstance(order, PackOrder):
+            self.carry_out_pack(flight, rank, bool(fail))
+            return
         if isinstance(order, DemoteOrder | PromoteOrder):
             self.read_or_write(order, rank, fail)
             return
@@ -250,14 +280,15 @@ class OrdersMachine(World):
             if isinstance(order, SaveOrder):
                 slots[slot] = b"torn" if i in fail else self.transported(vram[block])
             else:
-                vram[block] = b"torn" if i in fail else slots[slot]
+                key = flight.pages[i].key
+                vram[block] = b"torn" if i in fail else self.content(rank, key, slot)
 
     def read_or_write(self, order: DemoteOrder | PromoteOrder, rank: int, fail: set[int]) -> None:
         ssd, slots = self.ssd[rank], self.slots[rank]
         for i, (key, slot) in enumerate(zip(order.keys, order.slots, strict=True)):
             if isinstance(order, DemoteOrder):
                 if i not in fail:
-                    ssd[key] = slots[slot]
+                    ssd[key] = self.content(rank, key, slot)
             else:
                 slots[slot] = b"torn" if i in fail else ssd[key]
 
@@ -268,7 +299,8 @@ class OrdersMachine(World):
             flight.reported.add(rank)
             failed = flight.copied[rank]
             good = len(flight.order.slots) - len(failed)
-            report = OrderReport(1, failed, good * PAGE_BYTES, seconds=1e-6 * good)
+            kept = flight.kept([rank])
+            report = OrderReport(1, failed, good * PAGE_BYTES, 1e-6 * good, kept)
             order_id = flight.order.order_id
             known = reports.get(order_id)
             reports[order_id] = known.merge(report) if known else report
@@ -288,8 +320,10 @@ class OrdersMachine(World):
         assert done.failed == flight.failed
         assert done.abandoned is flight.abandoned
         assert list(done.keys) == [page.key for page in flight.pages]
+        if (bundle := flight.bundle) is not None and not done.failed:
+            del bundle.slots[flight.kept(self.ranks) :]
         for i, page in enumerate(flight.pages):
-            if self.is_save(flight) or isinstance(flight.order, PromoteOrder):
+            if self.is_save(flight) or isinstance(flight.order, PackOrder | PromoteOrder):
                 if i in flight.failed:
                     self.forget(page)
                 else:
@@ -331,7 +365,7 @@ class OrdersMachine(World):
         for page in self.pages.values():
             if state(self.index, page.key) is PageState.CPU:
                 for rank in self.ranks:
-                    found = self.slots[rank][page.slot]
+                    found = self.content(rank, page.key, page.place)
                     assert found == page.bytes_of(rank), f"a wrong page is readable: {found!r}"
 
     @invariant()
@@ -355,7 +389,7 @@ class OrdersMachine(World):
             for rank in set(self.ranks) - set(flight.copied):
                 flight.copied[rank] = frozenset(range(len(flight.order.slots)))
             late = self.world - len(flight.reported)
-            report = OrderReport(late, flight.failed, 0, 0.0)
+            report = OrderReport(late, flight.failed, 0, 0.0, flight.kept(self.ranks))
             for done in self.planner.settle({flight.order.order_id: report}):
                 self.check_settled(done, flight)
         assert self.planner.in_flight == 0

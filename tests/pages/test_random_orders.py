@@ -20,6 +20,7 @@ from tiered_kv.orders import (
     OrderReport,
     PromoteOrder,
 )
+from tiered_kv.pages.cold_pages import Bundle, ColdPages
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
@@ -119,6 +120,48 @@ class ReadsBeforeItIsWhole(PageIndex):
         return sum(map(self.known, keys))
 
 
+class EvictsBundlesThatAreRead(ColdPages):
+    def droppable(self, key: PageKey) -> Bundle | None:
+        bundle = self._of[key]
+        return bundle if bundle.packed else None
+
+    def release(self, first_slot: int) -> list[int]:
+        return super().release(first_slot) if first_slot in self._bundles else []
+
+
+class EvictsBundlesBeforeTheyArePacked(ColdPages):
+    def droppable(self, key: PageKey) -> Bundle | None:
+        bundle = self._of[key]
+        return None if bundle.readers else bundle
+
+    def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
+        known = first_slot in self._bundles
+        return super().finish(first_slot, kept) if known else ((), [])
+
+
+class ReadsBeforeItIsPacked(ColdPages):
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+
+class FreesSlotsThatAreStillPacked(ColdPages):
+    def forget(self, key: PageKey) -> list[int]:
+        bundle = self._of[key]
+        bundle.packed, packed = True, bundle.packed
+        self._readable += not packed and len(bundle.keys)
+        return super().forget(key)
+
+
+class KeepsOneSlotTooFew(ColdPages):
+    def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
+        return super().finish(first_slot, max(1, kept - 1) if kept else 0)
+
+
+class KeepsWhatCouldNotBePacked(ColdPages):
+    def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
+        return super().finish(first_slot, kept or len(self._bundles[first_slot].slots))
+
+
 class BelievesAFailedDemotion(OrderBook):
     def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
         if isinstance(flight.order, DemoteOrder):
@@ -152,6 +195,14 @@ PLANNERS = [
     ForgetsNothingOnSsd,
 ]
 INDEXES = [EvictsWhatIsRead, FreesSlotsInUse, ReadsBeforeItIsWhole]
+COLD_PAGES = [
+    EvictsBundlesThatAreRead,
+    EvictsBundlesBeforeTheyArePacked,
+    ReadsBeforeItIsPacked,
+    FreesSlotsThatAreStillPacked,
+    KeepsOneSlotTooFew,
+    KeepsWhatCouldNotBePacked,
+]
 HUNT = settings(max_examples=500, stateful_step_count=60, phases=QUICK, report_multiple_bugs=False)
 
 
@@ -177,6 +228,18 @@ def test_the_machine_notices_a_broken_index(broken: type[PageIndex]) -> None:
                 BANDWIDTH,
                 {SSD: TierIndex()},
             )
+
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_state_machine_as_test(Machine, settings=HUNT)
+
+
+@pytest.mark.parametrize("broken", COLD_PAGES)
+def test_the_machine_notices_broken_cold_pages(broken: type[ColdPages]) -> None:
+    class Machine(OrdersMachine):
+        def make(self, num_slots: int, ranks: int) -> OrderBook:
+            book = super().make(num_slots, ranks)
+            book.index.cold = broken()
+            return book
 
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(Machine, settings=HUNT)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PromoteOrder, SaveOrder
-from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PackOrder, PromoteOrder, SaveOrder
+from tiered_kv.pages.cpu_index import PageIndex, cold_place
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
@@ -22,7 +24,19 @@ PAGE_BYTES = 64
 BANDWIDTH = 1e9
 
 
-PageOrder: TypeAlias = SaveOrder | LoadOrder | DemoteOrder | PromoteOrder
+PageOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder | DemoteOrder | PromoteOrder
+
+
+@dataclass(eq=False)
+class Bundle:
+    """Pages that are packed together, or about to be, and the slots that are theirs."""
+
+    slots: list[int]
+    serial: int
+
+    def kept(self, rank: int) -> int:
+        """Slots that a rank needs, which is another number on each."""
+        return 1 + (self.serial + rank) % len(self.slots)
 
 
 @dataclass(eq=False)
@@ -36,6 +50,17 @@ class Page:
     serial: int
     slot: int
     whole: bool = False
+    bundle: Bundle | None = None
+
+    @property
+    def place(self) -> int:
+        """The place that orders name."""
+        return self.slot if self.bundle is None else cold_place(self.bundle.slots[0])
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots that must stay as they are for the page."""
+        return [self.slot] if self.bundle is None else self.bundle.slots
 
     def bytes_of(self, rank: int) -> bytes:
         return b"%s save %d rank %d" % (self.key[:1], self.serial, rank)
@@ -54,6 +79,16 @@ class Flight:
     @property
     def failed(self) -> frozenset[int]:
         return frozenset().union(*self.copied.values())
+
+    @property
+    def bundle(self) -> Bundle | None:
+        """The bundle that is about to be packed."""
+        return self.pages[0].bundle if isinstance(self.order, PackOrder) else None
+
+    def kept(self, ranks: Iterable[int]) -> int:
+        """Slots that the bundle fills on these ranks; 0 if it is lost on one, or is none."""
+        lost = self.bundle is None or any(self.copied[rank] for rank in ranks)
+        return 0 if lost or self.bundle is None else max(map(self.bundle.kept, ranks))
 
     def __repr__(self) -> str:
         return f"{type(self.order).__name__} {self.order.order_id}"
@@ -77,6 +112,9 @@ class World(RuleBasedStateMachine):
         self.vram = [dict.fromkeys(BLOCKS, b"nothing yet") for _ in self.ranks]
         self.slots = [dict.fromkeys(range(num_slots), b"nothing yet") for _ in self.ranks]
         self.ssd: list[dict[PageKey, bytes]] = [{} for _ in self.ranks]
+        # Slots of the bundle that begins in a slot, what they must hold, and its pages.
+        self.packed_pages: list[dict[int, tuple[list[int], bytes, dict[PageKey, bytes]]]]
+        self.packed_pages = [{} for _ in self.ranks]
         self.on_ssd: dict[PageKey, int] = {}  # key -> serial of the page
         self.pages: dict[PageKey, Page] = {}
         self.flights: dict[OrderId, Flight] = {}
@@ -92,11 +130,34 @@ class World(RuleBasedStateMachine):
 
     def idle(self, key: PageKey) -> bool:
         page = self.pages[key]
-        return page.whole and not any(page in flight.pages for flight in self.flights.values())
+        used = list(chain.from_iterable(flight.pages for flight in self.flights.values()))
+        bundles = {one.bundle for one in used if one.bundle is not None}
+        return page.whole and page not in used and page.bundle not in bundles
 
     def slots_in_use(self) -> set[int]:
-        mine = {page.slot for page in self.pages.values()}
-        return mine.union(*(flight.order.slots for flight in self.flights.values()))
+        used = chain.from_iterable(flight.pages for flight in self.flights.values())
+        return {slot for page in chain(self.pages.values(), used) for slot in page.slots}
+
+    def content(self, rank: int, key: PageKey, place: int) -> bytes:
+        """Bytes that a rank reads there."""
+        if place >= 0:
+            return self.slots[rank][place]
+        slots, mark, pages = self.packed_pages[rank].get(cold_place(place), ([], b"", {}))
+        if any(self.slots[rank][slot] != mark for slot in slots):
+            return b"torn"
+        return pages.get(key, b"another bundle")
+
+    def carry_out_pack(self, flight: Flight, rank: int, fail: bool) -> None:
+        """Compress pages over their own slots, or lose them."""
+        order, slots, bundle = flight.order, self.slots[rank], flight.bundle
+        assert isinstance(order, PackOrder)
+        assert bundle is not None
+        flight.copied[rank] = frozenset(range(len(order.slots) if fail else 0))
+        pages = {key: slots[slot] for key, slot in zip(order.keys, order.slots, strict=True)}
+        mark = b"bundle %d rank %d" % (bundle.serial, rank)
+        kept = list(order.slots[: bundle.kept(rank)])
+        slots.update(dict.fromkeys(kept, b"torn" if fail else mark))
+        self.packed_pages[rank][order.slots[0]] = kept, mark, pages
 
     def unsent_saves(self) -> list[Flight]:
         return [f for f in self.flights.values() if self.is_save(f) and not f.copied]

@@ -73,8 +73,13 @@ class ColdPages:
 
         Returns:
             Pages that are lost; slots that are free.
+
+        Raises:
+            ValueError: no bundle that begins there is about to be compressed.
         """
-        bundle = self._bundles[first_slot]
+        bundle = self._bundles.get(first_slot)
+        if bundle is None or bundle.packed:
+            raise ValueError("a bundle was packed that nobody began")
         if not kept or not bundle.keys:
             return tuple(bundle.keys), self.drop(bundle)
         bundle.packed = True
@@ -94,8 +99,14 @@ class ColdPages:
         return bundle.slots[0]
 
     def release(self, first_slot: int) -> list[int]:
-        """A copy from a bundle is over; gives slots that are free now."""
-        bundle = self._bundles[first_slot]
+        """A copy from a bundle is over; gives slots that are free now.
+
+        Raises:
+            ValueError: none is under way.
+        """
+        bundle = self._bundles.get(first_slot)
+        if bundle is None or not bundle.readers:
+            raise ValueError("a cold page was released that nobody acquired")
         bundle.readers -= 1
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 

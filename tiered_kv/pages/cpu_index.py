@@ -78,7 +78,7 @@ class PageIndex:
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
-        return len(self._cpu) + len(self._saving) + len(self.cold)
+        return len(self._cpu) + len(self._saving) + len(self.cold.pages)
 
     @property
     def raw_pages(self) -> int:

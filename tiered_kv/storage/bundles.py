@@ -81,6 +81,7 @@ class Bundles:
         self._preferred: Callable[[], Codec | None] = lambda: None
         self._slots = slots
         self._bundles: dict[int, _Bundle] = {}
+        self._in_slot: dict[int, _Bundle] = {}  # the same, by each of their slots
         self._scratch = Scratch()
 
     def pack(self, keys: Sequence[PageKey], slots: Sequence[int], each: Map) -> int:
@@ -98,11 +99,11 @@ class Bundles:
         encoded = list(each(codec.encode, pages))
         needed = -(-sum(one.nbytes for one in encoded) // int(slot_bytes))
         records = dict[PageKey, _Record]()
-        if needed >= len(slots):
+        if needed >= len(slots) or codec.stores_in_place:  # its records lie in the pages
             for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
                 digest = payload_digest(page.data)
                 records[key] = _Record(i * slot_bytes, page_bytes, 0, digest)
-            self._bundles[slots[0]] = _Bundle(tuple(slots), None, records)
+            self._keep(_Bundle(tuple(slots), None, records))
             return len(slots)
         offset, used = 0, tuple(slots[:needed])
         for key, one in zip(keys, encoded, strict=True):
@@ -116,8 +117,18 @@ class Bundles:
             stored = self._bytes(used, begin, one.nbytes)
             digest = payload_digest(stored.data)
             records[key] = _Record(begin, one.plane.nbytes, one.frame.nbytes, digest)
-        self._bundles[slots[0]] = _Bundle(used, codec, records)
+        self._keep(_Bundle(used, codec, records))
         return needed
+
+    def _keep(self, bundle: _Bundle) -> None:
+        """Note a bundle, in place of those of which it fills a slot."""
+        for slot in bundle.slots:
+            if (old := self._in_slot.get(slot)) is not None:
+                del self._bundles[old.slots[0]]
+                for one in old.slots:
+                    del self._in_slot[one]
+        self._bundles[bundle.slots[0]] = bundle
+        self._in_slot.update(dict.fromkeys(bundle.slots, bundle))
 
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
         """Encode as somebody else does, whose codec this gives; None while that is not known."""

@@ -282,12 +282,14 @@ class IoThread:
             while start < len(last) and (began := self._clock()) < deadline:
                 group = last[start : start + step]
                 start += len(group)
-                failed = self._put(group)
+                failed, asked = self._put(group)
                 written += len(group) - len(failed)
+                if not asked:  # their bundles are gone, which says nothing of the store
+                    continue
                 if len(failed) == len(group):
                     break
                 now = self._clock()
-                room = len(group) * (deadline - now) / (2 * max(now - began, 1e-6))
+                room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
                 step = max(least, int(min(room, self._group)))
         except Exception:
             logger.exception("the last flush to SSD ended early")
@@ -375,7 +377,7 @@ class IoThread:
         demotion.done = stop = min(start + self._group, len(order.keys))
         bad = frozenset(range(stop - start))
         try:
-            bad = self._put(list(zip(order.keys, order.slots, strict=True))[start:stop])
+            bad, _ = self._put(list(zip(order.keys, order.slots, strict=True))[start:stop])
         finally:
             demotion.failed |= {start + i for i in bad}
             with self._changed:
@@ -388,26 +390,22 @@ class IoThread:
         if demotion.epoch == self._epoch:
             self._proposal = self.store.proposal()
 
-    def _put(self, pages: Sequence[tuple[PageKey, int]]) -> frozenset[int]:
-        """Store pages, given where they are; gives the indices of those that are not stored."""
+    def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:
+        """Store pages, given where they are, compressed ones as they are where the store can take
+        them; gives the indices of those that are not stored, and how many the store was given."""
         raw = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot >= 0]
-        cold = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot < 0]
+        places = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot < 0]
         failed = set[int]()
         if raw:
             bad = self.store.put([(key, self._slots[slot]) for _, key, slot in raw])
             failed.update(raw[i][0] for i in bad)
+        found = [(i, key, self._cold(key, place)) for i, key, place in places]
+        cold = [(i, key, coded) for i, key, coded in found if coded is not None]
+        failed.update(i for i, _, coded in found if coded is None)
         if cold:
-            bad = self._put_cold([(key, slot) for _, key, slot in cold])
+            bad = self.store.put_coded([(key, coded) for _, key, coded in cold])
             failed.update(cold[i][0] for i in bad)
-        return frozenset(failed)
-
-    def _put_cold(self, pages: Sequence[tuple[PageKey, int]]) -> frozenset[int]:
-        """Store compressed pages, as they are where the store can take them."""
-        found = [(i, key, self._cold(key, place)) for i, (key, place) in enumerate(pages)]
-        good = [(i, key, coded) for i, key, coded in found if coded is not None]
-        failed = set(range(len(pages))).difference(i for i, _, _ in good)
-        bad = self.store.put_coded([(key, coded) for _, key, coded in good]) if good else ()
-        return frozenset(failed.union(good[i][0] for i in bad))
+        return frozenset(failed), len(raw) + len(cold)
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:
         good = len(order.keys) - len(failed)

@@ -5,6 +5,7 @@ makes it, and inherits every test. They are in ``conformance``:
 
 - ``transfer.TransferConformance``: transfer backends, between VRAM and CPU slots.
 - ``index.IndexConformance``: the index of pages, under any eviction order.
+- ``cold_index.ColdIndexConformance``: the same, when some pages are kept compressed.
 - ``store.StoreConformance``: stores of a tier below CPU memory.
 - ``codec.CodecConformance``: codecs.
 - ``eviction.EvictionConformance``: eviction rules.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 import pytest
 
-from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage, ElementType, EncodedPage, PageFormat
+from tiered_kv.codecs.raw import NOTHING, RawCodec
+from tiered_kv.codecs.registry import parse
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import COUNTERS
 from tiered_kv.storage.base import PageStore
@@ -19,6 +22,7 @@ from tiered_kv.tiers import Knowledge
 
 FINGERPRINT = bytes(range(16))
 PAGE_FORMAT = PageFormat(ElementType.BF16, page_bytes=4096, tokens=16)
+ZSTD = parse("zstd")(PAGE_FORMAT)
 
 S = TypeVar("S", bound=PageStore)
 
@@ -31,6 +35,12 @@ def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_by
     """The page of a key: another one for each key and version."""
     seed = int.from_bytes(key, "big") * 1000 + version
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def coded_page(key: PageKey, codec: Codec | None, version: int = 0) -> CodedPage:
+    """The page of a key as the codec encodes it."""
+    page = page_bytes(key, version)
+    return CodedPage(codec, EncodedPage(page, NOTHING) if codec is None else codec.encode(page))
 
 
 @dataclass
@@ -65,6 +75,14 @@ class StoreBench(Generic[S]):
         assert self.store.put(pages) == frozenset()
         self.expected.update(pages)
         return keys
+
+    def put_coded(self, *names: int, codecs: Sequence[Codec | None], version: int = 0) -> None:
+        """Store coded pages that must all be taken, with one codec after the other."""
+        keys = [page_key(name) for name in names]
+        by_turns = zip(keys, cycle(codecs), strict=False)
+        pages = [(key, coded_page(key, codec, version)) for key, codec in by_turns]
+        assert self.store.put_coded(pages) == frozenset()
+        self.expected.update((key, page_bytes(key, version)) for key in keys)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
         keys = list(keys)
@@ -229,10 +247,52 @@ class StoreConformance:
         bench.check()
 
     def test_nothing_to_do_is_done(self, bench: StoreBench[PageStore]) -> None:
-        assert bench.store.put([]) == frozenset()
+        assert bench.store.put([]) == bench.store.put_coded([]) == frozenset()
         assert bench.store.get([]) == frozenset()
         bench.store.drop([page_key(1)])
         assert bench.store.proposal() is None
+        bench.check()
+
+    # -- pages that are encoded already ---------------------------------------------
+
+    def test_coded_pages_come_back_bit_for_bit(self, bench: StoreBench[PageStore]) -> None:
+        for at in (0, 100, 200):
+            own = bench.store.codec_of_new_pages
+            for i, codec in enumerate((own, RawCodec(PAGE_FORMAT), ZSTD, None)):
+                bench.put_coded(*range(at + 10 * i, at + 10 * i + 10), codecs=[codec])
+            mixed = [own, ZSTD, None, RawCodec(PAGE_FORMAT), own]
+            bench.put_coded(*range(at + 40, at + 60), codecs=mixed)
+            bench.check()
+            bench.put(*range(at + 60, at + 80))
+            bench.check()
+            if self.lasts:
+                bench.reopen()
+        bench.check()
+
+    def test_a_coded_page_that_cannot_be_decoded_fails_alone(
+        self, bench: StoreBench[PageStore]
+    ) -> None:
+        bench.put(*range(20))
+        torn = coded_page(page_key(32), ZSTD).page
+        pages = [(key, coded_page(key, ZSTD)) for key in map(page_key, range(30, 35))]
+        pages[2] = (pages[2][0], CodedPage(ZSTD, EncodedPage(torn.plane, torn.frame[:-9])))
+        pages[4] = (page_key(7), CodedPage(ZSTD, EncodedPage(NOTHING, NOTHING)))
+
+        assert bench.store.put_coded(pages) == {2, 4}
+
+        good = [page_key(name) for name in (30, 31, 33)]
+        bench.expected.update((key, page_bytes(key)) for key in good)
+        bench.check()
+
+    def test_of_a_coded_page_given_twice_the_last_one_is_stored(
+        self, bench: StoreBench[PageStore]
+    ) -> None:
+        bench.put(*range(20))
+        for name, codec in enumerate((bench.store.codec_of_new_pages, ZSTD, None)):
+            key = page_key(name)
+            pages = [(key, coded_page(key, codec, version)) for version in (1, 2, 3)]
+            assert bench.store.put_coded(pages) == frozenset()
+            bench.expected[key] = page_bytes(key, 3)
         bench.check()
 
     # -- the facts that others read -----------------------------------------------
@@ -313,13 +373,16 @@ class StoreConformance:
     def test_a_closed_store_has_nothing_and_takes_nothing(
         self, bench: StoreBench[PageStore]
     ) -> None:
-        (key,) = bench.put(1)
+        (key,), own = bench.put(1), bench.store.codec_of_new_pages
         bench.store.close()
         bench.store.close()
         pages = [(key, page_bytes(key)), (page_key(2), page_bytes(page_key(2)))]
         assert bench.store.put(pages) == {0, 1}
         assert bench.store.get(pages) == {0, 1}
         assert bench.store.exists([key], 60.0) == {0}
+        for codec in (own, ZSTD, None):
+            coded = [(key, coded_page(key, codec)) for key, _ in pages]
+            assert bench.store.put_coded(coded) == {0, 1}
         assert bench.store.put([]) == bench.store.get([]) == frozenset()
         assert list(bench.store.keys()) == []
         assert bench.store.proposal() is None

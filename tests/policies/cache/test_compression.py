@@ -1,0 +1,129 @@
+"""Pages turn cold in time, not before, and not so many at a time that hits are lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.policies.cache.compression import (
+    BUNDLE_BYTES,
+    FREE_SHARE,
+    LEAST_PAGES,
+    LOOKED_AT,
+    MOST_FREE_SHARE,
+    MOST_PACKING,
+    MOST_PAGES,
+    MOST_STAGING,
+    NOTHING,
+    RAW_SHARE,
+    Packing,
+    bundle_pages,
+    burst,
+    packing,
+    staging_slots,
+    worth_compressing,
+)
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "staging"),
+    [(0, 0), (31, 0), (32, 2), (63, 2), (64, 4), (511, 30), (512, 32), (1 << 20, MOST_STAGING)],
+)
+def test_slots_for_decoded_pages_come_in_two_halves(num_slots: int, staging: int) -> None:
+    assert staging_slots(num_slots) == staging
+    assert staging % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "pages"),
+    [
+        (1, MOST_PAGES),
+        (2 * MIB, MOST_PAGES),
+        (2 * MIB + 1, 31),
+        (4 * MIB, 16),
+        (BUNDLE_BYTES // LEAST_PAGES, LEAST_PAGES),
+        (1 << 40, LEAST_PAGES),
+    ],
+)
+def test_a_bundle_has_as_many_pages_as_are_worth_it(page_bytes: int, pages: int) -> None:
+    assert bundle_pages(page_bytes) == pages
+
+
+def wanted(
+    num_slots: int = 1024, free: int = 0, burst: int = 0, raw: int = 1024, under_way: int = 0
+) -> Packing:
+    return packing(num_slots=num_slots, free=free, burst=burst, raw=raw, under_way=under_way)
+
+
+def test_nothing_is_compressed_while_enough_slots_are_free() -> None:
+    assert wanted(free=1024 // FREE_SHARE) is NOTHING
+    assert wanted(free=1024 // FREE_SHARE - 1) == Packing(MOST_PACKING, 1024 - 1024 // RAW_SHARE)
+
+
+def test_a_burst_asks_for_more_free_slots_up_to_a_bound() -> None:
+    most = 1024 // MOST_FREE_SHARE
+    assert wanted(free=100, burst=100) is NOTHING
+    assert wanted(free=99, burst=100).bundles
+    assert wanted(free=most, burst=1 << 20) is NOTHING
+    assert wanted(free=most - 1, burst=1 << 20).bundles
+
+
+def test_some_pages_are_left_as_they_are() -> None:
+    assert wanted(raw=1024 // RAW_SHARE) is NOTHING
+    assert wanted(raw=1024 // RAW_SHARE + 1).among == 1
+
+
+def test_few_bundles_are_under_way_at_a_time() -> None:
+    assert wanted(under_way=MOST_PACKING) is NOTHING
+    assert wanted(under_way=MOST_PACKING + 1) is NOTHING
+    assert wanted(under_way=MOST_PACKING - 1).bundles == 1
+
+
+def test_not_all_pages_are_looked_at() -> None:
+    assert wanted(num_slots=1 << 20, raw=1 << 20).among == LOOKED_AT
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 7, 31])
+def test_small_pools_want_a_free_slot_too(num_slots: int) -> None:
+    assert wanted(num_slots=num_slots, free=1, raw=num_slots) is NOTHING
+    assert wanted(num_slots=num_slots, raw=0) is NOTHING
+    assert wanted(num_slots=num_slots, raw=num_slots).bundles == (MOST_PACKING if num_slots else 0)
+
+
+@given(
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 21),
+    st.integers(0, 1 << 20),
+    st.integers(0, 20),
+)
+def test_what_is_wanted_is_there(
+    num_slots: int, free: int, burst: int, raw: int, under_way: int
+) -> None:
+    found = wanted(num_slots, free, burst, raw, under_way)
+    assert 0 <= found.bundles <= max(0, MOST_PACKING - under_way)
+    assert 0 <= found.among <= min(raw, LOOKED_AT)
+    assert (found.bundles > 0) == (found.among > 0)
+    more = wanted(num_slots, free + 1, burst, raw, under_way)
+    assert more.bundles <= found.bundles, "a free slot more never asks for more"
+
+
+def test_a_burst_is_remembered_for_a_while() -> None:
+    now = burst(100, 0)
+    assert now == 100
+    seen = [now := burst(0, now) for _ in range(200)]
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] == 98
+    assert 50 > seen[33] > 40
+    assert seen[-1] == 0
+    assert burst(70, 60) == 70
+
+
+@pytest.mark.parametrize(
+    ("stored", "worth"), [(0, True), (1000, True), (1001, False), (1300, False), (2000, False)]
+)
+def test_pages_that_shrink_little_are_left_alone(stored: int, worth: bool) -> None:
+    assert worth_compressing(1300, stored) is worth

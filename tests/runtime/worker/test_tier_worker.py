@@ -1,0 +1,330 @@
+"""The last flush: what slots and bundles hold that is nowhere else, under its own key or not at
+all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
+from tiered_kv.codecs.registry import parse
+from tiered_kv.connectors.runtime.worker.tier_worker import TierWorker
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import TierOrders
+from tiered_kv.orders import OrderId, OrderReport, PackOrder, SaveOrder
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.policies.cache.lru import LeastRecentlyUsed
+from tiered_kv.storage.base import PageStore
+from tiered_kv.storage.bundles import Bundles
+from tiered_kv.testing.memory_store import MemoryStore, StoredPage
+from tiered_kv.tiers import TierId, TierSpec
+
+FORMAT = PageFormat(ElementType.OPAQUE, page_bytes=256, tokens=16)
+SLOT_BYTES = 300
+NUM_SLOTS = 12
+
+
+def key(n: int) -> PageKey:
+    return PageKey(b"fingerprint-of-m" + n.to_bytes(32, "big"))
+
+
+def page(name: PageKey) -> Bytes:
+    """The only right page of a key. Two of three shrink, to about half."""
+    rng = np.random.default_rng(list(name))
+    made = np.full(FORMAT.page_bytes, name[-1], np.uint8)
+    noisy = FORMAT.page_bytes if name[-1] % 3 == 0 else FORMAT.page_bytes // 4
+    made[:noisy] = rng.integers(0, 256, noisy, dtype=np.uint8)
+    return made
+
+
+class Tier:
+    """A tier of which a test keeps the medium."""
+
+    spec = TierSpec(TierId("ssd"))
+    bandwidth = 1e9
+
+    def __init__(self) -> None:
+        self.pages: dict[PageKey, StoredPage] = {}
+
+    def open(self, site: Any) -> PageStore:
+        return MemoryStore(self.pages)
+
+
+class Worker:
+    """One rank: slots, bundles, and the tier below them, without threads that copy."""
+
+    def __init__(self, group: int = CONTEXT) -> None:
+        self.slots: NDArray[np.uint8] = np.full((NUM_SLOTS, SLOT_BYTES), 0xEE, np.uint8)
+        self.bundles = Bundles(self.slots, parse("zstd")(FORMAT))
+        self.medium = Tier()
+        facts: Any = SimpleNamespace(
+            groups=[SimpleNamespace(page_format=FORMAT, page_bytes=FORMAT.page_bytes)] * 2,
+            ranks=1,
+            replica=0,
+        )
+        fingerprint: Any = SimpleNamespace(digest=lambda: b"f" * 16, lasting=True)
+        pool: Any = SimpleNamespace(slots=self.slots)
+        self.tier = TierWorker(
+            self.medium, group, facts, 0, fingerprint, pool, self.bundles, lambda: 0.0
+        )
+        self.orders = 0
+
+    def number(self) -> OrderId:
+        self.orders += 1
+        return OrderId(self.orders)
+
+    def overwrite(self, *slots: int) -> None:
+        """Something is about to be written there, and is."""
+        self.tier.forget_slots(slots)
+        self.slots[list(slots)] = 0xDD
+
+    def save(self, pages: dict[int, int], wrong: bool = False, failed: frozenset[int] = frozenset()
+             ) -> SaveOrder:  # fmt: skip
+        """Save page ``n`` to slot ``pages[n]``."""
+        keys, slots = tuple(map(key, pages)), tuple(pages.values())
+        order = SaveOrder(self.number(), CONTEXT, slots, slots, keys)
+        self.copy(order, wrong, failed)
+        return order
+
+    def copy(self, order: SaveOrder, wrong: bool, failed: frozenset[int]) -> None:
+        self.overwrite(*order.slots)
+        for i, (name, slot) in enumerate(zip(order.keys, order.slots, strict=True)):
+            if i not in failed:
+                self.slots[slot, : FORMAT.page_bytes] = page(name) ^ wrong
+        self.tier.saved(order, failed)
+
+    def pack(self, pages: dict[int, int], group: int = CONTEXT) -> int:
+        """Pack page ``n`` of slot ``pages[n]``; gives the number of slots that are left."""
+        order = PackOrder(self.number(), group, tuple(pages.values()), tuple(map(key, pages)))
+        self.tier.packed(order)
+        return self.compress(order)
+
+    def compress(self, order: PackOrder) -> int:
+        if order.group != CONTEXT:
+            self.slots[list(order.slots)] = 0xCC
+            return len(order.slots)
+        return self.bundles.pack(order.keys, order.slots, map)
+
+    def invalidate(self, *orders: SaveOrder) -> None:
+        self.tier.carry_out(TierOrders(invalidated=tuple(one.order_id for one in orders)))
+
+    def flushed(self) -> set[int]:
+        """End, and give the pages that are in the tier. All of them are right."""
+        self.tier.close()
+        for name, stored in self.medium.pages.items():
+            assert stored.data == page(name).tobytes(), "garbage under a key"
+        return {name[-1] for name in self.medium.pages}
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.tier.close()
+
+
+def test_raw_and_packed_pages_are_flushed(worker: Worker) -> None:
+    worker.save({1: 3, 2: 4, 4: 5, 5: 0, 7: 1})
+    assert worker.pack({1: 3, 2: 4, 4: 5}) < 3
+    assert worker.flushed() == {1, 2, 4, 5, 7}
+
+
+def test_pages_that_do_not_shrink_are_flushed_from_their_bundle(worker: Worker) -> None:
+    worker.save({3: 3, 6: 4, 9: 5})
+    assert worker.pack({3: 3, 6: 4, 9: 5}) == 3
+    assert worker.flushed() == {3, 6, 9}
+
+
+def test_what_the_tier_has_is_not_written_again(worker: Worker) -> None:
+    worker.save({1: 3, 2: 4, 4: 5})
+    worker.pack({1: 3, 2: 4})
+    worker.medium.pages[key(1)] = StoredPage.of(page(key(1)).tobytes())
+    before = worker.medium.pages[key(1)]
+    assert worker.flushed() == {1, 2, 4}
+    assert worker.medium.pages[key(1)] is before
+
+
+def test_a_page_that_came_up_is_not_flushed_from_its_bundle(worker: Worker) -> None:
+    """It is below already, or was dropped there since."""
+    worker.save({1: 3})
+    worker.overwrite(4)
+    worker.slots[4, : FORMAT.page_bytes] = page(key(2))
+    worker.pack({1: 3, 2: 4})
+    assert worker.flushed() == {1}
+
+
+def test_invalidated_saves_are_not_flushed_from_bundles(worker: Worker) -> None:
+    worker.save({1: 0, 2: 1})
+    wrong = worker.save({4: 2, 5: 3}, wrong=True)
+    worker.pack({1: 0, 4: 2, 2: 1, 5: 3})
+    worker.invalidate(wrong)
+    assert worker.flushed() == {1, 2}
+
+
+def test_saves_invalidated_before_they_end_are_not_flushed(worker: Worker) -> None:
+    wrong = SaveOrder(worker.number(), CONTEXT, (2, 3), (2, 3), (key(4), key(5)))
+    worker.invalidate(wrong)
+    worker.copy(wrong, wrong=True, failed=frozenset())
+    worker.save({1: 0})
+    worker.pack({1: 0, 4: 2, 5: 3})
+    assert worker.flushed() == {1}
+
+
+def test_an_invalidated_page_saved_anew_is_flushed_right(worker: Worker) -> None:
+    wrong = worker.save({1: 0, 2: 1}, wrong=True)
+    worker.pack({1: 0, 2: 1})
+    worker.invalidate(wrong)
+    worker.save({1: 5})
+    assert worker.flushed() == {1}
+
+
+@pytest.mark.parametrize("overwritten", range(4))
+def test_slots_of_a_bundle_that_is_gone_are_not_flushed_under_its_keys(
+    worker: Worker, overwritten: int
+) -> None:
+    pages = {1: 6, 2: 2, 4: 9, 5: 1, 7: 0, 8: 3}
+    worker.save(pages)
+    kept = worker.pack(pages)
+    assert 2 <= kept <= 4
+    slots = list(pages.values())
+    worker.save({10: slots[overwritten]})
+    found = worker.flushed()
+    assert 10 in found
+    if overwritten < kept:
+        assert found < {*pages, 10}, "what lay there is gone"
+    else:
+        assert found == {*pages, 10}
+
+
+def test_a_bundle_over_another_ones_slots_is_flushed_and_the_other_is_not(worker: Worker) -> None:
+    first = {1: 0, 2: 1, 4: 2, 5: 3}
+    worker.save(first)
+    assert worker.pack(first) >= 2
+    second = {10: 1, 11: 5, 13: 0}
+    worker.save(second)
+    worker.pack(second)
+    assert worker.flushed() == set(second)
+
+
+def test_slots_of_another_group_are_not_flushed_under_our_keys(worker: Worker) -> None:
+    """Groups share the pool; a bundle of another group may lie where ours was."""
+    pages = {1: 0, 2: 1, 4: 2, 5: 3}
+    worker.save(pages)
+    worker.pack(pages)
+    worker.save({10: 7})
+    worker.tier.forget_slots((0, 1, 2, 3))
+    worker.pack({20: 0, 21: 1, 22: 7}, group=1)
+    assert worker.flushed() == set()
+
+
+def test_a_bundle_that_could_not_be_packed_is_not_flushed(worker: Worker) -> None:
+    worker.save({1: 0, 2: 1, 4: 5})
+    order = PackOrder(worker.number(), CONTEXT, (0, 1), (key(1), key(2)))
+    worker.tier.packed(order)
+    worker.slots[[0, 1]] = 0xAA
+    assert worker.flushed() == {4}
+
+
+def test_pages_of_before_a_reset_are_not_flushed(worker: Worker) -> None:
+    worker.save({1: 0, 2: 1})
+    worker.pack({1: 0, 2: 1})
+    worker.tier.carry_out(TierOrders(fingerprint=b"g" * 16))
+    assert worker.tier.io.wait_idle(300)
+    worker.save({4: 5, 5: 6})
+    worker.pack({4: 5, 5: 6})
+    assert worker.flushed() == set(), "nobody would find them"
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_happens_no_garbage_is_flushed_and_nothing_is_lost(seed: int) -> None:
+    script = _Script(random.Random(seed))
+    try:
+        for _ in range(150):
+            script.act()
+        script.end()
+    finally:
+        script.worker.tier.close()
+
+
+class _Script:
+    """A scheduler that does anything, and a worker that does what it is told."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.worker = rng, Worker()
+        self.index = PageIndex(NUM_SLOTS, LeastRecentlyUsed())
+        self.book = OrderBook(self.index, 1, [FORMAT.page_bytes], 1e9)
+        self.packing: list[PackOrder] = []
+        self.wrong: dict[OrderId, tuple[PageKey, ...]] = {}
+
+    def act(self) -> None:
+        acts = [self.save] * 4 + [self.pack] * 3 + [self.end_pack] * 3
+        self.rng.choice([*acts, self.forget, self.read, self.invalidate])()
+
+    def save(self) -> None:
+        keys = [key(n) for n in self.rng.sample(range(20), self.rng.randint(1, 5))]
+        order = self.book.plan_save(dict.fromkeys(keys, 0))
+        if order is None:
+            return
+        wrong = self.rng.random() < 0.2
+        bad = range(len(order.keys)) if self.rng.random() < 0.2 else ()
+        failed = frozenset(i for i in bad if self.rng.random() < 0.5)
+        self.worker.copy(order, wrong, failed)
+        if wrong:
+            self.wrong[order.order_id] = order.keys
+        self.book.settle({order.order_id: OrderReport(1, failed, 0, 0.0)})
+
+    def idle(self) -> list[PageKey]:
+        cold = self.index.cold
+        return [k for k in map(key, range(20)) if self.index.readable(k) and k not in cold]
+
+    def pack(self) -> None:
+        idle = self.idle()
+        keys = self.rng.sample(idle, min(len(idle), self.rng.randint(2, 6)))
+        if keys:
+            order = self.book.plan_pack(keys, CONTEXT)
+            self.worker.tier.packed(order)
+            self.packing.append(order)
+
+    def end_pack(self) -> None:
+        if not self.packing:
+            return
+        order = self.packing.pop(0)
+        if self.rng.random() < 0.15:
+            self.worker.slots[list(order.slots)] = 0xBB
+            report = OrderReport(1, frozenset(range(len(order.keys))), 0, 0.0)
+        else:
+            report = OrderReport(1, frozenset(), 0, 0.0, self.worker.compress(order))
+        self.book.settle({order.order_id: report})
+
+    def forget(self) -> None:
+        self.index.forget(key(self.rng.randrange(20)))
+
+    def read(self) -> None:
+        name = key(self.rng.randrange(20))
+        if self.index.readable(name):
+            self.index.release(name, self.index.acquire(name))
+
+    def invalidate(self) -> None:
+        if self.wrong:
+            order_id = self.rng.choice(list(self.wrong))
+            for name in self.wrong.pop(order_id):
+                self.index.forget(name)
+            self.worker.tier.carry_out(TierOrders(invalidated=(order_id,)))
+
+    def end(self) -> None:
+        """What is wrong is known in the end; what can be read must then have been flushed."""
+        while self.packing:
+            self.end_pack()
+        while self.wrong:
+            self.invalidate()
+        self.index.check_integrity()
+        readable = {n for n in range(20) if self.index.readable(key(n))}
+        assert readable <= self.worker.flushed()
