@@ -17,7 +17,7 @@ from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
-from tiered_kv.connectors.runtime.pages.compression import Compression
+from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.pages.hits import HitFinder

@@ -13,8 +13,8 @@ BUNDLE_BYTES = 64 << 20
 """Pages that are compressed together, as many as that. What their records leave of the last slot
 is lost, half a slot of 20 on average; but a bundle goes as a whole."""
 FREE_SHARE = 8
-"""As many slots are kept free for saves as were taken at once lately, as far as compressing can; at
-most one slot in so many."""
+"""One slot in this many is kept free for saves, or as many as were taken at once lately if that is
+less; as far as compressing can."""
 FORGETS = 0.98
 """Share of what was taken at once that is still remembered one look later."""
 MOST_PACKING = 8

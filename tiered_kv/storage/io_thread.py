@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.codecs.base import CodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.orders import (
@@ -37,6 +36,7 @@ from tiered_kv.orders import (
 )
 
 from .base import PageStore
+from .cpu_pages import ColdSource, put_pages
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,6 @@ def group_pages(page_bytes: int) -> int:
 
 
 Task = Callable[[], None]
-ColdSource = Callable[[PageKey, int], CodedPage | None]
 
 
 @dataclass(slots=True)
@@ -391,21 +390,7 @@ class IoThread:
             self._proposal = self.store.proposal()
 
     def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:
-        """Store pages, given where they are, compressed ones as they are where the store can take
-        them; gives the indices of those that are not stored, and how many the store was given."""
-        raw = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot >= 0]
-        places = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot < 0]
-        failed = set[int]()
-        if raw:
-            bad = self.store.put([(key, self._slots[slot]) for _, key, slot in raw])
-            failed.update(raw[i][0] for i in bad)
-        found = [(i, key, self._cold(key, place)) for i, key, place in places]
-        cold = [(i, key, coded) for i, key, coded in found if coded is not None]
-        failed.update(i for i, _, coded in found if coded is None)
-        if cold:
-            bad = self.store.put_coded([(key, coded) for _, key, coded in cold])
-            failed.update(cold[i][0] for i in bad)
-        return frozenset(failed), len(raw) + len(cold)
+        return put_pages(self.store, pages, self._slots, self._cold)
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:
         good = len(order.keys) - len(failed)

@@ -9,7 +9,7 @@ from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 
-from .compression import Compression
+from .cpu_compression import Compression
 from .failed_restores import FailedRestores
 from .lower_tiers import LowerTiers
 from .pieces import RestorePieces

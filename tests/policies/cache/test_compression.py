@@ -11,12 +11,10 @@ from tiered_kv.policies.cache.compression import (
     FREE_SHARE,
     LEAST_PAGES,
     LOOKED_AT,
-    MOST_FREE_SHARE,
     MOST_PACKING,
     MOST_PAGES,
     MOST_STAGING,
     NOTHING,
-    RAW_SHARE,
     Packing,
     bundle_pages,
     burst,
@@ -58,22 +56,17 @@ def wanted(
     return packing(num_slots=num_slots, free=free, burst=burst, raw=raw, under_way=under_way)
 
 
-def test_nothing_is_compressed_while_enough_slots_are_free() -> None:
-    assert wanted(free=1024 // FREE_SHARE) is NOTHING
-    assert wanted(free=1024 // FREE_SHARE - 1) == Packing(MOST_PACKING, 1024 - 1024 // RAW_SHARE)
+def test_nothing_is_compressed_while_a_slot_is_free_and_few_are_taken_at_once() -> None:
+    assert wanted(free=1, burst=0) is NOTHING
+    assert wanted(free=0, burst=0) == Packing(MOST_PACKING, 1024)
 
 
 def test_a_burst_asks_for_more_free_slots_up_to_a_bound() -> None:
-    most = 1024 // MOST_FREE_SHARE
+    most = 1024 // FREE_SHARE
     assert wanted(free=100, burst=100) is NOTHING
     assert wanted(free=99, burst=100).bundles
     assert wanted(free=most, burst=1 << 20) is NOTHING
     assert wanted(free=most - 1, burst=1 << 20).bundles
-
-
-def test_some_pages_are_left_as_they_are() -> None:
-    assert wanted(raw=1024 // RAW_SHARE) is NOTHING
-    assert wanted(raw=1024 // RAW_SHARE + 1).among == 1
 
 
 def test_few_bundles_are_under_way_at_a_time() -> None:
