@@ -64,6 +64,18 @@ def bundle_pages(page_bytes: int) -> int:
     return max(LEAST_PAGES, min(MOST_PAGES, BUNDLE_BYTES // page_bytes))
 
 
+def bundles_of(pages: int, most: int) -> list[int]:
+    """Sizes of the bundles that a stretch of a context is cut into, in its order. What is left of
+    it waits for more.
+
+    Args:
+        pages: length of the stretch.
+        most: pages of a bundle (``bundle_pages``). The last one may have half as many.
+    """
+    whole, rest = divmod(pages, most)
+    return [most] * whole + [rest] * (rest >= max(LEAST_PAGES, most // 2))
+
+
 def packing(*, num_slots: int, free: int, burst: int, raw: int, under_way: int) -> Packing:
     """Say what to compress now.
 
@@ -74,7 +86,7 @@ def packing(*, num_slots: int, free: int, burst: int, raw: int, under_way: int) 
         under_way: bundles under way.
     """
     wanted = max(1, min(burst, num_slots // FREE_SHARE))
-    if free >= wanted or under_way >= MOST_PACKING:
+    if free >= wanted or not raw or under_way >= MOST_PACKING:
         return NOTHING
     return Packing(MOST_PACKING - under_way, min(raw, LOOKED_AT))
 

@@ -9,7 +9,13 @@ from tiered_kv.messages import Handshake
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import PackOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.policies.cache.compression import Packing, bundle_pages, burst, packing
+from tiered_kv.policies.cache.compression import (
+    Packing,
+    bundle_pages,
+    bundles_of,
+    burst,
+    packing,
+)
 
 
 class Compression:
@@ -62,13 +68,13 @@ class Compression:
     def _pack(self, wanted: Packing) -> None:
         left = wanted.bundles
         for group, keys in self._by_group(self._index.oldest_raw(wanted.among)):
-            together = self._together[group]
-            for at in range(0, len(keys) - together + 1, together):
+            begin = 0
+            for size in bundles_of(len(keys), self._together[group]):
                 if not left:
                     return
-                self.unsent.append(self._book.plan_pack(keys[at : at + together], group))
+                self.unsent.append(self._book.plan_pack(keys[begin : begin + size], group))
                 self._under_way += 1
-                left -= 1
+                begin, left = begin + size, left - 1
 
     def _by_group(
         self, stretches: Sequence[list[PageKey]]

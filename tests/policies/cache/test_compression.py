@@ -17,6 +17,7 @@ from tiered_kv.policies.cache.compression import (
     NOTHING,
     Packing,
     bundle_pages,
+    bundles_of,
     burst,
     packing,
     staging_slots,
@@ -48,6 +49,23 @@ def test_slots_for_decoded_pages_come_in_two_halves(num_slots: int, staging: int
 )
 def test_a_bundle_has_as_many_pages_as_are_worth_it(page_bytes: int, pages: int) -> None:
     assert bundle_pages(page_bytes) == pages
+
+
+@pytest.mark.parametrize(
+    ("pages", "most", "sizes"),
+    [
+        (0, 32, []),
+        (15, 32, []),
+        (16, 32, [16]),
+        (94, 32, [32, 32, 30]),
+        (7, 4, [4]),
+        (8, 4, [4, 4]),
+    ],
+)
+def test_what_is_left_of_a_stretch_is_a_bundle_if_it_is_half_as_long(
+    pages: int, most: int, sizes: list[int]
+) -> None:
+    assert bundles_of(pages, most) == sizes
 
 
 def wanted(
