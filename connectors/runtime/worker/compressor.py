@@ -173,6 +173,11 @@ class Compressor:
 
     # -- life -----------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Wait until what was begun before is over."""
+        for threads in (self._packs, self._loads):
+            threads.submit(_nothing).result()
+
     def release_vram(self) -> None:
         """Finish the restores under way. From now on they fail. Idempotent."""
         self._loads.submit(self._drop_backend).result()
@@ -193,6 +198,10 @@ class Compressor:
             self.release_vram()
         for threads in (self._packs, self._encoders, self._loads, self._decoders):
             threads.shutdown()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _arrived(backend: TransferBackend, sent: Sequence[int]) -> set[int]:
