@@ -296,17 +296,37 @@ def test_copies_that_fail_beside_compressed_pages_are_told_from_them(rig: Rig) -
 
 
 @pytest.mark.parametrize(
-    "groups", [MODELS["full and window"], MODELS["full and state"]], ids=["window", "state"]
+    ("groups", "compressed"),
+    [(MODELS["full and window"], {0, 1}), (MODELS["full and state"], {0})],
+    ids=["window", "state"],
 )
 def test_pages_of_several_groups_are_compressed(
-    make_rig: MakeRig, groups: Sequence[GroupSpec]
+    make_rig: MakeRig, groups: Sequence[GroupSpec], compressed: set[int]
 ) -> None:
     rig = make_rig(groups=groups, blocks=48, extra=cold_settings())
     fill_cpu(rig, 6)
     orders = cold_restores(rig)
-    print([(len(rig.index), len(rig.index.cold), rig.index.evictions), [come_back(rig, job) for job in range(6)], [(o.group, len(o.cold), len(o.slots)) for o in orders]])
-    assert {order.group for order in orders} == {0}
+    assert [come_back(rig, job) for job in range(4)] == [CONTEXT] * 4
+    assert {order.group for order in orders} == compressed
     assert rig.count("restore_failures") == 0
+    settle(rig)
+    rig.check_clean()
+
+
+def test_a_turn_waits_for_the_pages_of_every_group(make_rig: MakeRig) -> None:
+    rig = make_rig(groups=MODELS["full and window"], extra=cold_settings())
+    fill_cpu(rig, 2)
+    assert rig.pool.reset_prefix_cache()
+    rig.add("again", prompt(0))
+    window = [key for key in rig.turn("again").page_keys(1) if rig.index.readable(key)]
+    order = rig.pages.book.plan_pack(window, 1)
+    for _ in range(3):
+        rig.step()
+    assert not rig.turn("again").source.admitted
+    rig.worker_half.compressor.pack(order)
+    rig.run()
+    assert rig.outputs["again"] == expected(prompt(0), 4)
+    assert rig.count("prompt_tokens_cpu") == len(prompt(0)) - 1
     settle(rig)
     rig.check_clean()
 
