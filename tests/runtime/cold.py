@@ -153,9 +153,7 @@ def flip_a_byte(rig: EngineRig, rng: random.Random) -> bool:
     if rig.worker_half.compressor is None:
         return False
     rig.worker_half.compressor.drain()  # who reads a page has made sure of it
-    slots = [
-        slot for bundle in rig.index.cold.bundles if bundle.packed for slot in bundle.slots
-    ]
+    slots = [slot for bundle in rig.index.cold.bundles if bundle.packed for slot in bundle.slots]
     if not slots:
         return False
     slot = rig.worker_half.pool.slots[rng.choice(slots)]

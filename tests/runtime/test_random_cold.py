@@ -219,4 +219,6 @@ def some_options(folder: Path, rng: random.Random, groups: tuple[GroupSpec, ...]
             **cold_settings(rng.choice([32, 48, 80]) * max(1, len(groups)), page, **ssd),
         },
     )
-    return replace(options, groups=groups, retention=rng.choice([0, 0, None])) if groups else options
+    return (
+        replace(options, groups=groups, retention=rng.choice([0, 0, None])) if groups else options
+    )

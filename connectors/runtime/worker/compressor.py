@@ -131,14 +131,16 @@ class Compressor:
         sent = list[int]()
         step = len(self._halves[0])
         with fence:
-            for number, at in enumerate(range(0, len(places), step)):
-                some, half = places[at : at + step], self._halves[number % 2]
-                fit = self._decode(order, [(i, keys[i]) for i in some], half)
-                good.update(_arrived(backend, sent))  # the other half is free from here on
-                sent = [i for i, _ in fit]
-                blocks, slots = [order.blocks[i] for i in sent], [slot for _, slot in fit]
-                backend.submit(CopyJob(number, Direction.LOAD, blocks, slots, order.group))
-            good.update(_arrived(backend, sent))
+            try:
+                for number, at in enumerate(range(0, len(places), step)):
+                    some, half = places[at : at + step], self._halves[number % 2]
+                    fit = self._decode(order, [(i, keys[i]) for i in some], half)
+                    good.update(_arrived(backend, sent))  # the other half is free from here on
+                    sent = [i for i, _ in fit]
+                    blocks, slots = [order.blocks[i] for i in sent], [slot for _, slot in fit]
+                    backend.submit(CopyJob(number, Direction.LOAD, blocks, slots, order.group))
+            finally:  # whatever happens: blocks that are reported are not written to any more
+                good.update(_arrived(backend, sent))
         return good
 
     def _decode(

@@ -190,9 +190,7 @@ def test_a_request_that_goes_away_during_its_restore_leaves_nothing(rig: Rig, he
 
 
 @pytest.mark.parametrize("start", [start_packing, start_restore])
-def test_an_engine_that_ends_finishes_what_is_under_way(
-    rig: Rig, held: Held, start: Any
-) -> None:
+def test_an_engine_that_ends_finishes_what_is_under_way(rig: Rig, held: Held, start: Any) -> None:
     """The rule for threads says that none is left."""
     start(rig, held)
     held.while_it_waits(rig.close)
