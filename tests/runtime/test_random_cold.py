@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.cold import PAGE, Waits, cold_settings, flip_a_byte, settle
+from tests.runtime.cold import PAGE, Held, Waits, cold_settings, flip_a_byte, settle
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.groups.kinds import MODELS
 from tests.runtime.test_random_scripts import LONGEST, SomeGoToSsd, SomeTools, break_once
 from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.cache import compression
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.testing import shrinking
 from tiered_kv.testing.checked_kv import expected, text
@@ -30,7 +29,7 @@ from tiered_kv.testing.vllm.rig import Rig, RigOptions
 from tiered_kv.transfer.base import Direction
 
 pytestmark = pytest.mark.usefixtures("small_bundles")
-BATCHES, SCRIPTS = 24, 25
+BATCHES, SCRIPTS = 8, 25
 """Tests, and the scripts of each."""
 NIGHTLY_SCRIPTS = 10_000
 KINDS: Sequence[tuple[GroupSpec, ...]] = [
@@ -39,46 +38,61 @@ KINDS: Sequence[tuple[GroupSpec, ...]] = [
 ]
 
 
-class Trouble:
+class Trouble(Held):
     """What goes wrong with compressed pages, and how often: by lot, in some scripts.
 
     Attributes:
-        encodes, decodes: calls of the codec that are to fail.
+        failing: calls of the codec that are to fail.
     """
 
     def __init__(self) -> None:
-        self.encodes = self.decodes = 0
+        super().__init__()
+        self.failing = {"encode": 0, "decode": 0}
+
+    def end(self) -> None:
+        """Have all go well again."""
+        self.let_go()
+        self.failing.update(encode=0, decode=0)
 
     def befall(self, rig: Rig, rng: random.Random) -> None:
         """Trouble between two steps."""
-        match rng.randrange(5):
+        match rng.randrange(6):
             case 0:
+                self.let_go()
                 flip_a_byte(rig, rng)
             case 1:
-                self.encodes = rng.randrange(1, 4)
+                self.failing[rng.choice(["encode", "decode"])] = rng.randrange(1, 4)
             case 2:
-                self.decodes = rng.randrange(1, 4)
+                rng.choice([self.encodes, self.decodes]).clear()
             case 3:
-                rig.worker_half.release_vram()
+                self.let_go()
+            case 4:
+                self.while_it_waits(rig.worker_half.release_vram)
                 rig.worker_half.take_vram()
             case _ if rng.random() < 0.3:
                 rig.scheduler.reset_prefix_cache()
 
+    def strike(self, name: str) -> bool:
+        """True if this call of the codec is to fail."""
+        strikes = self.failing[name] > 0
+        self.failing[name] -= strikes
+        return strikes
+
 
 @pytest.fixture
 def trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trouble]:
-    """A codec that fails as often as is asked."""
+    """A codec that is slow and fails as is asked."""
     made, encode, decode = Trouble(), Shrinking.encode, Shrinking.decode
 
     def encoded(self: Shrinking, page: Bytes) -> EncodedPage:
-        if made.encodes:
-            made.encodes -= 1
+        assert made.encodes.wait(300)
+        if made.strike("encode"):
             raise MemoryError("injected")
         return encode(self, page)
 
     def decoded(self: Shrinking, page: EncodedPage, out: Bytes) -> None:
-        if made.decodes:
-            made.decodes -= 1
+        assert made.decodes.wait(300)
+        if made.strike("decode"):
             out[:] = 255
             raise CodecError("injected")
         decode(self, page, out)
@@ -86,6 +100,7 @@ def trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trouble]:
     monkeypatch.setattr(Shrinking, "encode", encoded)
     monkeypatch.setattr(Shrinking, "decode", decoded)
     yield made
+    made.let_go()
     shrinking.forget_pages()
 
 
@@ -103,7 +118,7 @@ def test_many_more_random_scripts_end_well(tmp_path: Path, trouble: Trouble) -> 
 
 def play_all(folder: Path, trouble: Trouble, seeds: Sequence[int]) -> int:
     """Play a script for each seed; gives the pages that were compressed."""
-    pages = 0
+    pages: int = 0
     for seed in seeds:
         try:
             pages += play_script(folder / f"{seed}", trouble, seed)
@@ -125,16 +140,16 @@ def play_script(folder: Path, trouble: Trouble, seed: int) -> int:
         rig.pages.restores.policy = rng.choice(
             [FasterRestore(), *(AlwaysRestore(mode) for mode in RestoreMode)]
         )
-        with troubled(rig, trouble, rng, rng.choice([0, 0, 0.003, 0.03, 0.1])):
+        with troubled(rig, trouble, rng, rng.choice([0, 0.003, 0.03, 0.1, 0.3])):
             asked = play(rig, rng)
         rig.now += 5 * 3600  # no gap is waited for that long
         rig.half.release_all()
         settle(rig)
         rig.check_clean()
         assert not rig.index.packing
-        pages = rig.count("pages_compressed")
+        pages: int = rig.count("pages_compressed")
     assert rig.worker_half.compressor is None
-    if "ssd_path" in (options.extra or {}):
+    if "ssd_path" in (options.extra or {}) and rng.random() < 0.5:
         with Rig(folder / "model", options) as rig:
             for name in rng.sample(sorted(asked), min(len(asked), 8)):
                 prompt, _ = asked[name]
@@ -182,19 +197,23 @@ def play(rig: Rig, rng: random.Random) -> dict[str, tuple[list[int], int]]:
 @contextmanager
 def troubled(rig: Rig, trouble: Trouble, rng: random.Random, chance: float) -> Iterator[None]:
     """Have trouble befall an engine before some of its steps."""
-    right = rig.step
+    right, wait = rig.step, rig.wait_for_worker
 
     def step() -> Any:
         if rng.random() < chance:
             trouble.befall(rig, rng)
         return right()
 
-    rig.step = step  # type: ignore[method-assign]
+    def wait_for_worker() -> None:
+        trouble.let_go()
+        wait()
+
+    rig.step, rig.wait_for_worker = step, wait_for_worker  # type: ignore[method-assign]
     try:
         yield
     finally:
-        rig.step = right  # type: ignore[method-assign]
-        trouble.encodes = trouble.decodes = 0
+        rig.step, rig.wait_for_worker = right, wait  # type: ignore[method-assign]
+        trouble.end()
 
 
 def some_options(folder: Path, rng: random.Random, groups: tuple[GroupSpec, ...]) -> RigOptions:

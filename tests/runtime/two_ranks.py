@@ -1,13 +1,11 @@
-"""Two ranks of one engine. The model runs on the first; the second's KV is that of the first, turned
-about, so that no page of it is encoded to the same size."""
+"""Two ranks of one engine. The model runs on the first; the second has the same KV with other bits,
+so that its pages are encoded to other sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import EngineFacts
