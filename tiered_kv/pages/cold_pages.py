@@ -8,7 +8,7 @@ Lives on the scheduler thread, like the index that owns it. Every method is O(1)
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView, Sequence, ValuesView
 from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
@@ -52,6 +52,11 @@ class ColdPages:
     def pages(self) -> KeysView[PageKey]:
         """Every page that is cold, or about to be."""
         return self._of.keys()
+
+    @property
+    def bundles(self) -> ValuesView[Bundle]:
+        """All bundles."""
+        return self._bundles.values()
 
     @property
     def slots(self) -> list[int]:

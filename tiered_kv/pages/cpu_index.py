@@ -104,6 +104,10 @@ class PageIndex:
         """True if the page is in CPU memory, whole."""
         return key in self._cpu or key in self.cold
 
+    def held(self, key: PageKey) -> bool:
+        """True if the page is readable, or will be once it is compressed."""
+        return key in self._cpu or key in self.cold.pages
+
     def known(self, key: PageKey) -> bool:
         """True if the page exists or is on its way: it need not be saved again."""
         return key in self._cpu or key in self._saving or key in self.cold.pages

@@ -144,6 +144,8 @@ class EngineRig(ABC):
         half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
+        if half.compressor is not None:
+            half.compressor.drain()
         for tier in half.stores.values():
             tier.io.wake()  # the rig's clock went on: some may be due
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"

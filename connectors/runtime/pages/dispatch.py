@@ -64,6 +64,7 @@ class OrderDispatch:
         book, ranks = self._planner, list(said.values())
         if copies := [one.speeds.copy for one in ranks if one.speeds.copy]:
             book.bandwidth = min(copies)
+        if ranks:  # whatever was measured: decoded pages pass through the slots behind these
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]

@@ -71,11 +71,16 @@ class Restores:
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         if first >= len(keys):
             return False
-        if self._index.packing:
-            end = self._index.resident_prefix(keys, first, len(keys))
-            if end < len(keys) and self._index.being_packed(keys[end]):
-                return True
+        if self._index.packing and self._is_packed(turn, num_computed):
+            return True
         return begins_later(self._pages) and self._index.readable(keys[first])
+
+    def _is_packed(self, turn: Turn, num_computed: int) -> bool:
+        """True if a page of what could be restored is being compressed."""
+        index, limit = self._index, turn.request.num_tokens - 1
+        run = run_of(index.held)
+        found = self._finder.find(turn, num_computed, limit, index.held, run)
+        return found is not None and any(map(index.being_packed, found.keys))
 
     def withdraw(self, turn: Turn) -> None:
         """Take back what was offered for the turn."""

@@ -131,14 +131,16 @@ class Compressor:
         sent = list[int]()
         step = len(self._halves[0])
         with fence:
-            for number, at in enumerate(range(0, len(places), step)):
-                some, half = places[at : at + step], self._halves[number % 2]
-                fit = self._decode(order, [(i, keys[i]) for i in some], half)
-                good.update(_arrived(backend, sent))  # the other half is free from here on
-                sent = [i for i, _ in fit]
-                blocks, slots = [order.blocks[i] for i in sent], [slot for _, slot in fit]
-                backend.submit(CopyJob(number, Direction.LOAD, blocks, slots, order.group))
-            good.update(_arrived(backend, sent))
+            try:
+                for number, at in enumerate(range(0, len(places), step)):
+                    some, half = places[at : at + step], self._halves[number % 2]
+                    fit = self._decode(order, [(i, keys[i]) for i in some], half)
+                    good.update(_arrived(backend, sent))  # the other half is free from here on
+                    sent = [i for i, _ in fit]
+                    blocks, slots = [order.blocks[i] for i in sent], [slot for _, slot in fit]
+                    backend.submit(CopyJob(number, Direction.LOAD, blocks, slots, order.group))
+            finally:  # whatever happens: blocks that are reported are not written to any more
+                good.update(_arrived(backend, sent))
         return good
 
     def _decode(
@@ -173,6 +175,11 @@ class Compressor:
 
     # -- life -----------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Wait until what was begun before is over."""
+        for threads in (self._packs, self._loads):
+            threads.submit(_nothing).result()
+
     def release_vram(self) -> None:
         """Finish the restores under way. From now on they fail. Idempotent."""
         self._loads.submit(self._drop_backend).result()
@@ -193,6 +200,10 @@ class Compressor:
             self.release_vram()
         for threads in (self._packs, self._encoders, self._loads, self._decoders):
             threads.shutdown()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _arrived(backend: TransferBackend, sent: Sequence[int]) -> set[int]:

@@ -77,7 +77,7 @@ class WorkerHalf:
         self.stores: dict[StoreId, TierWorker] = {}
         self.pool: CpuPool | None = None
         self.backend: TransferBackend | None = None  # none while VRAM is released
-        self._compressor: Compressor | None = None
+        self.compressor: Compressor | None = None
         self._cold_loads = ColdLoads()
         self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
@@ -137,10 +137,10 @@ class WorkerHalf:
         self._speeds = replace(self._speeds, copy=copy)
         pool, codec, clock = self.pool, self._config.codec, self._clock
         try:
-            self._compressor = make_compressor(
+            self.compressor = make_compressor(
                 self._facts, codec, pool.slots, lambda: self._make_backend(pool)
             )
-            bundles = self._compressor.groups if self._compressor is not None else {}
+            bundles = self.compressor.groups if self.compressor is not None else {}
             tiers = make_tiers(self._config)
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
@@ -171,16 +171,16 @@ class WorkerHalf:
         backend, self.backend = self.backend, None
         if backend is not None:
             self._stop(backend)
-        if self._compressor is not None:
-            self._compressor.release_vram()
+        if self.compressor is not None:
+            self.compressor.release_vram()
 
     def take_vram(self) -> None:
         """Copy again: the engine's tensors have memory, perhaps elsewhere than before. Does
         nothing unless VRAM was released."""
         if self.pool is not None and self.backend is None:
             self.backend = self._make_backend(self.pool)
-            if self._compressor is not None:
-                self._compressor.take_vram()
+            if self.compressor is not None:
+                self.compressor.take_vram()
 
     def _stop(self, backend: TransferBackend) -> None:
         try:
@@ -196,14 +196,14 @@ class WorkerHalf:
             self._speeds,
             slots=self._slots(),
             page_bytes=tuple(group.page_bytes for group in self._facts.groups),
-            compresses=tuple(self._compressor.groups) if self._compressor is not None else (),
+            compresses=tuple(self.compressor.groups) if self.compressor is not None else (),
             stored={name: tier.stored for name, tier in self.stores.items()},
         )
 
     def _slots(self) -> int:
         """Slots for pages, without those that decoded ones pass through."""
         slots = len(self.pool.slots) if self.pool is not None else 0
-        return slots - (self._compressor.staging if self._compressor is not None else 0)
+        return slots - (self.compressor.staging if self.compressor is not None else 0)
 
     # -- a step -----------------------------------------------------------------
 
@@ -241,14 +241,14 @@ class WorkerHalf:
         for pack in orders.packs:
             for tier in self.stores.values():
                 tier.packed(pack)
-            if self._compressor is not None:
-                self._compressor.pack(pack)
+            if self.compressor is not None:
+                self.compressor.pack(pack)
 
     def _load_cold(self, order: LoadOrder) -> None:
         """Begin a restore of which some pages are compressed, if not all."""
         raw = self._cold_loads.split(order)
-        if self._compressor is not None:
-            self._compressor.load(order)
+        if self.compressor is not None:
+            self.compressor.load(order)
         if raw is not None:
             if self.backend is not None:
                 self.backend.submit(raw)
@@ -279,8 +279,8 @@ class WorkerHalf:
         if self.backend is not None and self._orders:
             for result in self.backend.poll():
                 self._done(result)
-        if self._compressor is not None:
-            for result in self._compressor.poll():
+        if self.compressor is not None:
+            for result in self.compressor.poll():
                 self._done(result, cold=True)
         arrived, self._arrived = self._arrived, set()
         failed = arrived & self._failed
@@ -305,8 +305,8 @@ class WorkerHalf:
             self._reports.update(settled)
             if report is not None:
                 news[name] = {self._rank: report}
-        if self._compressor is not None:
-            self._reports.update(self._compressor.take_reports())
+        if self.compressor is not None:
+            self._reports.update(self.compressor.take_reports())
         if not self._reports and not self._newly_failed and not news:
             return None
         reports, self._reports = self._reports, {}
@@ -362,13 +362,13 @@ class WorkerHalf:
                 self.pool = None
             for tier in self.stores.values():
                 last_to_first.callback(tier.close)
-            if self._compressor is not None:
-                last_to_first.callback(self._compressor.close)
+            if self.compressor is not None:
+                last_to_first.callback(self.compressor.close)
             if self.backend is not None:
                 backend, self.backend = self.backend, None
                 self._stop(backend)
         self.stores = {}
-        self._compressor = None
+        self.compressor = None
 
 
 def _flops(kv_caches: Sequence[Any]) -> float:

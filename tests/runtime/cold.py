@@ -1,0 +1,161 @@
+"""Engines whose CPU memory keeps pages compressed, and stories' shorthands."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs import autotune
+from tiered_kv.codecs.base import Bytes, EncodedPage
+from tiered_kv.connectors.runtime.worker import worker
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.cache import compression
+from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.testing import shrinking
+from tiered_kv.testing.checked_kv import CELL, expected, text
+from tiered_kv.testing.rig import EngineRig
+from tiered_kv.testing.shrinking import Shrinking
+
+PAGE = 16 * CELL
+SLOTS = 96
+TURN = 160
+"""Tokens of a turn's prompt: ten pages."""
+FILLS = 7
+"""Jobs whose pages nearly fill the slots."""
+
+
+class Waits(StatelessPolicy):
+    """Leaves every turn's KV to CPU memory, and says when its job will come back."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        steps = np.linspace(0.0, 0.9, len(GRID))
+        return Decision(Tier.CPU, forecast=Forecast(steps))
+
+
+@pytest.fixture
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are compressed by fours, since contexts are short here; and nothing is measured for
+    longer than it takes."""
+    monkeypatch.setattr(compression, "BUNDLE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
+    monkeypatch.setattr(worker, "measure_flops", lambda *_: 0.0)
+
+
+def cold_settings(slots: int = SLOTS, page: int = PAGE, **more: Any) -> dict[str, Any]:
+    """Settings with that many slots in CPU memory, of pages that can be compressed."""
+    return {"cpu_gib": (slots * page + 1) / (1 << 30), "codec": shrinking.NAME, **more}
+
+
+class Held:
+    """A codec whose calls wait while a test says so.
+
+    Attributes:
+        encodes, decodes: set while calls need not wait.
+    """
+
+    def __init__(self) -> None:
+        self.encodes, self.decodes = threading.Event(), threading.Event()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let all calls go on."""
+        self.encodes.set()
+        self.decodes.set()
+
+    def while_it_waits(self, wait: Callable[[], object]) -> None:
+        """Call what waits for the codec, and let that go on meanwhile."""
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self.let_go)
+            wait()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """A codec that can be held."""
+    made, encode, decode = Held(), Shrinking.encode, Shrinking.decode
+
+    def encoded(self: Shrinking, page: Bytes) -> EncodedPage:
+        assert made.encodes.wait(300)
+        return encode(self, page)
+
+    def decoded(self: Shrinking, page: EncodedPage, out: Bytes) -> None:
+        assert made.decodes.wait(300)
+        decode(self, page, out)
+
+    monkeypatch.setattr(Shrinking, "encode", encoded)
+    monkeypatch.setattr(Shrinking, "decode", decoded)
+    yield made
+    made.let_go()
+
+
+def prompt(job: int, tag: str = "job") -> list[int]:
+    """The first prompt of a job; other tags are of other jobs."""
+    return text(TURN, seed=len(tag) * 10_000 + job)
+
+
+def settle(rig: EngineRig) -> None:
+    """Wait until nothing is under way: no copy, and no page that is being compressed."""
+    for _ in range(100):
+        rig.wait_for_worker()
+        rig.step()
+        rig.run()
+        if not rig.pages.book.in_flight:
+            return
+    raise AssertionError("orders never end")
+
+
+def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
+    """First turns of that many jobs, one after the other; their KV waits for the next ones."""
+    rig.policy = Waits()
+    for job in range(jobs):
+        rig.now += 1.0
+        rig.ask(f"{tag}{job}-first", prompt(job, tag), params={"job_id": f"{tag}{job}"})
+        settle(rig)
+
+
+def start_packing(rig: EngineRig, held: Held) -> None:
+    """CPU memory is nearly full, and the first job's pages are being compressed: that is held."""
+    fill_cpu(rig, FILLS)
+    held.encodes.clear()
+    rig.add("last", prompt(FILLS), params={"job_id": "last"})
+    while "last" not in rig.finished or not rig.index.packing:
+        rig.step()
+
+
+def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
+    """A job's second turn; gives the tokens of its prompt that were restored."""
+    name, first = f"{tag}{job}-again-{rig.steps}", prompt(job, tag)
+    before = rig.count("prompt_tokens_cpu")
+    longer = [*first, *expected(first, 4), *text(20, seed=2000 + job)]
+    assert rig.ask(name, longer, params={"job_id": f"{tag}{job}"}) == expected(longer, 4)
+    return rig.count("prompt_tokens_cpu") - before
+
+
+def damage(rig: EngineRig, bundles: int | None = None) -> int:
+    """Damage compressed pages in CPU memory, or those of some bundles; gives how many bundles."""
+    rig.worker_half.compressor.drain()
+    packed = [bundle for bundle in rig.index.cold.bundles if bundle.packed][:bundles]
+    for bundle in packed:
+        for slot in bundle.slots:
+            rig.worker_half.pool.slots[slot] ^= 0xFF
+    return len(packed)
+
+
+def flip_a_byte(rig: EngineRig, rng: random.Random) -> bool:
+    """Damage CPU memory where it holds compressed pages; False if there are none."""
+    if rig.worker_half.compressor is None:
+        return False
+    rig.worker_half.compressor.drain()  # who reads a page has made sure of it
+    slots = [slot for bundle in rig.index.cold.bundles if bundle.packed for slot in bundle.slots]
+    if not slots:
+        return False
+    slot = rig.worker_half.pool.slots[rng.choice(slots)]
+    slot[rng.randrange(len(slot))] ^= 1 << rng.randrange(8)
+    return True

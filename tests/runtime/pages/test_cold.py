@@ -1,0 +1,365 @@
+"""CPU memory keeps pages compressed, and whoever comes back finds its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.cold import (
+    SLOTS,
+    Held,
+    cold_settings,
+    come_back,
+    damage,
+    fill_cpu,
+    prompt,
+    settle,
+    start_packing,
+)
+from tests.runtime.cold import held as held
+from tests.runtime.cold import small_bundles as small_bundles
+from tests.runtime.conftest import MakeRig
+from tests.runtime.groups.kinds import MODELS
+from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
+from tiered_kv.orders import LoadOrder
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.shrinking import Shrinking
+from tiered_kv.testing.stores import SSD
+from tiered_kv.testing.vllm.groups import GroupSpec
+from tiered_kv.testing.vllm.rig import Rig
+from tiered_kv.transfer.base import Direction
+
+pytestmark = pytest.mark.usefixtures("small_bundles")
+JOBS = 10
+"""Jobs whose pages are more than there are slots, and have room if they are compressed."""
+CONTEXT = 163
+"""Tokens of a job's context: its first prompt and answer, but for the last token."""
+WHOLE = 160
+"""Those of its whole pages."""
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    return make_rig(extra=cold_settings())
+
+
+def cold_restores(rig: Rig) -> list[LoadOrder]:
+    """Orders to restore compressed pages, from now on."""
+    compressor, orders = rig.worker_half.compressor, list[LoadOrder]()
+    load = compressor.load
+
+    def noted(order: LoadOrder) -> None:
+        orders.append(order)
+        load(order)
+
+    compressor.load = noted
+    return orders
+
+
+def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> None:
+    fill_cpu(rig, JOBS)
+    assert len(rig.index) > SLOTS
+    assert rig.count("pages_compressed") == len(rig.index.cold) > SLOTS // 2
+    orders = cold_restores(rig)
+    assert [come_back(rig, job) for job in range(JOBS)] == [CONTEXT] * JOBS
+    assert any(len(order.cold) < len(order.slots) for order in orders), "none partly compressed"
+    staging = rig.worker_half.compressor.staging
+    assert any(len(order.cold) > staging for order in orders), "all fit at once"
+    assert rig.count("restore_failures") == rig.count("compression_failures") == 0
+    settle(rig)
+    rig.check_clean()
+
+
+def test_a_context_that_comes_back_twice_at_once_is_right_for_both(rig: Rig) -> None:
+    fill_cpu(rig, JOBS)
+    for name in ("one", "two"):
+        rig.add(name, prompt(0))
+    rig.run()
+    for name in ("one", "two"):
+        assert rig.outputs[name] == expected(prompt(0), 4)
+    settle(rig)
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_a_turn_whose_pages_are_being_packed_waits_and_loses_nothing(
+    make_rig: MakeRig, held: Held, ahead: bool
+) -> None:
+    rig = make_rig(extra=cold_settings(), ahead=ahead)
+    start_packing(rig, held)
+    rig.add("again", prompt(0))
+    for _ in range(5):
+        rig.step()
+    assert not rig.turn("again").source.admitted
+    assert rig.index.packing
+    held.let_go()
+    rig.run()
+    assert rig.outputs["again"] == expected(prompt(0), 4)
+    assert rig.count("prompt_tokens_cpu") == len(prompt(0)) - 1
+    settle(rig)
+    rig.check_clean()
+
+
+def test_a_turn_of_another_job_does_not_wait(rig: Rig, held: Held) -> None:
+    start_packing(rig, held)
+    rig.add("new", text(40, seed=5))
+    while "new" not in rig.finished:
+        rig.step()
+    assert rig.index.packing
+    held.let_go()
+    settle(rig)
+    rig.check_clean()
+
+
+# -- resets -------------------------------------------------------------------------------
+
+
+def after_a_reset(rig: Rig) -> None:
+    """Nothing of before is found, and the new generation is kept compressed as well."""
+    before = rig.count("prompt_tokens_cpu")
+    assert rig.ask("anew", prompt(0)) == expected(prompt(0), 4)
+    assert rig.count("prompt_tokens_cpu") == before
+    settle(rig)
+    assert not rig.index.packing
+    rig.check_clean()
+    compressed = rig.count("pages_compressed")
+    fill_cpu(rig, JOBS, tag="anew")
+    assert rig.count("pages_compressed") > compressed
+    assert come_back(rig, 1, "anew") == CONTEXT
+    settle(rig)
+    rig.check_clean()
+
+
+def test_a_reset_while_pages_are_being_packed(rig: Rig, held: Held) -> None:
+    start_packing(rig, held)
+    assert rig.reset_cache()
+    assert not rig.index.packing
+    rig.step()
+    held.let_go()
+    after_a_reset(rig)
+
+
+def test_a_reset_while_pages_are_compressed(rig: Rig) -> None:
+    fill_cpu(rig, JOBS)
+    assert rig.reset_cache()
+    assert len(rig.index) == 0
+    rig.check_clean()
+    after_a_reset(rig)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_a_reset_while_compressed_pages_are_restored(
+    make_rig: MakeRig, held: Held, ahead: bool
+) -> None:
+    rig = make_rig(extra=cold_settings(), ahead=ahead)
+    start_restore(rig, held)
+    assert not rig.scheduler.reset_prefix_cache(), "vLLM refuses while blocks are being filled"
+    rig.step()
+    held.let_go()
+    rig.run()
+    assert rig.outputs["again"] == expected(prompt(0), 4)
+    after_a_reset(rig)
+
+
+# -- requests and engines that end ----------------------------------------------------------
+
+
+def start_restore(rig: Rig, held: Held) -> None:
+    """A request's compressed pages are on their way."""
+    fill_cpu(rig, JOBS)
+    held.decodes.clear()
+    rig.add("again", prompt(0))
+    while not ("again" in rig.turns.by_id and rig.turn("again").loading):
+        rig.step()
+
+
+def test_a_request_that_goes_away_during_its_restore_leaves_nothing(rig: Rig, held: Held) -> None:
+    start_restore(rig, held)
+    rig.abort("again")
+    for _ in range(3):
+        rig.step()
+    assert rig.free_blocks < rig.free_at_start, "its blocks are written to"
+    held.let_go()
+    settle(rig)
+    rig.check_clean()
+    assert come_back(rig, 0) == CONTEXT
+
+
+@pytest.mark.parametrize("start", [start_packing, start_restore])
+def test_an_engine_that_ends_finishes_what_is_under_way(rig: Rig, held: Held, start: Any) -> None:
+    """The rule for threads says that none is left."""
+    start(rig, held)
+    held.while_it_waits(rig.close)
+    assert rig.worker_half.compressor is None
+    rig.close()
+
+
+@pytest.mark.parametrize("start", [start_packing, start_restore])
+def test_an_engine_that_frees_its_vram_loses_nothing(rig: Rig, held: Held, start: Any) -> None:
+    start(rig, held)
+    held.while_it_waits(rig.worker_half.release_vram)
+    rig.worker_half.take_vram()
+    rig.run()
+    settle(rig)
+    assert rig.pool.reset_prefix_cache()
+    assert come_back(rig, 1) == CONTEXT
+    assert rig.count("restore_failures") == rig.count("compression_failures") == 0
+    settle(rig)
+    rig.check_clean()
+
+
+def test_without_vram_restores_fail_and_their_tokens_are_computed(rig: Rig) -> None:
+    fill_cpu(rig, JOBS)
+    rig.worker_half.release_vram()
+    rig.add("again", prompt(0))
+    while not rig.count("restore_failures"):
+        rig.step()
+    rig.worker_half.take_vram()
+    rig.run()
+    assert rig.outputs["again"] == expected(prompt(0), 4)
+    settle(rig)
+    rig.check_clean()
+
+
+# -- damage -----------------------------------------------------------------------------------
+
+
+def test_a_damaged_page_is_computed_again(rig: Rig) -> None:
+    fill_cpu(rig, JOBS)
+    cold = len(rig.index.cold)
+    assert damage(rig)
+    restored = [come_back(rig, job) for job in range(JOBS)]
+    assert restored == [CONTEXT] * JOBS, "it shows only on the way"
+    assert 0 < rig.count("restore_failures") <= cold
+    settle(rig)
+    rig.check_clean()
+    assert come_back(rig, 0) > 0
+    rig.check_clean()
+
+
+def test_pages_that_cannot_be_encoded_are_lost_and_their_slots_are_not(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_cpu(rig, 7)
+    monkeypatch.setattr(Shrinking, "encode", broken)
+    fill_cpu(rig, 3, tag="rival")
+    lost = rig.count("compression_failures")
+    assert lost > 0
+    assert rig.count("pages_compressed") == len(rig.index.cold) == 0
+    rig.check_clean()
+    monkeypatch.undo()
+    for job in range(7):
+        come_back(rig, job)
+    settle(rig)
+    rig.check_clean()
+
+
+def test_pages_that_cannot_be_decoded_are_computed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_cpu(rig, JOBS)
+    monkeypatch.setattr(Shrinking, "decode", broken)
+    for job in range(JOBS):
+        come_back(rig, job)
+    assert rig.count("restore_failures") > 0
+    settle(rig)
+    rig.check_clean()
+
+
+def broken(self: Shrinking, page: Bytes | EncodedPage, out: Bytes | None = None) -> EncodedPage:
+    """A codec that does not work."""
+    if out is not None:
+        out[:] = 255
+    raise CodecError("injected")
+
+
+def test_copies_that_fail_beside_compressed_pages_are_told_from_them(rig: Rig) -> None:
+    """A restore in two parts has the failures of both."""
+    fill_cpu(rig, JOBS)
+    faulty, orders = rig.inject(FaultyTransfer), cold_restores(rig)
+    for job in range(JOBS):
+        faulty.fail_next(Direction.LOAD, [0])
+        come_back(rig, job)
+    assert any(len(order.cold) < len(order.slots) for order in orders)
+    assert rig.count("restore_failures") == faulty.struck > 0
+    settle(rig)
+    rig.check_clean()
+
+
+# -- groups and tiers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "compressed"),
+    [(MODELS["full and window"], {0, 1}), (MODELS["full and state"], {0})],
+    ids=["window", "state"],
+)
+def test_pages_of_several_groups_are_compressed(
+    make_rig: MakeRig, groups: Sequence[GroupSpec], compressed: set[int]
+) -> None:
+    rig = make_rig(groups=groups, blocks=48, extra=cold_settings())
+    fill_cpu(rig, 6)
+    orders = cold_restores(rig)
+    assert [come_back(rig, job) for job in range(4)] == [CONTEXT] * 4
+    assert {order.group for order in orders} == compressed
+    assert rig.count("restore_failures") == 0
+    settle(rig)
+    rig.check_clean()
+
+
+def test_a_turn_waits_for_the_pages_of_every_group(make_rig: MakeRig) -> None:
+    rig = make_rig(groups=MODELS["full and window"], extra=cold_settings())
+    fill_cpu(rig, 2)
+    assert rig.pool.reset_prefix_cache()
+    rig.add("again", prompt(0))
+    window = [key for key in rig.turn("again").page_keys(1) if rig.index.readable(key)]
+    order = rig.pages.book.plan_pack(window, 1)
+    for _ in range(3):
+        rig.step()
+    assert not rig.turn("again").source.admitted
+    rig.worker_half.compressor.pack(order)
+    rig.run()
+    assert rig.outputs["again"] == expected(prompt(0), 4)
+    assert rig.count("prompt_tokens_cpu") == len(prompt(0)) - 1
+    settle(rig)
+    rig.check_clean()
+
+
+def test_compressed_pages_go_down_to_ssd_and_are_right_after_a_restart(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    extra = cold_settings(ssd_path=str(tmp_path / "ssd"), ssd_gib=0.1)
+    rig = make_rig(extra=extra)
+    fill_cpu(rig, 2 * JOBS)
+    assert rig.count("pages_compressed") > 0
+    assert rig.count("pages_demoted") > 0
+    rig.close()
+    second = make_rig(extra=extra)
+    second.policy = rig.policy
+    assert [come_back(second, job) for job in range(2 * JOBS)] == [WHOLE] * 2 * JOBS
+    assert second.count("restore_failures") == second.count("promotion_failures") == 0
+    settle(second)
+    second.check_clean()
+
+
+def test_the_last_flush_takes_compressed_pages_along(make_rig: MakeRig, tmp_path: Path) -> None:
+    extra = cold_settings(ssd_path=str(tmp_path / "ssd"), ssd_gib=0.1)
+    rig = make_rig(extra=extra)
+    rig.worker_half.stores[SSD].io.store.put = lambda pages: frozenset(range(len(pages)))
+    rig.worker_half.stores[SSD].io.store.put_coded = lambda pages: frozenset(range(len(pages)))
+    fill_cpu(rig, JOBS)
+    assert rig.count("pages_demoted") == 0
+    del rig.worker_half.stores[SSD].io.store.put, rig.worker_half.stores[SSD].io.store.put_coded
+    assert damage(rig, bundles=1)
+    rig.close()
+    second = make_rig(extra=extra)
+    second.policy = rig.policy
+    restored = [come_back(second, job) for job in range(JOBS)]
+    assert sum(tokens == WHOLE for tokens in restored) == JOBS - 1
+    assert min(restored) < WHOLE, "what was damaged is not on SSD"
+    settle(second)
+    second.check_clean()

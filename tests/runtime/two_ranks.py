@@ -1,0 +1,128 @@
+"""Two ranks of one engine. The model runs on the first; the second has the same KV with other bits,
+so that its pages are encoded to other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
+from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
+from tiered_kv.messages import Handshake, Reports
+from tiered_kv.orders import OrderId, RestoreMode
+from tiered_kv.testing.checked_kv import WrongKV
+from tiered_kv.testing.engine.engine import Engine, EngineSize
+from tiered_kv.testing.engine.halves import Halves
+from tiered_kv.testing.engine.offload import Loads
+from tiered_kv.testing.engine.port import base_fingerprint, read_facts
+from tiered_kv.testing.engine.rig import SecondRig
+
+TURN = 0x5A
+"""What the second rank's bytes differ in."""
+
+
+def facts_of_two(size: EngineSize) -> EngineFacts:
+    """The engine's configuration with two ranks."""
+    return replace(read_facts(size), ranks=2)
+
+
+class TwoRanks(Halves):
+    """Both halves for two ranks. What the second restores is compared with the first's.
+
+    Attributes:
+        second: the second rank's worker half.
+        filled: by pack order, the slots that its bundle fills on each rank.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: TierConfig,
+        clock: Clock,
+        change: Callable[[Dependencies], Dependencies],
+    ) -> None:
+        super().__init__(engine, config, clock, change)
+        facts = facts_of_two(engine.size)
+        self.engine = engine
+        self.mirror = engine.model.cache ^ TURN
+        self.second = WorkerHalf(facts, config, 1, lambda: (base_fingerprint(facts),), clock)
+        self.second.register([self.mirror])
+        self.filled: dict[OrderId, list[int]] = {}
+        self._coming: dict[str, set[int]] = {}  # blocks of restores beside the steps, by request
+        self._bad: set[int] = set()
+        self._arrived: list[set[str]] = [set(), set()]
+        self.introduce(lambda said: said)
+
+    def introduce(self, change: Callable[[Handshake], Handshake], **speeds: float) -> None:
+        """Let the scheduler half hear what both ranks hold, the second as changed."""
+        said = {0: self.worker.handshake(), 1: change(self.second.handshake())}
+        for rank, one in said.items():
+            said[rank] = replace(one, speeds=replace(one.speeds, flops=0.0, **speeds))
+        self.scheduler.on_handshake(said)
+
+    def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
+        bad = super().before_forward(scheduled)
+        for order in self._orders.loads:
+            if order.mode is RestoreMode.ASYNC:
+                self._coming.setdefault(order.request_id, set()).update(order.blocks)
+        self.second.start(self._orders)
+        return bad | frozenset(self.second.bad_blocks)
+
+    def after_forward(self) -> Loads:
+        loading = [request.block_ids for request in self.engine.loading.values()]
+        blocks = set(range(self.engine.size.blocks)).difference(*loading)
+        self.mirror[:, list(blocks)] = self.engine.model.cache[:, list(blocks)] ^ TURN
+        first = super().after_forward()
+        self.second.save(self._orders)
+        self._arrived[0].update(first.requests)
+        self._arrived[1].update(self.second.finish().requests)
+        both = self._arrived[0] & self._arrived[1]
+        for one in self._arrived:
+            one -= both
+        self._bad |= first.bad | self.second.take_bad_blocks()
+        for request_id in both:
+            self._compare(self._coming[request_id] - self._bad)
+            del self._coming[request_id]
+        # Those of restores that go on on one rank are told of when these are over.
+        bad = frozenset(self._bad.difference(*self._coming.values()))
+        self._bad -= bad
+        return Loads(frozenset(both), bad)
+
+    def _compare(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if (self.mirror[:, block] != self.engine.model.cache[:, block] ^ TURN).any():
+                raise WrongKV(f"block {block} is another one on the second rank")
+
+    def step_over(self) -> None:
+        said = [self.worker.take_reports(), self.second.take_reports()]
+        for rank, reports in enumerate(said):
+            for order_id, report in reports.orders.items() if reports is not None else ():
+                if report.slots:
+                    self.filled.setdefault(order_id, [0, 0])[rank] = report.slots
+        reports = Reports()
+        for one in said:
+            reports = reports.merge(one) if one is not None else reports
+        if any(one is not None for one in said):
+            self.scheduler.on_reports(reports)
+
+    def close(self) -> None:
+        super().close()
+        self.second.close()
+
+
+class TwoRankRig(SecondRig):
+    """The engine with two ranks, to drive step by step."""
+
+    @property
+    def ranks(self) -> Any:
+        """Both halves."""
+        return self.halves
+
+    def wait_for_worker(self) -> None:
+        super().wait_for_worker()
+        for part in (self.ranks.second.backend, self.ranks.second.compressor):
+            if part is not None:
+                part.drain()
