@@ -153,6 +153,9 @@ class SchedulerHalf:
             return None, False
         below = promotions.in_pieces(turn)
         hit = restores.find(turn, num_computed, self.turns.running, below)
+        if hit is not None and hit.mode is RestoreMode.ASYNC and restores.goes_behind(turn):
+            restores.withdraw(turn)
+            return None, False
         return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
@@ -319,6 +322,7 @@ class SchedulerHalf:
         self.admission.queue.on_left(request.request_id)
         pages.promotions.claimed(turn)
         pages.pieces.end(turn)
+        pages.restores.on_ended(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
         if has_kv and turn.pages.fingerprints:

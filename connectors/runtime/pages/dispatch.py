@@ -163,6 +163,8 @@ class OrderDispatch:
             restored = self._restores.on_settled(done)
             self._pieces.on_settled(done)
             turn = self._turns.get(done.order.request_id)
+            if turn is not None and done.failed and done.order.mode is RestoreMode.ASYNC:
+                self._restores.on_failed(turn)
             if turn is not None and self._restores.on_part_loaded(turn):
                 self.restored[turn.request_id] = turn
             # The engine hashes the blocks of an async restore once they are there, if they are.

@@ -54,6 +54,7 @@ class Restores:
         self._pages = 0  # of those
         self.refused: list[FailLoad] = []  # not sent yet
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
+        self._unlucky: set[Turn] = set()  # some of whose restore did not come, without blocks since
 
     def take(self) -> tuple[LoadOrder, ...]:
         """Hand over the orders not yet sent."""
@@ -88,6 +89,7 @@ class Restores:
 
     def loaded(self, turn: Turn) -> None:
         """End the turn's restore: whoever loaded into its blocks is done."""
+        self._unlucky.discard(turn)
         turn.restore.loading, turn.restore.broken = 0, False
         turn.restore.promised = turn.restore.failed = False
 
@@ -104,6 +106,22 @@ class Restores:
             return False
         restore.promised, restore.failed = False, True
         return True
+
+    def on_failed(self, turn: Turn) -> None:
+        """Take in that some of a live turn's async restore did not come."""
+        self._unlucky.add(turn)
+
+    def on_ended(self, turn: Turn) -> None:
+        """Forget a turn that is over."""
+        self._unlucky.discard(turn)
+
+    def goes_behind(self, turn: Turn) -> bool:
+        """True if the turn's async restore is left to a later step, for those whose own failed.
+
+        vLLM keeps room for all that they lack, and lets no other such restore into that; nor does
+        it look at requests behind one for which room lacks, which they may be.
+        """
+        return bool(self._unlucky) and self._unlucky != {turn}
 
     def on_part_loaded(self, turn: Turn) -> bool:
         """Take in that an order of the turn's restore is over; True if that was the last one."""
@@ -244,6 +262,7 @@ class Restores:
         self.refused.append(FailLoad(turn.request_id, tuple(blocks), RestoreMode.ASYNC))
         turn.restore.loading -= 1
         turn.restore.broken = True
+        self.on_failed(turn)
         return not turn.restore.loading
 
     def refuse(self, request_id: str, turn: Turn | None) -> tuple[int, ...]:
@@ -262,6 +281,8 @@ class Restores:
         self.refused.append(FailLoad(request_id, bad, mode))
         if turn is not None:
             turn.restore.promised = mode is RestoreMode.ASYNC
+            if turn.restore.promised:
+                self.on_failed(turn)
         return bad
 
     def on_settled(self, done: Settled) -> tuple[int, ...]:

@@ -164,3 +164,22 @@ def test_a_request_whose_restore_failed_does_not_block_those_behind_it(
     assert rig.count("restore_failures") == 1
     rig.pins.release_all()
     rig.check_clean()
+
+
+def test_restores_come_behind_a_request_whose_own_failed(make_rig: MakeRig) -> None:
+    """vLLM keeps room for that one until it has it, and lets no other restore into that; a request
+    for which room lacks, before it in the queue, would block it for ever."""
+    rig = make_rig(groups=MODELS["full and window"], blocks=40, extra={"cpu_gib": 0.01})
+    faulty, prompt = rig.inject(FaultyTransfer), returning(rig)
+    faulty.fail_next(Direction.LOAD, [0])
+    rig.add("fails", prompt)
+    while not rig.turn("fails").restore.failed:
+        rig.step()
+        rig.wait_for_worker()
+    rig.add("comes", prompt)
+    assert rig.half.match("comes", 0) == (None, False)
+    rig.run(limit=200)
+    for name in ("fails", "comes"):
+        assert rig.outputs[name] == expected(prompt, 4)
+    rig.pins.release_all()
+    rig.check_clean()
