@@ -39,7 +39,7 @@ KINDS: Sequence[tuple[GroupSpec, ...]] = [
 
 
 class Trouble(Held):
-    """What goes wrong with compressed pages, and how often: by lot, in some scripts.
+    """Faults of compressed pages, and how often they come: by lot, in some scripts.
 
     Attributes:
         failing: calls of the codec that are to fail.

@@ -25,6 +25,7 @@ from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import parse
 from tiered_kv.connectors.runtime.affinity import CORES
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
@@ -243,7 +244,7 @@ def make_compressor(
         slots: the CPU pool's slots, of which the last ones are kept for what is decoded.
 
     Raises:
-        ConfigError: there is no such codec.
+        ConfigError: there is no such codec, or it does not work.
     """
     staging = staging_slots(len(slots))
     if not staging:
@@ -268,7 +269,10 @@ def _codec(name: str, page_format: PageFormat) -> Codec | None:
         return None
     if codec.stores_in_place:
         return None
-    measured = measure_codec(codec, synthetic_page(page_format))
+    try:
+        measured = measure_codec(codec, synthetic_page(page_format))
+    except Exception as error:  # of whatever a stranger's codec does
+        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
     if not worth_compressing(page_format.page_bytes, measured.stored_bytes):
         return None
     rate = page_format.page_bytes / measured.decode_s / 1e9
