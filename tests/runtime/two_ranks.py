@@ -21,7 +21,7 @@ from tiered_kv.testing.engine.port import base_fingerprint, read_facts
 from tiered_kv.testing.engine.rig import SecondRig
 
 TURN = 0x5A
-"""What the second rank's bytes differ in."""
+"""Bits in which the second rank's bytes differ."""
 
 
 def facts_of_two(size: EngineSize) -> EngineFacts:
