@@ -18,7 +18,6 @@ from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
@@ -152,11 +151,8 @@ class SchedulerHalf:
         if restores.comes_later(turn, num_computed) or promotions.still_coming(turn, prefill, fits):
             return None, False
         below = promotions.in_pieces(turn)
-        hit = restores.find(turn, num_computed, self.turns.running, below)
-        if hit is not None and hit.mode is RestoreMode.ASYNC and restores.goes_behind(turn):
-            restores.withdraw(turn)
-            return None, False
-        return (hit.tokens, hit.mode is RestoreMode.ASYNC) if hit is not None else (0, False)
+        restores.find(turn, num_computed, self.turns.running, below)
+        return restores.answer(turn)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
         """Order the restore of a request that has its blocks.
@@ -322,7 +318,6 @@ class SchedulerHalf:
         self.admission.queue.on_left(request.request_id)
         pages.promotions.claimed(turn)
         pages.pieces.end(turn)
-        pages.restores.on_ended(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
         if has_kv and turn.pages.fingerprints:

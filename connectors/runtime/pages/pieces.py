@@ -132,6 +132,7 @@ class RestorePieces:
         restore = self._under_way.get(turn.request_id)
         if restore is not None:
             self._break_off(restore)
+        self._restores.on_ended(turn)
 
     def end_all(self) -> None:
         """End every restore in pieces: pages are forgotten, or waited for in vain."""

@@ -115,13 +115,21 @@ class Restores:
         """Forget a turn that is over."""
         self._unlucky.discard(turn)
 
-    def goes_behind(self, turn: Turn) -> bool:
-        """True if the turn's async restore is left to a later step, for those whose own failed.
+    def answer(self, turn: Turn) -> tuple[int | None, bool]:
+        """Tokens that the turn is offered, and True if they come async. None: ask again in the next
+        step.
 
-        vLLM keeps room for all that they lack, and lets no other such restore into that; nor does
-        it look at requests behind one for which room lacks, which they may be.
+        An async restore comes behind turns whose own failed. vLLM keeps room for all that those
+        lack, and lets no other such restore into it; and they may be behind this one in its queue,
+        where it does not look once room lacks.
         """
-        return bool(self._unlucky) and self._unlucky != {turn}
+        hit = turn.restore.hit
+        if hit is None:
+            return 0, False
+        if hit.mode is RestoreMode.ASYNC and self._unlucky and self._unlucky != {turn}:
+            self.withdraw(turn)
+            return None, False
+        return hit.tokens, hit.mode is RestoreMode.ASYNC
 
     def on_part_loaded(self, turn: Turn) -> bool:
         """Take in that an order of the turn's restore is over; True if that was the last one."""

@@ -170,16 +170,19 @@ def test_restores_come_behind_a_request_whose_own_failed(make_rig: MakeRig) -> N
     """vLLM keeps room for that one until it has it, and lets no other restore into that; a request
     for which room lacks, before it in the queue, would block it for ever."""
     rig = make_rig(groups=MODELS["full and window"], blocks=40, extra={"cpu_gib": 0.01})
+    other = text(150, seed=9)
+    rig.ask("t0", other)
     faulty, prompt = rig.inject(FaultyTransfer), returning(rig)
     faulty.fail_next(Direction.LOAD, [0])
     rig.add("fails", prompt)
     while not rig.turn("fails").restore.failed:
         rig.step()
         rig.wait_for_worker()
-    rig.add("comes", prompt)
+    rig.add("comes", other)
     assert rig.half.match("comes", 0) == (None, False)
     rig.run(limit=200)
-    for name in ("fails", "comes"):
-        assert rig.outputs[name] == expected(prompt, 4)
+    assert rig.outputs["fails"] == expected(prompt, 4)
+    assert rig.outputs["comes"] == expected(other, 4)
+    assert cpu_tokens(rig) == len(PROMPT) + ANSWER - 1 + len(other) - 1, "both had been offered"
     rig.pins.release_all()
     rig.check_clean()
