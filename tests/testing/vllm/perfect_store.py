@@ -51,7 +51,7 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
     """
 
     scheduler_half = None  # a rig knows the connector under test by it
-    worker_half = SimpleNamespace(bad_blocks=frozenset(), backend=None, stores={})
+    worker_half = SimpleNamespace(bad_blocks=frozenset(), backend=None, stores={}, compressor=None)
 
     def __init__(self, rig: Rig, rng: Chance, failures: float = 0.0) -> None:
         self._rig, self._rng, self._failures = rig, rng, failures
