@@ -40,6 +40,8 @@ from tiered_kv.bench.restore import first_token_ms, texts
 
 CONTEXTS, ROOM = 20, 15.5
 """Contexts that are asked for, and those that CPU memory has room for as they are."""
+MORE = 3
+"""Contexts that are asked for in the end, so that there are more pages than fit."""
 ROUNDS = 3
 """The first one fills the tiers, and is not counted."""
 GAP_S = 0.2
@@ -126,15 +128,20 @@ class Trial:
                     time.sleep(GAP_S)
             after = metrics(server)
             token_ms = self._decode(client, prompts)
+            for prompt in prompts[1 : 1 + MORE]:
+                self._tell("more than fits")
+                first_token_ms(client, [*reversed(prompt)])
+                time.sleep(GAP_S)
+            full = metrics(server)
             return Seen(
-                pages_ratio=after["cpu_pages"] / after["cpu_slots"],
+                pages_ratio=full["cpu_pages"] / full["cpu_slots"],
                 recomputed=int(
                     after["prompt_tokens_recomputed_total"]
                     - before["prompt_tokens_recomputed_total"]
                 ),
                 mean_s=statistics.mean(times),
                 token_ms=token_ms,
-                compressed=int(metrics(server)["pages_compressed_total"]),
+                compressed=int(full["pages_compressed_total"]),
             )
 
     def _decode(self, client: httpx.Client, prompts: Sequence[list[int]]) -> float:
@@ -185,7 +192,7 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
     """Play with compression and without, and restore what is too large."""
     with tempfile.TemporaryDirectory() as name, progress() as bar:
         bar.disable = not show_progress
-        task = bar.add_task("starting the server", total=2 * (CONTEXTS * ROUNDS + 1) + 2)
+        task = bar.add_task("starting the server", total=2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2)
         told = Trial(
             model, tokens, Path(name), lambda what: bar.update(task, advance=1, description=what)
         )
