@@ -179,7 +179,7 @@ class Compressor:
     def drain(self) -> None:
         """Wait until what was begun before is over."""
         for threads in (self._packs, self._loads):
-            threads.submit(_nothing).result()
+            threads.submit(int).result()  # behind all of it
 
     def release_vram(self) -> None:
         """Finish the restores under way. From now on they fail. Idempotent."""
@@ -201,10 +201,6 @@ class Compressor:
             self.release_vram()
         for threads in (self._packs, self._encoders, self._loads, self._decoders):
             threads.shutdown()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _arrived(backend: TransferBackend, sent: Sequence[int]) -> set[int]:

@@ -39,7 +39,7 @@ JOBS = 10
 CONTEXT = 163
 """Tokens of a job's context: its first prompt and answer, but for the last token."""
 WHOLE = 160
-"""Those of its whole pages."""
+"""Tokens of its whole pages."""
 
 
 @pytest.fixture

@@ -320,7 +320,7 @@ class _Script:
             self.worker.tier.carry_out(TierOrders(invalidated=(order_id,)))
 
     def end(self) -> None:
-        """What is wrong is known in the end; what can be read must then have been flushed."""
+        """Close the worker: what can be read in the end must be flushed, and nothing wrong."""
         while self.packing:
             self.end_pack()
         while self.wrong:

@@ -267,7 +267,7 @@ class _Script:
             self.index.clear() if self.rng.random() < 0.1 else self.index.forget(key)
 
     def content(self, key: PageKey, place: int) -> object:
-        """What a reader finds: the page, or its bundle. It must be whole."""
+        """Content that a reader finds, checked: the page, or its bundle, whole."""
         if place >= 0:
             assert self.holds[place] == key, "a wrong page"
             return key
