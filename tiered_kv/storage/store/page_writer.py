@@ -39,37 +39,23 @@ class PageWriter:
         self._training = training
         self._full: Segment | None = None  # during a put: still being written, and to be sealed
 
-    def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """See ``SegmentStore.put``."""
+    def put(self, pages: Sequence[tuple[PageKey, Bytes | EncodedPage]]) -> frozenset[int]:
+        """See ``SegmentStore.put``. Pages that are encoded already are of the codec of new ones."""
         last = {key: i for i, (key, _) in enumerate(pages)}
         now = seconds_now()
         is_page = self._context.options.is_page
         fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
             PageToWrite(i, key, page, now)
             for i, (key, page) in enumerate(pages)
-            if last[key] == i and _is_key(key) and is_page(page)
+            if last[key] == i and _is_key(key) and (isinstance(page, EncodedPage) or is_page(page))
         )
         if self._training.wanted:
             active, seen = self._catalogue.active, list(fit)
-            if (
-                self._training.see([page for _, page in pages if is_page(page)])
-                and active is not None
-            ):
+            raw = [item.page for item in seen if not isinstance(item.page, EncodedPage)]
+            if self._training.see(raw) and active is not None:
                 self._lifecycle.seal(active)
             fit = iter(seen)
         stored = self.append(fit)
-        failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
-        self._context.stats.pages_refused += len(failed)
-        return failed
-
-    def put_coded(self, pages: Sequence[tuple[PageKey, EncodedPage]]) -> frozenset[int]:
-        """``put`` of pages that the codec of new pages has encoded."""
-        last, now = {key: i for i, (key, _) in enumerate(pages)}, seconds_now()
-        stored = self.append(
-            PageToWrite(i, key, page, now)
-            for i, (key, page) in enumerate(pages)
-            if last[key] == i and _is_key(key)
-        )
         failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
         self._context.stats.pages_refused += len(failed)
         return failed

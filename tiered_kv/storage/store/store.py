@@ -178,7 +178,7 @@ class SegmentStore(PageStore):
         codec = self.codec
         if self._closed or any(coded.codec != codec for _, coded in pages):
             return super().put_coded(pages)
-        return self._writer.put_coded([(key, coded.page) for key, coded in pages])
+        return self._writer.put([(key, coded.page) for key, coded in pages])
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """Read pages. Those that turn out bad are absent from then on."""
