@@ -5,13 +5,17 @@
 Real servers, one run. Twenty texts of 3,000 tokens are asked in turn, several times over, from a
 server whose CPU memory has room for fifteen and a half of them and whose KV pool holds one. The
 same server with ``TIERED_KV_CODEC=raw`` compresses nothing. Beside that, a request decodes while
-pages are compressed; and a context twice as large as CPU memory comes back from SSD. Where tokens
-came from is read from the connector's trace and the server's metrics.
+pages are compressed; and a context twice as large as CPU memory comes back from SSD. A third server
+has room for all that it is asked for: ``unannounced_ratio`` is the time of requests whose pages
+were compressed, over that of requests whose pages were not and the time to decode as many bytes at
+the speed that the server measured at its start. Where tokens came from is read from the connector's
+trace and the server's metrics.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -44,6 +48,8 @@ MORE = 3
 """Contexts that are asked for in the end, so that there are more pages than fit."""
 ROUNDS = 3
 """The first one fills the tiers, and is not counted."""
+HOT = 4
+"""Contexts of the server that has room for them."""
 GAP_S = 0.2
 """Time of a tool, between two requests."""
 DECODED = 96
@@ -60,15 +66,19 @@ class Seen:
         pages_ratio: pages in CPU memory over its slots, when it is full.
         recomputed: prompt tokens that were computed, of the rounds that count.
         mean_s: mean time of their requests.
+        median_s: median of the same: most of them find everything, if any do.
         token_ms: mean time of a decoded token while pages were compressed.
         compressed: pages that were compressed so far.
+        decode_rate: speed at which pages are decoded, bytes a second; 0 if they are not.
     """
 
     pages_ratio: float
     recomputed: int
     mean_s: float
+    median_s: float
     token_ms: float
     compressed: int
+    decode_rate: float
 
 
 class Trial:
@@ -83,7 +93,8 @@ class Trial:
         self._tokens = tokens
         self._folder = folder
         self._tell = tell
-        self._context_gib = tokens * BYTES_A_TOKEN[machine_dtype().name] / (1 << 30)
+        self.context_bytes = tokens * BYTES_A_TOKEN[machine_dtype().name]
+        self._context_gib = self.context_bytes / (1 << 30)
 
     @contextmanager
     def _server(
@@ -140,9 +151,24 @@ class Trial:
                     - before["prompt_tokens_recomputed_total"]
                 ),
                 mean_s=statistics.mean(times),
+                median_s=statistics.median(times),
                 token_ms=token_ms,
                 compressed=int(full["pages_compressed_total"]),
+                decode_rate=decode_rate(server.log_text()),
             )
+
+    def hot(self) -> float:
+        """Ask for contexts that CPU memory has room for as they are; the time of a request, s."""
+        with self._server(HOT + 1, self._tokens, {"TIERED_KV_CODEC": "raw"}) as (_, client):
+            prompts, times = texts(client, HOT, self._tokens), list[float]()
+            for number in range(ROUNDS * 2):
+                for prompt in prompts:
+                    self._tell("with room for all")
+                    took = first_token_ms(client, prompt) / 1e3
+                    if number:
+                        times.append(took)
+                    time.sleep(GAP_S)
+            return statistics.median(times)
 
     def _decode(self, client: httpx.Client, prompts: Sequence[list[int]]) -> float:
         """Decode behind a new context, whose pages have the others compressed meanwhile; the time
@@ -178,6 +204,12 @@ class Trial:
         return float(turns[-1]["ssd_tokens"] / turns[-1]["prompt_tokens"])
 
 
+def decode_rate(log: str) -> float:
+    """The speed at which a server said it decodes pages, bytes a second; 0 if it said nothing."""
+    said = re.search(r"decodes (\S+) GB/s on each of (\d+) threads", log)
+    return float(said[1]) * 1e9 * int(said[2]) if said else 0.0
+
+
 def metrics(server: VllmServer) -> dict[str, float]:
     """The connector's metrics, by the name behind its prefix; 0 for what was not counted yet."""
     prefix, found = "vllm:tiered_kv_", {"pages_compressed_total": 0.0}
@@ -192,11 +224,16 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
     """Play with compression and without, and restore what is too large."""
     with tempfile.TemporaryDirectory() as name, progress() as bar:
         bar.disable = not show_progress
-        task = bar.add_task("starting the server", total=2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2)
+        task = bar.add_task(
+            "starting the server", total=2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2 * ROUNDS * HOT + 2
+        )
         told = Trial(
             model, tokens, Path(name), lambda what: bar.update(task, advance=1, description=what)
         )
         raw, cold = told.play({"TIERED_KV_CODEC": "raw"}), told.play({})
+        if not cold.decode_rate:
+            raise RuntimeError("the server compresses nothing; its log said why")
+        hot_s = told.hot()
         oversize = told.oversize()
     return {
         "pages_ratio": cold.pages_ratio / raw.pages_ratio,
@@ -204,6 +241,9 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
         "jct_ratio": cold.mean_s / raw.mean_s,
         "oversize_restored": oversize,
         "decode_ratio": cold.token_ms / raw.token_ms,
+        "unannounced_ratio": cold.median_s / (hot_s + told.context_bytes / cold.decode_rate),
+        "cold_ms": 1e3 * cold.median_s,
+        "hot_ms": 1e3 * hot_s,
         "recomputed": cold.recomputed,
         "recomputed_raw": raw.recomputed,
         "mean_s": cold.mean_s,

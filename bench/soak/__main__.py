@@ -15,6 +15,9 @@ clients of its own, who do the same. At the end the cache is reset once more, an
   ``newcomer_ratio``: over stock's. ``newcomer_s_tenths``: the medians of each tenth of them.
 - ``admission``: jobs and turns that were held so far, and the percentage of the pool that new jobs
   were let in for at the end.
+- ``compression``: pages of CPU memory that were compressed, and decompressed again; and those that
+  left it altogether.
+- ``failures``: pages of ours that could not be copied, compressed or decoded, or were bad on SSD.
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
 - ``rss_mib``: its memory at the begin, after each tenth of the run, and at the end.
 - ``stock``: what of this is known of stock vLLM.
@@ -66,6 +69,8 @@ WARM_UP_S = 20.0
 SAMPLE_EVERY_S = 2.0
 SETTLE_S = 120.0
 GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
+COMPRESSION = ("pages_compressed", "pages_decompressed", "pages_evicted")
+FAILURES = ("save_failures", "restore_failures", "compression_failures", "ssd_pages_bad")
 SLACK = {"threads": 4, "descriptors": 8}
 """Surplus that a server may have at the end: connections and pools that are kept for a while."""
 FEW_SHAPES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
@@ -177,11 +182,15 @@ def medians(values: Sequence[float]) -> list[float]:
     return [round(float(np.median(part)), 3) for part in parts if len(part)]
 
 
-def admission(server: VllmServer) -> dict[str, int]:
+def admission(metrics: str) -> dict[str, int]:
     """Jobs held so far, and the room that is given out."""
-    text = server.metrics_text()
     names = ("jobs_held_total", "room_percent")
-    return {name.removesuffix("_total"): reported(text, name) for name in names}
+    return {name.removesuffix("_total"): reported(metrics, name) for name in names}
+
+
+def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
+    """Counters of the connector, by name."""
+    return {name: reported(metrics, f"{name}_total") for name in names}
 
 
 def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
@@ -211,7 +220,7 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         told = asyncio.run(
             soak(servers, 60 * minutes, seed, lambda s: bar.update(task, completed=s))
         )
-        held = admission(ours)
+        metrics = ours.metrics_text()
         asyncio.run(settle(ours))
         after = holdings(ours)
         for server in servers.values():
@@ -223,7 +232,9 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         "leaked": bool(left),
         "left": left,
         "newcomer_ratio": ratio(found["newcomer_s"], control_found["newcomer_s"]),
-        "admission": held,
+        "admission": admission(metrics),
+        "compression": counted(metrics, COMPRESSION),
+        "failures": counted(metrics, FAILURES),
         "dtype": str(machine_dtype()),
         "before": before,
         "after": after,
@@ -264,12 +275,13 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the agents.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Run it. Exit with 1 if a request failed or something was left behind."""
+    """Run it. Exit with 1 if a request or a page failed, or something was left behind."""
     logs = ROOT / ".replay"
     logs.mkdir(exist_ok=True)
     result = measure(minutes, seed, logs)
     show("A real server under random agents", result, as_json)
-    if result["errors"] or result["stock"]["errors"] or result["leaked"]:
+    failed = any(result["failures"].values())
+    if result["errors"] or result["stock"]["errors"] or result["leaked"] or failed:
         raise typer.Exit(1)
 
 

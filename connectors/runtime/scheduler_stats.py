@@ -58,6 +58,8 @@ class Stats:
         gate = self._admission.gate
         return {
             "pages_evicted": self._pages.index.evictions,
+            "pages_promoted_used": self._pages.index.promoted.used,
+            "pages_promoted_wasted": self._pages.index.promoted.wasted,
             "pages_not_saved": self._pages.book.unsaved,
             "trace_dropped": self._gaps.log.trace.dropped,
             "jobs_held": gate.refused,
@@ -71,6 +73,8 @@ class Stats:
         return {
             "cpu_pages": len(index),
             "cpu_slots": index.num_slots,
+            "cpu_pages_compressed": len(index.cold),
+            "cpu_slots_compressed": index.cold.num_slots,
             **self._pages.tiers.gauges(),
             "pinned_blocks": self._admission.pins.held_blocks,
             "orders_in_flight": self._pages.book.in_flight,

@@ -32,12 +32,17 @@ class Bundle:
 
 
 class ColdPages:
-    """The bundles of an index, by page."""
+    """The bundles of an index, by page.
+
+    Attributes:
+        num_slots: slots of all bundles.
+    """
 
     def __init__(self) -> None:
         self._bundles: dict[int, Bundle] = {}  # by first slot
         self._of: dict[PageKey, Bundle] = {}
         self._readable = 0
+        self.num_slots = 0
 
     def __len__(self) -> int:
         """Number of pages that can be read."""
@@ -67,6 +72,7 @@ class ColdPages:
         """Take pages with their slots: they are about to be compressed."""
         bundle = Bundle(list(slots), dict.fromkeys(keys))
         self._bundles[slots[0]] = bundle
+        self.num_slots += len(slots)
         self._of.update(dict.fromkeys(keys, bundle))
 
     def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
@@ -91,6 +97,7 @@ class ColdPages:
         self._readable += len(bundle.keys)
         free = bundle.slots[kept:]
         del bundle.slots[kept:]
+        self.num_slots -= len(free)
         return (), free
 
     def acquire(self, key: PageKey) -> int:
@@ -127,6 +134,7 @@ class ColdPages:
             del self._of[key]
         bundle.keys.clear()
         del self._bundles[bundle.slots[0]]
+        self.num_slots -= len(bundle.slots)
         return bundle.slots
 
     def forget(self, key: PageKey) -> list[int]:
@@ -143,5 +151,6 @@ class ColdPages:
         """Raise AssertionError unless pages and bundles agree."""
         bundles = self._bundles.values()
         assert {key: one for one in bundles for key in one.keys} == self._of, "pages misplaced"
+        assert self.num_slots == sum(len(one.slots) for one in bundles), "slots miscounted"
         assert self._readable == sum(len(one.keys) for one in bundles if one.packed)
         assert all(one.readers >= 0 for one in bundles), "released too often"

@@ -22,6 +22,7 @@ from tiered_kv.keys import PageKey
 
 from .base import EvictionOrder
 from .cold_pages import Bundle, ColdPages
+from .promoted import PromotedPages
 
 STAY_EVERY_S = 5.0
 """Least time between two measurements of how fast slots are taken."""
@@ -52,6 +53,7 @@ class PageIndex:
         evictions: pages evicted so far.
         taken: slots given out so far, evicted ones included.
         cold: pages that are kept compressed.
+        promoted: pages that came up from a tier below.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PageIndex:
         self._saving: dict[PageKey, int] = {}
         self._cpu: OrderedDict[PageKey, int] = OrderedDict()
         self.cold = ColdPages()
+        self.promoted = PromotedPages()
         self._readers: dict[PageKey, int] = {}
         self._orphans: dict[PageKey, list[_Orphan]] = {}
         self._free = list(range(num_slots - 1, -1, -1))
@@ -258,14 +261,14 @@ class PageIndex:
         if key in self._saving:
             self._orphans.setdefault(key, []).append(_Orphan(self._saving.pop(key), 1))
         elif key in self._readers:
-            self._eviction.removed(key)
+            self._gone((key,))
             orphan = _Orphan(self._cpu.pop(key), self._readers.pop(key))
             self._orphans.setdefault(key, []).append(orphan)
         elif key in self._cpu:
-            self._eviction.removed(key)
+            self._gone((key,))
             self._free.append(self._cpu.pop(key))
         elif key in self.cold.pages:
-            self._eviction.removed(key)
+            self._gone((key,))
             self._free += self.cold.forget(key)
 
     def clear(self) -> None:
@@ -308,8 +311,7 @@ class PageIndex:
         """PACKING → COLD, in the first ``kept`` slots; → absent if that is 0."""
         lost, free = self.cold.finish(first_slot, kept)
         self._free += free
-        for key in lost:
-            self._eviction.removed(key)
+        self._gone(lost)
 
     def stay_s(self) -> float:
         """Seconds that a page stays in CPU memory at the present rate before it is evicted;
@@ -352,11 +354,16 @@ class PageIndex:
         for bundle in bundles:
             victims += bundle.keys
             slots += cold.drop(bundle)
-        for key in victims:
-            self._eviction.removed(key)
+        self._gone(victims)
         self.evictions += len(victims)
         self._free += slots[count:]
         return slots[:count]
+
+    def _gone(self, keys: Sequence[PageKey]) -> None:
+        """Pages are no longer readable."""
+        self.promoted.gone(keys)
+        for key in keys:
+            self._eviction.removed(key)
 
     def _bury(self, key: PageKey, slot: int) -> None:
         """A copy of a forgotten page has ended."""

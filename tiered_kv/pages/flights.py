@@ -30,6 +30,25 @@ class Flight:
     abandoned: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An order that every rank has reported.
+
+    Attributes:
+        order: the order; its blocks may be given up now.
+        keys: the order's pages, in the order of its blocks.
+        failed: indices of pages whose copy failed on some rank.
+        abandoned: the pages were forgotten meanwhile (a cache reset).
+        seconds: time that the slowest rank spent on it.
+    """
+
+    order: Order
+    keys: tuple[PageKey, ...]
+    failed: frozenset[int]
+    abandoned: bool
+    seconds: float
+
+
 def learned(bandwidth: float, order: CopyOrder, report: OrderReport, page_bytes: int) -> float:
     """The bandwidth of a rank's copies, or of its promotions, after a report of one.
 

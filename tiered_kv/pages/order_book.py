@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from tiered_kv.keys import PageKey
@@ -32,28 +31,11 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.tiers import StoreId
 
 from .cpu_index import PageIndex
-from .flights import Flight, learned
+from .flights import Flight, Settled, learned
 from .tier_index import TierIndex, TierPages
 
 RELEASED_AT_ONCE = 16_384
 """Pages of restores that are over which are let go after a step; others stay a step longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """An order that every rank has reported.
-
-    Attributes:
-        order: the order; its blocks may be given up now.
-        keys: the order's pages, in the order of its blocks.
-        failed: indices of pages whose copy failed on some rank.
-        abandoned: the pages were forgotten meanwhile (a cache reset).
-    """
-
-    order: Order
-    keys: tuple[PageKey, ...]
-    failed: frozenset[int]
-    abandoned: bool
 
 
 class OrderBook:
@@ -196,6 +178,7 @@ class OrderBook:
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
         where, slots = tuple(blocks), tuple(self.index.acquire_all(keys))
+        self.index.promoted.read(keys)
         cold = tuple(key for key, slot in zip(keys, slots, strict=True) if slot < 0)
         order = LoadOrder(next(self._ids), group, request_id, where, slots, mode, more, cold)
         self._flights[order.order_id] = Flight(order, tuple(keys))
@@ -331,7 +314,7 @@ class OrderBook:
             del self._flights[order_id]
             self._not_yet_due.pop(order_id, None)
             self._learn(flight.order, flight.report)
-            done.append(self._finish(flight, flight.report.failed))
+            done.append(self._finish(flight, flight.report))
         self._release_some()
         return done
 
@@ -343,49 +326,53 @@ class OrderBook:
             self.index.release_all(keys, slots)
             pages += len(keys)
 
-    def _finish(self, flight: Flight, failed: frozenset[int]) -> Settled:
-        order, index = flight.order, self.index
-        if isinstance(order, SaveOrder) and not failed:
-            index.commit_all(flight.keys, order.slots)
-            return Settled(order, flight.keys, failed, flight.abandoned)
-        if isinstance(order, LoadOrder) and not failed:
-            self._read.append((flight.keys, order.slots))
-            return Settled(order, flight.keys, failed, flight.abandoned)
-        if isinstance(order, LookupOrder):
+    def _finish(self, flight: Flight, report: OrderReport) -> Settled:
+        order, index, failed = flight.order, self.index, report.failed
+        done = Settled(order, flight.keys, failed, flight.abandoned, report.seconds)
+        if isinstance(order, PackOrder):
+            index.packed(order.slots[0], 0 if failed else report.slots)
+        elif isinstance(order, LookupOrder):
             if not flight.abandoned:
                 answers = self.stores[order.store].index
                 answers.answer((k for i, k in enumerate(flight.keys) if i not in failed), True)
                 answers.answer((flight.keys[i] for i in failed), False)
-            return Settled(order, flight.keys, failed, flight.abandoned)
-        if isinstance(order, PackOrder):
-            assert flight.report is not None
-            self.index.packed(order.slots[0], 0 if failed else flight.report.slots)
-            return Settled(order, flight.keys, failed, flight.abandoned)
-        pages = list(zip(flight.keys, order.slots, strict=True))
-        if isinstance(order, LoadOrder):
-            for i, (key, slot) in enumerate(pages):
+        elif isinstance(order, LoadOrder) and not failed:
+            self._read.append((flight.keys, order.slots))
+        elif isinstance(order, LoadOrder):
+            for i, (key, slot) in enumerate(zip(flight.keys, order.slots, strict=True)):
                 index.release(key, slot)
                 if i in failed:
                     index.forget(key)
         elif isinstance(order, DemoteOrder):
-            for key, slot in pages:
+            for key, slot in zip(flight.keys, order.slots, strict=True):
                 index.release(key, slot, used=False)
             if not flight.abandoned:
                 tier = self.stores[order.store]
                 tier.demoting.difference_update(flight.keys)
                 tier.index.add(key for i, key in enumerate(flight.keys) if i not in failed)
         else:
+            self._commit(flight, order, failed)
+        return done
+
+    def _commit(
+        self, flight: Flight, order: SaveOrder | PromoteOrder, failed: frozenset[int]
+    ) -> None:
+        """Have the pages readable that reached CPU memory."""
+        keys, slots = flight.keys, order.slots
+        if failed:
             for i in failed:
-                index.abort(*pages[i])
-            good = [page for i, page in enumerate(pages) if i not in failed]
-            index.commit_all([key for key, _ in good], [slot for _, slot in good])
-            if isinstance(order, PromoteOrder) and not flight.abandoned:
-                for key in flight.keys:
-                    self._promoting.pop(key, None)
-                tier = self.stores[order.store]
-                tier.promoting -= len(flight.keys)
-                tier.index.discard(flight.keys[i] for i in failed)
-        return Settled(order, flight.keys, failed, flight.abandoned)
+                self.index.abort(keys[i], slots[i])
+            good = [i for i in range(len(keys)) if i not in failed]
+            keys, slots = tuple(keys[i] for i in good), tuple(slots[i] for i in good)
+        self.index.commit_all(keys, slots)
+        if not isinstance(order, PromoteOrder) or flight.abandoned:
+            return
+        self.index.promoted.came_up(filter(self.index.readable, keys))
+        for key in flight.keys:
+            self._promoting.pop(key, None)
+        tier = self.stores[order.store]
+        tier.promoting -= len(flight.keys)
+        tier.index.discard(flight.keys[i] for i in failed)
 
     def _learn(self, order: Order, report: OrderReport) -> None:
         if isinstance(order, PromoteOrder):

@@ -83,6 +83,7 @@ class Bundles:
         self._bundles: dict[int, _Bundle] = {}
         self._in_slot: dict[int, _Bundle] = {}  # the same, by each of their slots
         self._scratch = Scratch()
+        self._has_failed = False
 
     def pack(self, keys: Sequence[PageKey], slots: Sequence[int], each: Map) -> int:
         """Compress the pages ``keys[i]`` in ``slots[i]`` into the first of these slots.
@@ -91,15 +92,15 @@ class Bundles:
             each: encodes the pages.
 
         Returns:
-            The number of slots that are needed; all of them if the pages do not shrink.
+            The number of slots that are needed; all of them if the pages do not shrink, or cannot
+            be encoded.
         """
         page_bytes, slot_bytes = self.page_bytes, self._slots.shape[1]
         pages = [self._slots[slot, :page_bytes] for slot in slots]
-        codec = self._codec(pages)
-        encoded = list(each(codec.encode, pages))
+        codec, encoded = self._encoded(pages, each)
         needed = -(-sum(one.nbytes for one in encoded) // int(slot_bytes))
         records = dict[PageKey, _Record]()
-        if needed >= len(slots) or codec.stores_in_place:  # its records lie in the pages
+        if codec is None or needed >= len(slots):
             for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
                 digest = payload_digest(page.data)
                 records[key] = _Record(i * slot_bytes, page_bytes, 0, digest)
@@ -133,6 +134,21 @@ class Bundles:
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
         """Encode as somebody else does, whose codec this gives; None while that is not known."""
         self._preferred = preferred
+
+    def _encoded(
+        self, pages: Sequence[Bytes], each: Map
+    ) -> tuple[Codec | None, Sequence[EncodedPage]]:
+        """Pages encoded, and their codec; None if they stay as they are."""
+        try:
+            codec = self._codec(pages)
+            encoded = list(each(codec.encode, pages))
+        except Exception as error:  # whatever a codec thinks of them, their bytes are there
+            level = logging.DEBUG if self._has_failed else logging.ERROR
+            self._has_failed = True
+            logger.log(level, "pages in CPU memory cannot be compressed: %r", error)
+            return None, ()
+        # What it leaves in the pages would be written over.
+        return (None, ()) if codec.stores_in_place else (codec, encoded)
 
     def _codec(self, pages: Sequence[Bytes]) -> Codec:
         preferred = self._preferred()

@@ -8,7 +8,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import PackOrder
-from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.compression import (
     Packing,
     bundle_pages,
@@ -92,6 +93,7 @@ class Compression:
     def on_settled(self, done: Settled) -> None:
         """Take in that a bundle is packed, or lost."""
         self._under_way -= 1
+        self._counters.add("compression_ms", round(1e3 * done.seconds))
         failed = len(done.failed)
         if not done.abandoned:
             self._counters.add("pages_compressed", len(done.keys) - failed)

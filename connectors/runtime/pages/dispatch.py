@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
-from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import OrderBook
 
 from .cpu_compression import Compression
 from .failed_restores import FailedRestores

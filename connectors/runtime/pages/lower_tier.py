@@ -15,7 +15,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
-from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S, LookAhead, next_pause_s
 from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled
 from tiered_kv.tiers import StoreId, TierSpec

@@ -11,7 +11,7 @@ from typing import Any
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, TierOrders, TierReport
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder, SaveOrder
-from tiered_kv.pages.order_book import Settled
+from tiered_kv.pages.flights import Settled
 from tiered_kv.tiers import StoreId
 
 from .lower_tier import LowerTier

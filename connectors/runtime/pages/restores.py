@@ -12,7 +12,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
-from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
 
 from .hits import Found, HitFinder, Run, There, run_of
@@ -302,6 +303,10 @@ class Restores:
         assert isinstance(done.order, LoadOrder)
         good = len(done.keys) - len(done.failed)
         self._counters.add("pages_restored", good)
+        if done.order.cold:
+            bad = sum(done.order.slots[i] < 0 for i in done.failed)
+            self._counters.add("pages_decompressed", len(done.order.cold) - bad)
+            self._counters.add("decompression_ms", round(1e3 * done.seconds))
         page_bytes = self._facts.groups[done.order.group].page_bytes
         self._counters.add("bytes_restored", good * page_bytes * self._facts.ranks)
         self._counters.add("restore_failures", len(done.failed))

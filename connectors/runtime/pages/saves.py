@@ -17,7 +17,8 @@ from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.page_group import CONTEXT
-from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.policies.cache.saving import SaveStride, is_tail_worth_a_slot, worth_a_slot
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tiered_kv.codecs.autotune import measure_codec, synthetic_page
 from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import parse
-from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.connectors.runtime.affinity import CORES, spare_cores, usable_cores
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CORES_SHARE = 4
+"""One spare core in this many may encode, and one decode."""
 NICE = 10
 """Niceness of packing."""
 
@@ -245,19 +247,28 @@ def make_compressor(
     staging = staging_slots(len(slots))
     if not staging:
         return None
+    spare = spare_cores(facts.ranks)
+    if not spare:
+        logger.warning(
+            "CPU memory is not compressed: its %d cores are needed to drive the model; give it more"
+            " than one a rank",
+            usable_cores(),
+        )
+        return None
+    threads = max(1, spare // facts.ranks // CORES_SHARE)
     groups = dict[int, Bundles]()
     for at, group in enumerate(facts.groups):
-        made = None if group.reach.kind is KvKind.STATE else _codec(codec, group.page_format)
+        state = group.reach.kind is KvKind.STATE
+        made = _codec(codec, group.page_format, threads) if not state else None
         if made is not None:
             groups[at] = Bundles(slots, made)
     if not groups:
         return None
     last = range(len(slots) - staging, len(slots))
-    threads = max(1, len(CORES) // facts.ranks // 4)
     return Compressor(groups, slots, last, make_backend, threads)
 
 
-def _codec(name: str, page_format: PageFormat) -> Codec | None:
+def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
     """The codec for a group's pages in CPU memory; None if they are not worth compressing."""
     try:
         codec = parse("centred" if name == "auto" else name)(page_format)
@@ -272,5 +283,10 @@ def _codec(name: str, page_format: PageFormat) -> Codec | None:
     if not worth_compressing(page_format.page_bytes, measured.stored_bytes):
         return None
     rate = page_format.page_bytes / measured.decode_s / 1e9
-    logger.info("CPU memory is compressed: codec %s decodes %.1f GB/s a core", codec.name, rate)
+    logger.info(
+        "CPU memory is compressed: codec %s decodes %.2f GB/s on each of %d threads",
+        codec.name,
+        rate,
+        threads,
+    )
     return codec

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from tiered_kv.codecs.base import CodedPage
-from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.connectors.runtime.affinity import CORES, usable_cores
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
@@ -69,7 +69,7 @@ class TierWorker:
             ranks=facts.ranks,
             replica=facts.replica,
             page_format=group.page_format,
-            cores=max(1, len(CORES) // facts.ranks),
+            cores=max(1, usable_cores() // facts.ranks),
         )
         with _on_all_cores():
             store = tier.open(self._site)

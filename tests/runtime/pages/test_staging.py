@@ -70,6 +70,8 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
     reads.set()
     assert from_ssd(rig, "b", OTHER) == 2 * 319
     assert rig.outputs["a"] == expected(CONTEXT, 4)
+    assert rig.count("pages_promoted_used") == rig.count("pages_promoted") > 0
+    assert rig.count("pages_promoted_wasted") == 0
     rig.check_clean()
 
 
@@ -90,6 +92,8 @@ def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
     rig.wait_for_worker()
     rig.step()
     rig.run()
+    push_out(rig)
+    assert rig.count("pages_promoted_wasted") == rig.count("pages_promoted") > 0
     rig.check_clean()
 
 

@@ -1,0 +1,25 @@
+"""Pages that came up: used, or gone before anybody wanted them."""
+
+from tiered_kv.keys import PageKey
+from tiered_kv.pages.promoted import PromotedPages
+
+A, B, C = (PageKey(bytes([n] * 32)) for n in range(3))
+
+
+def test_what_is_restored_was_used_once_and_what_goes_before_was_wasted() -> None:
+    pages = PromotedPages()
+    pages.came_up([A, B])
+    pages.read([A, C])
+    pages.read([A])
+    pages.gone([A, B, C])
+    assert (pages.used, pages.wasted) == (1, 1)
+
+
+def test_a_page_that_comes_up_again_counts_again() -> None:
+    pages = PromotedPages()
+    for _ in range(3):
+        pages.came_up([A])
+        pages.gone([A])
+    pages.came_up([A])
+    pages.read([A])
+    assert (pages.used, pages.wasted) == (1, 3)
