@@ -14,6 +14,7 @@ from tiered_kv.bench.sim.servers.ordering import Ordering
 from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, KnownGaps, KnownJobs, Server
 from tiered_kv.bench.sim.servers.thunderagent import EVERY_S, Gate
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
+from tiered_kv.pages.promoted import PromotedPages
 from tiered_kv.policies.base import TurnPolicy
 
 from .engine import Answer, Ask, Engine
@@ -318,6 +319,7 @@ class _Run:
 
     def _outcome(self) -> Outcome:
         engine, worker = self.engine, self.engine.worker
+        promoted = engine.half.pages.index.promoted if worker else PromotedPages()
         return Outcome(
             server=self._name,
             jobs=tuple(sorted(self._records, key=lambda job: job.name)),
@@ -329,4 +331,6 @@ class _Run:
                 "ssd_read": worker.ssd_read.carried if worker else 0,
                 "ssd_write": worker.ssd_write.carried if worker else 0,
             },
+            promoted_used=promoted.used,
+            promoted_wasted=promoted.wasted,
         )

@@ -60,6 +60,8 @@ class Outcome:
     Attributes:
         steps: of the scheduler, leaps counted once.
         seconds: of virtual time. moved: bytes over each link.
+        promoted_used, promoted_wasted: pages that came up from SSD and went on to VRAM, and those
+            that were gone before that.
     """
 
     server: str
@@ -67,14 +69,17 @@ class Outcome:
     steps: int
     seconds: float
     moved: Mapping[str, int]
+    promoted_used: int
+    promoted_wasted: int
 
     def summary(self) -> dict[str, float]:
         """Figures of the jobs that nobody started: completion times, first tokens, and where
-        prompts came from."""
+        prompts came from. ``promoted_wasted`` is a share of what came up from SSD."""
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]
         prompt = sum(turn.prompt for turn in turns)
         first = [turn.first_s - turn.asked_s for turn in turns]
+        promoted = self.promoted_used + self.promoted_wasted
         shares = {tier: sum(getattr(turn, tier) for turn in turns) / prompt for tier in TIERS}
         return {
             "mean_s": float(np.mean(took)),
@@ -82,5 +87,6 @@ class Outcome:
             "ttft_s": float(np.mean(first)),
             "jobs_per_s": len(took) / self.seconds,
             "preempted": float(sum(turn.preempted for turn in turns)),
+            "promoted_wasted": self.promoted_wasted / max(1, promoted),
             **shares,
         }

@@ -146,6 +146,7 @@ def _row(fold: Fold, found: Mapping[str, Sequence[Summary]]) -> dict[str, Any]:
         "over_best": over(best),
         "on_over_off": over(off),
         "over_reach": over(REACH),
+        "promoted_wasted": mean(ours, "promoted_wasted"),
         "mean_s": {server: mean(server, "mean_s") for server in found},
         "p95_s": {server: mean(server, "p95_s") for server in found},
     }

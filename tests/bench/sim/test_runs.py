@@ -134,7 +134,11 @@ def test_where_prompts_came_from_is_told() -> None:
 
 def test_pages_come_back_from_ssd_when_cpu_memory_is_short() -> None:
     tiers = Tiers(cpu=2**30, ssd=2**36)
-    assert run("lru+cpu+ssd", tiers=tiers).summary()["ssd"] > 0.3
+    offloading = run("lru+cpu+ssd", tiers=tiers)
+    assert offloading.summary()["ssd"] > 0.3
+    assert offloading.promoted_used > 0
+    assert 0 <= offloading.summary()["promoted_wasted"] < 0.5
+    assert run("lru+cpu").promoted_used == run("fcfs").promoted_used == 0
     assert run("occupancy+cpu+ssd", tiers=tiers).summary()["ssd"] > 0, "most of it stays in VRAM"
 
 
