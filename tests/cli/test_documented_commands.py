@@ -1,0 +1,109 @@
+"""Commands in the documents are commands: each is parsed by its own parser."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+
+from tiered_kv.cli.app import app
+from tiered_kv.cli.bench_commands import BENCHMARKS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+COMMAND = re.compile(r"(?:python -m (bench\.\w+)|(tiered-kv))((?: [^;#&]+)?)")
+"""A command of this project's, and its arguments."""
+SPAN, BLOCK = (
+    re.compile(r"`([^`\n]+)`"),
+    re.compile(r"^```.*?\n(.*?)^```", re.DOTALL | re.MULTILINE),
+)
+
+
+def documented() -> list[str]:
+    """Commands of all documents. Words with ``|`` between them stand for one command each."""
+    found = dict[str, None]()
+    for path in DOCUMENTS:
+        text = path.read_text()
+        lines = [part for block in BLOCK.findall(text) for part in block.split("\n")]
+        spans = SPAN.findall(BLOCK.sub("", text))
+        for line in (*lines, *spans):
+            for part in line.replace(".venv/bin/", "").split(";"):
+                command = part.partition("#")[0].removeprefix("$ ").strip()
+                if COMMAND.fullmatch(command):
+                    found.update(dict.fromkeys(alternatives(command)))
+    return list(found)
+
+
+def alternatives(command: str) -> Iterator[str]:
+    """Every command that one stands for."""
+    for words in itertools.product(*(word.split("|") for word in command.split())):
+        yield " ".join(words)
+
+
+def parser_of(module: str | None) -> Any:
+    """The click command of a benchmark, or of ``tiered-kv``."""
+    if module is None:
+        return get_command(app)
+    name = f"tiered_kv.{module}"
+    found = importlib.import_module(name)
+    if hasattr(found, "__path__"):
+        found = importlib.import_module(f"{name}.__main__")
+    if hasattr(found, "app"):
+        return get_command(found.app)
+    alone = typer.Typer(add_completion=False)
+    alone.command()(found.main)
+    return get_command(alone)
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """Parse words; raises what the parser raises."""
+    while hasattr(command, "commands") and words:
+        word, *words = words
+        if word == "--version":
+            return
+        passed_on = {one.name: one.module.removeprefix("tiered_kv.") for one in BENCHMARKS}
+        is_ours = command.commands.get("store") is not None
+        if is_ours and word in passed_on:
+            command = parser_of(passed_on[word].removesuffix(".__main__"))
+            continue
+        assert word in command.commands, f"there is no command {word}"
+        command = command.commands[word]
+    if not hasattr(command, "commands"):
+        command.make_context("documented", words)
+
+
+def test_there_are_commands_in_the_documents() -> None:
+    found = documented()
+    assert any(command.startswith("tiered-kv store") for command in found)
+    assert any(command.startswith("python -m bench.") for command in found)
+
+
+@pytest.mark.parametrize("command", documented())
+def test_its_parser_knows_the_command(command: str) -> None:
+    matched = COMMAND.fullmatch(command)
+    assert matched is not None
+    try:
+        parse(parser_of(matched[1]), shlex.split(matched[3]))
+    except Exception as error:  # typer has no public name for those of its parser
+        # Files are placeholders, and looked for once all words are known.
+        if "does not exist" not in str(error):
+            raise
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python -m bench.restore --jason", "tiered-kv stoer ls PATH", "tiered-kv store ls --no"],
+)
+def test_a_command_that_does_not_exist_is_found(command: str) -> None:
+    matched = COMMAND.fullmatch(command)
+    assert matched is not None
+    with pytest.raises(Exception, match=r"(?i)no such|no command"):
+        parse(parser_of(matched[1]), shlex.split(matched[3]))
