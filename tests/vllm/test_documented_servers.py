@@ -1,0 +1,45 @@
+"""Servers in the documents start: vLLM's own parser knows each flag, and its settings are ours."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.cli.test_documented_commands import BLOCK, DOCUMENTS
+from tiered_kv.config import load_config
+
+cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")  # elsewhere in others
+SETTINGS = re.compile(r"TIERED_KV_\w+=\S+")
+
+
+def servers() -> list[str]:
+    """Blocks that begin a server, their continued lines joined."""
+    found = list[str]()
+    for path in DOCUMENTS:
+        blocks = (block.replace("\\\n", " ") for block in BLOCK.findall(path.read_text()))
+        found += [block for block in blocks if re.search(r"^vllm serve ", block, re.MULTILINE)]
+    return found
+
+
+def test_there_are_servers_in_the_documents() -> None:
+    assert servers()
+
+
+@pytest.mark.parametrize("block", servers())
+def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: Path) -> None:
+    line = next(line for line in block.split("\n") if line.startswith("vllm serve "))
+    parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(line)[2:])
+    cli_args.validate_parsed_serve_args(parsed)
+    transfer = parsed.kv_transfer_config
+    if transfer is not None:
+        assert transfer.kv_connector == "TieredContinuumConnector"
+    if isinstance(parsed.scheduler_cls, str):
+        module, _, name = parsed.scheduler_cls.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+    here = block.replace("/nvme", str(tmp_path))
+    load_config(dict(one.split("=", 1) for one in SETTINGS.findall(here)))
