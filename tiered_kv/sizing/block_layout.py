@@ -101,7 +101,7 @@ def lay_out(kv: Sequence[KvLayers], base: int = 0) -> BlockLayout:
         block = max(block, block * -(-largest // (block * token)))
     pages = [one.state_bytes or block * one.token_bytes for one in kv]
     page = max(pages)
-    size = _group_size([one.layers for one in kv])
+    size = group_layers([one.layers for one in kv])
     groups: list[BlockGroup] = []
     for one, own in zip(kv, pages, strict=True):
         tokens = block * (page // own) if one.token_bytes and page % own == 0 else block
@@ -113,7 +113,7 @@ def lay_out(kv: Sequence[KvLayers], base: int = 0) -> BlockLayout:
     return BlockLayout(tuple(groups), size * page)
 
 
-def _group_size(counts: Sequence[int]) -> int:
-    """Layers of a group."""
+def group_layers(counts: Sequence[int]) -> int:
+    """Layers of a group, of kinds with so many layers."""
     fewest, most = min(counts), max(counts)
     return most if most < ALIKE * fewest else fewest

@@ -170,7 +170,7 @@ class ModelConfig:
         return None
 
     def number(self, *names: str) -> int:
-        """As ``find``, but the field must be there.
+        """Find the first of these fields that is a number above 0; it must be there.
 
         Raises:
             ModelError: none of them is there.

@@ -63,7 +63,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a server of a model would hold.
+    """Server of a model, and what it would hold.
 
     Attributes:
         tiers: fastest first.

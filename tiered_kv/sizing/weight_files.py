@@ -49,11 +49,14 @@ def weigh(config: ModelConfig, folder: Path, parameters: float, dtype: str) -> W
         folder: where files of weights would be.
         parameters: of the model, for the estimate where there are none.
     """
-    files = _files(folder)
     quantized = quantization(config)
-    if files:
-        nbytes = sum(_size(file, None if quantized else SIZES[dtype]) for file in files)
-        return Weights(nbytes, f"{len(files)} safetensors files")
+    if files := _files(folder):
+        try:
+            element = None if quantized else SIZES[dtype]
+            nbytes = sum(tensor for file in files for tensor in _tensors(file, element))
+            return Weights(nbytes, f"{len(files)} safetensors files")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # pointers to the files, or files that are not whole yet
     if (total := _indexed_bytes(folder / INDEX)) is not None:
         return Weights(total, INDEX)
     method = str(quantized.get("quant_method", "")).lower().replace("_", "-")
@@ -82,29 +85,27 @@ def _indexed_bytes(index: Path) -> float | None:
     return float(total) if isinstance(total, (int, float)) and total > 0 else None
 
 
-def _size(file: Path, element: int | None) -> float:
+def _tensors(file: Path, element: int | None) -> Iterator[float]:
     """Bytes of a file's tensors.
 
     Args:
         element: bytes to which floats are converted when they are loaded; None for weights that
             are loaded as they are.
+
+    Raises:
+        ValueError: the file is not whole, or none of safetensors.
     """
-    whole = float(file.stat().st_size)
-    if element is None:
-        return whole
-    try:
-        return sum(_tensors(file, element))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return whole
-
-
-def _tensors(file: Path, element: int) -> Iterator[float]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if length > _MAX_HEADER:
+        room = file.stat().st_size - 8 - length
+        if length > _MAX_HEADER or room < 0:
             raise ValueError("no header of safetensors")
         header = json.loads(opened.read(length))
     for name, tensor in header.items():
-        if name != "__metadata__":
-            begin, end = tensor["data_offsets"]
-            yield (end - begin) * element / _FLOATS.get(tensor["dtype"], element)
+        if name == "__metadata__":
+            continue
+        begin, end = tensor["data_offsets"]
+        if end > room:
+            raise ValueError("not whole")
+        of_file = _FLOATS.get(tensor["dtype"])
+        yield (end - begin) * (element / of_file if element and of_file else 1.0)
