@@ -29,7 +29,7 @@ def doctor_command(
 
     Exit code 1 if a check fails.
     """
-    findings = list(examine())
+    findings = list(examine(beside=url is not None))
     if url is not None:
         findings += check_server(url)
     good = all(one.verdict is not Verdict.FAIL for one in findings)

@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from .finding import Finding, fail
 
-COMMAND = (sys.executable, "-m", "tiered_kv.doctor")
+COMMAND = (sys.executable, "-P", "-m", "tiered_kv.doctor")
+HOME = Path(__file__).resolve().parents[2]
+"""Folder that this package is imported from, which may be a checkout."""
+BESIDE = "--beside"
+"""Word that says that a server runs here already."""
 SILENCE_S = 30.0
 """Seconds without a finding after which a check is taken to hang. The longest, that of a disk's
 speed, takes half a second on a slow one."""
@@ -23,17 +28,23 @@ def examine(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = COMMAND,
     silence_s: float = SILENCE_S,
-) -> Iterator[Finding]:
+    *,
+    beside: bool = False,
+) -> Generator[Finding, None, None]:
     """Check this machine; findings come as they are made.
 
     Args:
         env: environment that a server would have; None for this process's.
+        beside: True beside a server that runs, and so has its memory already.
         command: starts the checks, as ``python -m tiered_kv.doctor`` writes them.
         silence_s: seconds without a finding after which the rest is given up.
     """
+    variables = dict(os.environ if env is None else env)
+    paths = (str(HOME), variables.get("PYTHONPATH", ""))
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     child = subprocess.Popen(
-        command,
-        env=dict(os.environ if env is None else env),
+        [*command, *([BESIDE] if beside else [])],
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,6 +73,9 @@ def examine(
         with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk stays
             child.wait(timeout=1.0)
             reader.join()
+            for pipe in (child.stdout, child.stderr):
+                if pipe is not None:
+                    pipe.close()
 
 
 def _read(child: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:

@@ -22,9 +22,17 @@ class UnreachableError(Exception):
 
 
 def base_of(url: str) -> str:
-    """Address of a server, without what people paste behind it."""
-    whole = url if "://" in url else f"http://{url}"
-    parts = urlsplit(whole)
+    """Address of a server, without what people paste behind it.
+
+    Raises:
+        UnreachableError: it is no address of HTTP.
+    """
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError as error:
+        raise UnreachableError(f"no address: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UnreachableError("no address of HTTP")
     return f"{parts.scheme}://{parts.netloc}"
 
 

@@ -45,12 +45,12 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
     """Check CPU memory for KV against what the machine and its control group have.
 
     Args:
-        total, available: bytes of memory.
+        total, available: bytes of memory; equal where a server that runs has its share already.
     """
     ranks = max(1, gpus)
-    words = (
-        f"TIERED_KV_CPU_GIB={config.cpu_gib:g}, {available / GIB:.1f} of {total / GIB:.1f} GiB left"
-    )
+    room = f"{total / GIB:.1f} GiB"
+    room = f"{available / GIB:.1f} of {room} left" if available < total else f"{room} in all"
+    words = f"TIERED_KV_CPU_GIB={config.cpu_gib:g}, {room}"
     if config.cpu_gib == 0:
         return ok("CPU memory", "TIERED_KV_CPU_GIB=0: the tier is off")
     try:

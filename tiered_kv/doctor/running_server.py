@@ -34,12 +34,12 @@ FAILURES: Mapping[str, str] = {
 
 def check_server(url: str) -> Iterator[Finding]:
     """Check the server at this address."""
-    base = base_of(url)
     try:
+        base = base_of(url)
         fetch(f"{base}/health")
     except UnreachableError as error:
         advice = "Start it, or give the address that clients use, as http://HOST:8000."
-        yield fail("server", f"{base}: {error}", advice)
+        yield fail("server", f"{url}: {error}", advice)
         return
     yield ok("server", f"{base} is up")
     try:
@@ -102,9 +102,8 @@ def _tiers(found: Mapping[str, float]) -> Finding:
     if not slots:
         advice = "Set TIERED_KV_CPU_GIB, unless pins alone are meant."
         return warn("tiers", "CPU memory is off", advice)
-    return ok(
-        "tiers", f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
-    )
+    words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
+    return ok("tiers", words)
 
 
 def _count(found: Mapping[str, float], name: str) -> float:
