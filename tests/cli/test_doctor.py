@@ -54,7 +54,7 @@ def test_a_mistyped_setting_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TIERED_KV_SSD_PTH", "/nvme")
     found = checks(code=1)
     assert found["TIERED_KV_SSD_PTH"]["verdict"] == "fail"
-    assert "did you mean ssd_path?" in found["TIERED_KV_SSD_PTH"]["advice"]
+    assert "did you mean TIERED_KV_SSD_PATH?" in found["TIERED_KV_SSD_PTH"]["advice"]
 
 
 def test_a_running_server_is_asked_as_well() -> None:

@@ -99,8 +99,8 @@ def _space(config: TierConfig, path: Path) -> Finding:
     seen += f", TIERED_KV_SSD_GIB={config.ssd_gib:g}"
     if free + ours < config.ssd_bytes:
         advice = (
-            f"TIERED_KV_SSD_GIB={(free + ours) / GIB:.0f} or less, or free some: pages keep to the "
-            "room that there is."
+            f"TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free some: pages keep to "
+            "the room that there is."
         )
         return warn("SSD space", seen, advice)
     return ok("SSD space", seen)

@@ -30,7 +30,8 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     """Check each variable of ours by itself, all of them together, and names that look alike."""
     wrong = {name: said for name, value in env.items() if (said := _wrong(name, value))}
     for name, said in sorted(wrong.items()):
-        yield fail(name, env[name] or "empty", _sentence(said))
+        advice = _sentence(said) if name in KNOWN else _meant(name)
+        yield fail(name, env[name] or "empty", advice)
     for name in sorted(env):
         close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=ALIKE)
         if close and not name.startswith(ENV_PREFIX):
@@ -70,6 +71,14 @@ def _wrong(name: str, value: str) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _meant(name: str) -> str:
+    """What somebody may have meant who set a variable that does not exist."""
+    close = difflib.get_close_matches(name, KNOWN, n=1)
+    if close:
+        return f"There is no such setting: did you mean {close[0]}?"
+    return "There is no such setting: unset it. docs/configuration.md lists them."
 
 
 def _sentence(said: str) -> str:

@@ -43,7 +43,7 @@ PCIE4, PCIE5 = 24 * GB, 52 * GB
 """Rates of large copies over 16 lanes: about three quarters and four fifths of the raw ones."""
 
 GPUS: Mapping[str, Gpu] = {
-    "l4-24": Gpu(24 * GB, 300 * GB, 121e12, PCIE4 / 2, "NVIDIA L4 data sheet, 2023 (8 lanes)"),
+    "l4-24": Gpu(24 * GB, 300 * GB, 121e12, PCIE4, "NVIDIA L4 data sheet, 2023"),
     "a10-24": Gpu(24 * GB, 600 * GB, 125e12, PCIE4, "NVIDIA A10 data sheet, 2021"),
     "rtx4090-24": Gpu(24 * GIB, 1008 * GB, 165e12, PCIE4, "NVIDIA Ada architecture, v2.1"),
     "rtx5090-32": Gpu(32 * GIB, 1792 * GB, 209e12, PCIE5, "NVIDIA RTX Blackwell, v1.1"),

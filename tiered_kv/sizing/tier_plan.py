@@ -50,7 +50,8 @@ class TierPlan:
         tokens: in such contexts.
         restore_s: seconds until a context that waits there is in VRAM.
         break_even_s: longest gap for which waiting there beats computing when the tier is full: the
-            context's share of it, for as long, is worth the seconds that are saved.
+            context's share of it, for as long, is worth the seconds that are saved. 0 if a whole
+            context has no room.
     """
 
     name: str
@@ -119,7 +120,7 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
 
     def tier(name: str, nbytes: float, each: float, restore_s: float) -> TierPlan:
         contexts = nbytes / each
-        saved = max(0.0, compute_s - restore_s)
+        saved = max(0.0, compute_s - restore_s) if contexts >= 1 else 0.0
         return TierPlan(
             name, nbytes, contexts, int(contexts * context), restore_s, saved * contexts
         )
@@ -193,7 +194,10 @@ def _notes(
     if tiers[0].contexts < 1:
         notes.append("A context of that length does not fit into VRAM: vLLM would refuse it.")
     for one in tiers[1:]:
-        if one.restore_s >= compute_s:
+        if one.contexts < 1:
+            needed = math.ceil(one.nbytes / one.contexts / GIB)
+            notes.append(f"{one.name} has no room for a whole context: it takes {needed:,} GiB.")
+        elif one.restore_s >= compute_s:
             notes.append(f"Computing is faster than a restore from {one.name}.")
     if setup.jobs is not None:
         fit = [one.name for one in tiers if one.contexts >= setup.jobs]
