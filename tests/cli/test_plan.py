@@ -85,6 +85,7 @@ def test_weights_may_be_told(tmp_path: Path) -> None:
     ("config", "options", "said"),
     [
         (LLAMA_8B, ["--gpu", "abacus"], "names no GPU that is known"),
+        (LLAMA_8B, ["--gpu", "h100", "--cpu-gib", 0, "--ssd-gib", 9], "Pages on SSD pass"),
         (LLAMA_8B, ["--gpu", "h100", "--gpus", 3], "cannot be split over 3 GPUs"),
         (QWEN3_NEXT_80B, ["--gpu", "h100"], "it takes 3 or more"),
         ({"model_type": "rwkv"}, ["--gpu", "h100"], "has no num_hidden_layers"),

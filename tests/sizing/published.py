@@ -114,6 +114,16 @@ QWEN3_NEXT_80B: Mapping[str, Any] = {
     "vocab_size": 151936,
 }
 
+GPT2: Mapping[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+
 NEMOTRON_9B: Mapping[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",

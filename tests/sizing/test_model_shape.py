@@ -12,6 +12,7 @@ from tests.sizing.published import (
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     GEMMA3_12B,
+    GPT2,
     GPT_OSS_120B,
     LLAMA4_SCOUT,
     LLAMA_8B,
@@ -40,6 +41,7 @@ PUBLISHED = (
     (GPT_OSS_120B, 116.8, 5.13, {WINDOW: (18, 2048, 128), FULL: (18, 2048, 0)}),
     (QWEN3_NEXT_80B, 80, 3.6, {FULL: (12, 2048, 0), STATE: (36, 1_097_728, 0)}),
     (NEMOTRON_9B, 8.89, 8.3, {FULL: (4, 4096, 0), STATE: (27, 5_316_608, 0)}),
+    (GPT2, 0.124, 0.124, {FULL: (12, 3072, 0)}),
     (LLAMA4_SCOUT, 108, 16.2, {CHUNK: (36, 4096, 8192), FULL: (12, 4096, 0)}),
 )
 

@@ -30,7 +30,7 @@ CONTEXT = 32_768
 CPU_GIB = TierConfig().cpu_gib
 """CPU memory for KV that the connector takes by default, GiB."""
 SSD_GBPS = 3.0
-"""GB/s that reads of an SSD reach, unless told: three quarters of what four lanes of PCIe 3 carry."""
+"""GB/s that reads of an SSD reach, unless told: three quarters of four lanes of PCIe 3."""
 
 
 def plan_command(
@@ -51,9 +51,7 @@ def plan_command(
     ] = None,
     cpu_gib: Annotated[
         float | None,
-        typer.Option(
-            min=0, help=f"CPU memory for KV; what --jobs need by default, or {CPU_GIB:g}."
-        ),
+        typer.Option(min=0, help=f"CPU memory for KV; by default what --jobs need, or {CPU_GIB:g}"),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD for KV.")] = 0.0,
     ssd_gbps: Annotated[
@@ -96,12 +94,11 @@ def plan_command(
             utilization=gpu_memory_utilization or UTILISATION,
         )
         plan = make_plan(shape, setup, CPU_GIB)
-    ssd = ssd_gib > 0 and plan.cpu_gib > 0
-    variables = environment(plan.cpu_gib, ssd_gib if ssd else 0.0)
+    variables = environment(plan.cpu_gib, ssd_gib)
     words = arguments(
         model,
         ranks=gpus,
-        ssd=ssd,
+        ssd=ssd_gib > 0,
         dtype=dtype,
         kv_dtype=kv_dtype,
         utilization=gpu_memory_utilization,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from .model_config import ModelConfig, ModelError
+from .model_config import MAX_LAYERS, ModelConfig, ModelError
 
 
 class LayerKind(Enum):
@@ -54,12 +54,14 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
         ModelError: the number of layers is missing, or a layer is of no known kind.
     """
     pattern = config.given("hybrid_override_pattern")
-    if isinstance(pattern, str):
+    if isinstance(pattern, str) and pattern:
         return [_known(config, letter, LETTERS) for letter in pattern]
-    if config.model_type in ("mamba", "falcon_mamba", "mamba2"):
-        return [_STATE] * config.number("num_hidden_layers", "n_layer")
     named = _named(config)
     layers = len(named or ()) or config.number("num_hidden_layers", "n_layer", "num_layers")
+    if layers > MAX_LAYERS:
+        raise ModelError(f"{config.path}: {layers:,} layers are more than any model has.")
+    if config.model_type in ("mamba", "falcon_mamba", "mamba2"):
+        return [_STATE] * layers
     if config.model_type == "falcon_h1":
         return [LayerKind.BOTH] * layers
     if config.model_type == "llama4_text":
@@ -82,7 +84,7 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
 
 def _named(config: ModelConfig) -> list[str] | None:
     for name in ("layers_block_type", "layer_types"):
-        if (words := config.words(name)) is not None:
+        if words := config.words(name):
             return words
     return None
 

@@ -16,6 +16,9 @@ from tiered_kv.errors import TieredKVError
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "language_model_config")
 """Fields under which models of several parts keep their language model."""
 
+MAX_NUMBER, MAX_LAYERS = 1 << 31, 10_000
+"""Limits of fields and of layers, above any model's, so that a wrong file is read in no time."""
+
 _GEMMA3: Mapping[str, object] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -65,6 +68,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "sliding_window": 512,
         "global_head_dim": 512,
     },
+    "gpt2": {"tie_word_embeddings": True},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "granitemoehybrid": _MAMBA2,
     "jamba": {
@@ -103,6 +107,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "mamba_ssm_cache_dtype": "float32",
     },
     "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "opt": {"tie_word_embeddings": True},
     "qwen2": {"use_sliding_window": False},
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3": {"head_dim": 128, "use_sliding_window": False},
@@ -165,6 +170,8 @@ class ModelConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ModelError(f"{self.path}: {name} is {value!r}, not a number.")
+            if value > MAX_NUMBER:
+                raise ModelError(f"{self.path}: {name} is {value:g}, more than any model has.")
             if value > 0:
                 return int(value)
         return None

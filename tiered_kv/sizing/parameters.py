@@ -100,12 +100,19 @@ def _perceptron(config: ModelConfig, layer: int, kind: LayerKind, hidden: int) -
         return Parameters(0.0, 0.0)
     experts = config.find("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     if experts is None or not _has_experts(config, layer, word):
-        width = config.find("intermediate_size_mlp") or config.number(
-            "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"
-        )
-        size = float(matrices * hidden * width)
+        size = float(matrices * hidden * _width(config, hidden))
         return Parameters(size, size)
     return _experts(config, hidden, experts, matrices)
+
+
+def _width(config: ModelConfig, hidden: int) -> int:
+    """Width of a perceptron inside."""
+    if config.model_type == "granitemoehybrid":  # without experts, all share one
+        return config.number("shared_intermediate_size", "intermediate_size")
+    found = config.find(
+        "intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"
+    )
+    return found or 4 * hidden
 
 
 def _experts(config: ModelConfig, hidden: int, experts: int, matrices: int) -> Parameters:
@@ -129,10 +136,10 @@ def _experts(config: ModelConfig, hidden: int, experts: int, matrices: int) -> P
 
 def _block_word(config: ModelConfig, layer: int) -> str:
     pattern = config.given("hybrid_override_pattern")
-    if isinstance(pattern, str):
+    if isinstance(pattern, str) and pattern:
         return pattern[layer]
     words = config.words("layers_block_type")
-    return words[layer] if words is not None else ""
+    return words[layer] if words else ""
 
 
 def _has_experts(config: ModelConfig, layer: int, word: str) -> bool:

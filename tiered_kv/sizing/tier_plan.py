@@ -102,7 +102,7 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
         default_cpu_gib: CPU memory for KV if neither it nor a number of jobs is given, GiB.
 
     Raises:
-        ConfigError: the model does not fit into the GPUs.
+        ConfigError: the model does not fit into the GPUs, or there is an SSD without CPU memory.
     """
     gpu, ranks, context = GPUS[setup.gpu], shape.ranks, setup.context
     layout = lay_out(shape.kv)
@@ -117,6 +117,8 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
     if cpu_gib is None:
         needed = math.ceil((setup.jobs or 0) * slots_bytes / GIB)
         cpu_gib = float(needed) if setup.jobs else default_cpu_gib
+    if setup.ssd_gib > 0 and cpu_gib == 0:
+        raise ConfigError("Pages on SSD pass through CPU memory: give some, or no SSD.")
 
     def tier(name: str, nbytes: float, each: float, restore_s: float) -> TierPlan:
         contexts = nbytes / each
