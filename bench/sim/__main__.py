@@ -29,7 +29,6 @@ from tiered_kv.bench.common.output import (
 from tiered_kv.bench.common.paths import ROOT
 from tiered_kv.bench.common.sessions import recording
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.sim.engine.machines import GPUS
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server
 from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
@@ -39,6 +38,7 @@ from tiered_kv.bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLO
 from tiered_kv.bench.sim.study.report import report
 from tiered_kv.bench.sim.study.study import Study, run_study, total_cells
 from tiered_kv.bench.sim.workloads.generate import GENERATED
+from tiered_kv.sizing.gpus import GPUS
 
 OUT = ROOT / ".sim"
 TRACES = Path("../shared/traces")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,11 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import PageGroup
+from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, parse_version
 
 from .kv_groups import read_groups, why_not_offloadable
 
 logger = logging.getLogger(__name__)
-
-OLDEST = (0, 30)
-NEWEST_TESTED = (0, 33)
 
 
 def check_version(version: str) -> None:
@@ -26,11 +23,10 @@ def check_version(version: str) -> None:
     Raises:
         UnsupportedError: older than 0.30.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
+    found = parse_version(version)
+    if found is None:
         logger.warning("vLLM %r has no version we can read; going on untested", version)
         return
-    found = (int(match[1]), int(match[2]))
     if found < OLDEST:
         raise UnsupportedError(
             f"vLLM {version} is too old for TieredContinuumConnector: install vLLM 0.30 or newer."

@@ -6,7 +6,7 @@ vLLM calls it in the API server, the engine core and every worker, possibly twic
 import logging
 
 # Imported here, since vLLM imports this before its CPU worker binds its main thread.
-from tiered_kv.connectors.runtime import affinity  # noqa: F401
+from tiered_kv.machine import affinity  # noqa: F401
 
 NAME = "TieredContinuumConnector"
 MODULE = "tiered_kv.connectors.vllm.connector"

@@ -30,7 +30,9 @@ def test_it_says_its_version() -> None:
     assert said("--version") == f"tiered-kv {version('tiered-kv')}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["store"], *(["store", name] for name in COMMANDS)])
+@pytest.mark.parametrize(
+    "command", [[], ["plan"], ["doctor"], ["store"], *(["store", name] for name in COMMANDS)]
+)
 def test_help_is_written_for_people(command: list[str]) -> None:
     text = said(*command, "--help").replace("[ARGS]...", "[ARGS]")
     for of_python in ("{", "}", "list[", "str]", "..."):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory, system_memory
+from tiered_kv.transfer.host_memory import AnonymousMemory
 
 
 @pytest.mark.parametrize(("slots", "page"), [(1, 1), (3, 4096), (7, 12345), (1000, 24)])
@@ -94,11 +94,6 @@ def test_a_view_outlives_the_pool() -> None:
 def test_memory_that_cannot_be_had_is_an_error_and_not_a_crash() -> None:
     with pytest.raises((MemoryError, OSError)):
         CpuPool(AnonymousMemory((1 << 22) * (1 << 40)), 1 << 40)
-
-
-def test_the_memory_left_is_some_of_the_machines() -> None:
-    total, available = system_memory()
-    assert 0 < available <= total < 1 << 50
 
 
 def test_the_slab_is_in_memory_before_anybody_saves_to_it() -> None:

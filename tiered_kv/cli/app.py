@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from . import bench_commands, store_commands
+from .doctor_command import doctor_command
+from .plan_command import plan_command
+from .terminal import Command
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",
@@ -17,6 +20,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(store_commands.app, name="store")
+app.command(
+    "plan", cls=Command, short_help="Tell what tiers hold of a model, and the flags to serve it."
+)(plan_command)
+app.command(
+    "doctor", cls=Command, short_help="Check a machine, its settings and a running server."
+)(doctor_command)
 bench_commands.add_to(app)
 
 

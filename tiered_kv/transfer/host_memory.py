@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -58,20 +57,3 @@ class AnonymousMemory:
             self._map.close()
         except BufferError:  # somebody still holds a view: unmapped with the last of them
             logger.debug("memory is closed while a view of it is alive")
-
-
-def system_memory() -> tuple[int, int]:
-    """Bytes in all, and those that this process may still take.
-
-    The machine's, or its cgroup's if that is less.
-    """
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return total, available
-    if limit == "max":
-        return total, available
-    return min(total, int(limit)), min(available, int(limit) - used)

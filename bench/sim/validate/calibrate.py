@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.bench.replay.results import Run, TurnDone
-from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.engine.machines import Machine
+from tiered_kv.sizing.step_cost import StepCost
 
 Array = NDArray[np.float64]
 

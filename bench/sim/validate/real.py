@@ -25,9 +25,10 @@ from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from tiered_kv.bench.replay.play.drive import Hints as ReplayHints
 from tiered_kv.bench.replay.results import Run
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.servers.servers import Server, server
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.sizing.step_cost import StepCost
 
 from .calibrate import fit
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.cells import Source
 from tiered_kv.bench.sim.study.presets import AMPLE, TIGHT
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.sizing.step_cost import StepCost
 
 EXACT = 1e-6
 """Error that rounding may add to a closed form."""

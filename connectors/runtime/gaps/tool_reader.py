@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiered_kv.connectors.runtime.affinity import CORES
+from tiered_kv.machine.affinity import CORES
 from tiered_kv.policies.base import ToolUse
 from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls
 from tiered_kv.policies.tools.tool_use import tool_use

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from tiered_kv.codecs.autotune import measure_codec, synthetic_page
 from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import parse
-from tiered_kv.connectors.runtime.affinity import CORES, spare_cores, usable_cores
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
+from tiered_kv.machine.affinity import CORES, spare_cores, usable_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
 from tiered_kv.pages.cpu_index import cold_place
 from tiered_kv.policies.cache.compression import staging_slots, worth_compressing

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from tiered_kv.codecs.base import CodedPage
-from tiered_kv.connectors.runtime.affinity import CORES, usable_cores
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.machine.affinity import CORES, usable_cores
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.orders import OrderId, OrderReport, PackOrder, SaveOrder
 from tiered_kv.pages.cpu_index import cold_place

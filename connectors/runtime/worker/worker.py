@@ -19,13 +19,14 @@ from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
+from tiered_kv.machine.memory import system_memory
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory, system_memory
+from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
 from .cold_loads import ColdLoads
 from .compressor import Compressor, make_compressor

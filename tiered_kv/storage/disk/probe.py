@@ -35,6 +35,7 @@ def measure_disk(folder: Path, threads: int, nbytes: int = 64 << 20) -> DiskSpee
     try:
         file = _open(path)
         try:
+            path.unlink()  # so that nothing is left if this process is killed
             os.posix_fallocate(file, 0, nbytes)
             offsets = range(0, nbytes, CHUNK)
             write = _time(threads, offsets, lambda offset: os.pwrite(file, buffer, offset))

@@ -9,11 +9,12 @@ import pytest
 
 from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine, StepCost
+from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.validate.calibrate import fit
 from tiered_kv.bench.sim.validate.real import UNKNOWN, calibration_jobs
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.sizing.step_cost import StepCost
 
 TRUE = StepCost(step=2e-3, weights=15e-3, token=3e-4, pair=2e-7, kv=1.5e-6, seq=8e-4)
 PLACE = Machine("here", 200_000, 23_040, 8_192, TRUE, 4e9, batched_tokens=4_096, max_seqs=64)

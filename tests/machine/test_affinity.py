@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.connectors.runtime import affinity
-from tiered_kv.connectors.runtime.affinity import CORES, spare_cores, usable_cores
+from tiered_kv.machine import affinity
+from tiered_kv.machine.affinity import CORES, spare_cores, usable_cores
 
 
 def limit(mounted: Path, group: str, said: str) -> None:

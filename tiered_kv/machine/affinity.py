@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
+from .control_groups import CGROUPS, lineage
+
 CORES = frozenset(os.sched_getaffinity(0))
 """Asked at import, which must be early: vLLM's CPU worker binds the main thread to a single core,
 and every thread started later with it."""
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
@@ -18,8 +18,7 @@ def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
         group: its control group, as ``/proc/self/cgroup`` has it; None to read it there.
         mounted: where control groups of version 2 are mounted.
     """
-    inside = Path((_own_group() if group is None else group).strip("/"))
-    shares = (_share(mounted / one / "cpu.max") for one in (inside, *inside.parents))
+    shares = (_share(folder / "cpu.max") for folder in lineage(group, mounted))
     return max(1, min([len(CORES), *(int(share) for share in shares if share is not None)]))
 
 
@@ -27,15 +26,6 @@ def spare_cores(ranks: int) -> int:
     """Number of cores that ``ranks`` ranks on this machine do not need to drive their devices: one
     each."""
     return max(0, usable_cores() - ranks)
-
-
-def _own_group() -> str:
-    """This process's control group of version 2; none on a machine without."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
 
 
 def _share(file: Path) -> float | None:

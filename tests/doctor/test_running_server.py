@@ -1,0 +1,131 @@
+"""A server is asked as an operator would ask it, and what it counts is told in words."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+
+from tests.doctor.told import by_check, verdicts
+from tests.doctor.web import Write, metrics, serve, text
+from tiered_kv.doctor.finding import Finding
+from tiered_kv.doctor.metrics_page import MAX_BYTES, UnreachableError, base_of, fetch, totals
+from tiered_kv.doctor.running_server import FAILURES, check_server
+from tiered_kv.metrics import COUNTERS
+
+BUSY = {
+    "turns": 40,
+    "pages_saved": 900,
+    "cpu_slots": 1000,
+    "cpu_pages": 800,
+    "prompt_tokens_vram": 500,
+    "prompt_tokens_cpu": 300,
+    "prompt_tokens_recomputed": 200,
+}
+
+
+def asked(page: str) -> dict[str, Finding]:
+    """Findings about a server with this page of metrics."""
+    with serve({"/health": text(""), "/metrics": text(page)}) as url:
+        return by_check(check_server(f"{url}/v1"))
+
+
+def test_a_server_at_work_is_well() -> None:
+    found = asked(metrics(**BUSY))
+    assert verdicts(found.values()) == dict.fromkeys(
+        ("server", "connector", "tiers", "failures"), "ok"
+    )
+    assert "50% was in VRAM, 30% came from CPU memory, 20% was computed" in found["connector"].seen
+    assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
+
+
+def test_a_server_that_has_just_started_is_well() -> None:
+    found = asked(metrics(requests=0, cpu_slots=1000))
+    assert found["connector"].seen == "loaded; no request has been answered yet"
+    assert {one.verdict.value for one in found.values()} == {"ok"}
+
+
+def test_a_server_without_the_connector_is_told_how_to_get_it() -> None:
+    plain = re.sub(r"(?m)^.*tiered_kv.*\n", "", metrics())
+    found = asked(plain)["connector"]
+    assert (found.verdict.value, found.seen) == ("fail", "vLLM runs without it")
+    assert "tiered-kv plan" in found.advice
+
+
+def test_another_server_is_none_of_vllm_s() -> None:
+    assert asked("python_info 1.0\n")["connector"].seen == "no metrics of vLLM"
+
+
+def test_a_connector_that_sees_no_turn_is_broken() -> None:
+    found = asked(metrics(requests=12, cpu_slots=10))["connector"]
+    assert (found.verdict.value, found.seen) == ("fail", "no turn of 12 answered requests")
+
+
+def test_a_connector_that_saves_nothing_is_told() -> None:
+    assert asked(metrics(**{**BUSY, "pages_saved": 0}))["connector"].verdict.value == "warn"
+    assert asked(metrics(**{**BUSY, "cpu_slots": 0}))["tiers"].verdict.value == "warn"
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_failure_is_named_with_what_to_do(name: str) -> None:
+    assert name in COUNTERS
+    found = asked(metrics(**BUSY, **{name: 3}))
+    assert found[name].verdict.value == "warn"
+    assert found[name].seen.startswith("3: ")
+    assert found[name].advice == FAILURES[name]
+    assert "failures" not in found
+
+
+def test_counters_of_several_engines_add_up() -> None:
+    page = 'a_total{engine="0"} 2.0\na_total{engine="1"} 3.0\n'
+    assert totals(page) == {"a_total": 5.0}
+
+
+def test_a_server_that_is_not_there_fails() -> None:
+    with serve({}) as url:
+        (missing,) = check_server(url)
+    assert (missing.verdict.value, missing.seen) == ("fail", f"{url}: 404 Not Found")
+    (gone,) = check_server(url)
+    assert "refused" in gone.seen
+
+
+def test_a_router_may_hide_the_metrics() -> None:
+    with serve({"/health": text("")}) as url:
+        assert verdicts(check_server(url)) == {"server": "ok", "metrics": "fail"}
+    with serve({"/health": text(""), "/metrics": text("<html>hello{</html>")}) as url:
+        assert verdicts(check_server(url))["metrics"] == "fail"
+
+
+def test_an_address_is_what_people_paste() -> None:
+    for pasted in ("localhost:8000", "http://localhost:8000/v1/", "http://localhost:8000/metrics"):
+        assert base_of(pasted) == "http://localhost:8000"
+    for wrong in ("file:///etc/passwd", "http://[", "http://"):
+        with pytest.raises(UnreachableError, match="no address"):
+            base_of(wrong)
+
+
+def test_a_page_that_never_ends_is_left() -> None:
+    def drip(write: Write, ends: threading.Event) -> None:
+        while not ends.wait(0.001):
+            write(b"x")
+
+    with serve({"/": drip}) as url, pytest.raises(UnreachableError, match=r"not whole after 0\.05"):
+        fetch(f"{url}/", whole_s=0.05)
+
+
+def test_a_page_that_does_not_come_is_left() -> None:
+    def silence(write: Write, ends: threading.Event) -> None:
+        ends.wait()
+
+    with serve({"/": silence}) as url, pytest.raises(UnreachableError, match="timed out"):
+        fetch(f"{url}/", whole_s=0.05)
+
+
+def test_a_page_that_is_too_long_is_left() -> None:
+    def flood(write: Write, ends: threading.Event) -> None:
+        for _ in range(2 + (MAX_BYTES >> 20)):
+            write(bytes(1 << 20))
+
+    with serve({"/": flood}) as url, pytest.raises(UnreachableError, match="more than 32 MiB"):
+        fetch(f"{url}/")

@@ -1,0 +1,86 @@
+"""The folder for pages is looked at as a server would use it, and left as it was."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.told import by_check, verdicts
+from tiered_kv.config import TierConfig
+from tiered_kv.doctor.mounts import Mount
+from tiered_kv.doctor.ssd_folder import check_mount, check_ssd, judge_speed
+from tiered_kv.storage.disk.probe import DiskSpeed
+
+
+def test_without_a_folder_there_is_nothing_to_look_at() -> None:
+    assert verdicts(check_ssd(TierConfig())) == {"SSD": "ok"}
+
+
+def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    found = by_check(check_ssd(TierConfig(ssd_path=tmp_path, ssd_gib=0.01)))
+    assert set(found) == {"SSD mount", "SSD folder", "SSD space", "O_DIRECT", "SSD speed"}
+    assert found["SSD folder"].verdict.value == found["SSD space"].verdict.value == "ok"
+    assert "GB/s" in found["SSD speed"].seen
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_room_that_the_disk_does_not_have_is_told(tmp_path: Path) -> None:
+    found = by_check(check_ssd(TierConfig(ssd_path=tmp_path, ssd_gib=1 << 20)))
+    assert found["SSD space"].verdict.value == "warn"
+    assert found["SSD space"].advice.startswith("TIERED_KV_SSD_GIB=")
+
+
+def test_a_folder_that_is_to_be_made_is_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    (found,) = check_ssd(TierConfig(ssd_path=path))
+    assert found.verdict.value == "warn"
+    assert "makes it at start" in found.seen
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    found = by_check(check_ssd(TierConfig(ssd_path=tmp_path)))
+    assert found["SSD folder"].verdict.value == "fail"
+    (made,) = check_ssd(TierConfig(ssd_path=tmp_path / "kv"))
+    assert made.verdict.value == "fail"
+
+
+def test_a_file_system_that_takes_no_files_fails() -> None:
+    """Nobody may make files in /proc, the superuser neither."""
+    found = by_check(check_ssd(TierConfig(ssd_path=Path("/proc/self"))))
+    assert found["SSD folder"].verdict.value == "fail"
+    assert "O_DIRECT" not in found
+
+
+DISK = Mount(Path("/nvme"), "xfs", "/dev/nvme0n1", ("rw", "noatime"))
+
+
+@pytest.mark.parametrize(
+    ("mount", "verdict", "said"),
+    [
+        (DISK, "ok", ""),
+        (replace(DISK, options=("ro",)), "fail", "read-only"),
+        (replace(DISK, options=("rw", "sync")), "warn", "without sync"),
+        (replace(DISK, kind="tmpfs"), "warn", "TIERED_KV_CPU_GIB"),
+        (replace(DISK, kind="nfs4"), "warn", "local disk"),
+        (replace(DISK, kind="fuse.s3fs"), "warn", "local disk"),
+        (replace(DISK, kind="overlay"), "warn", "volume"),
+    ],
+)
+def test_a_mount_is_judged_by_its_kind_and_options(mount: Mount, verdict: str, said: str) -> None:
+    found = check_mount(mount)
+    assert found.verdict.value == verdict
+    assert said in found.advice
+    assert mount.kind in found.seen
+
+
+def test_a_slow_disk_is_told() -> None:
+    assert judge_speed(DiskSpeed(read=6.9e9, write=3e9)).seen == "reads 6.90 GB/s, writes 3.00 GB/s"
+    assert judge_speed(DiskSpeed(read=0.1e9, write=0.1e9)).verdict.value == "warn"

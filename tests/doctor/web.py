@@ -1,0 +1,75 @@
+"""Small web servers in this process, for tests of what asks a running server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from tiered_kv.doctor.running_server import PREFIX, REQUESTS
+from tiered_kv.metrics import COUNTERS, GAUGES
+
+Write = Callable[[bytes], object]
+Page = Callable[[Write, threading.Event], None]
+"""Writes the body of a page; the event is set when the server is to end."""
+
+
+def text(body: str) -> Page:
+    """A page with this body."""
+
+    def page(write: Write, ends: threading.Event) -> None:
+        write(body.encode())
+
+    return page
+
+
+@contextmanager
+def serve(pages: Mapping[str, Page]) -> Iterator[str]:
+    """Serve these pages, and nothing else.
+
+    Yields:
+        The address.
+    """
+    ends = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if (page := pages.get(self.path)) is None:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.end_headers()
+            with suppress(BrokenPipeError, ConnectionResetError):  # who asked has enough
+                page(self.wfile.write, ends)
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = False  # so that leaving waits for them
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            ends.set()
+            server.shutdown()
+            thread.join()
+
+
+def metrics(requests: int = 10, **values: float) -> str:
+    """The page of a vLLM server with the connector, with these values of its metrics."""
+    registry = CollectorRegistry()
+    labels = ("model_name", "engine")
+    answered = REQUESTS.removesuffix("_total")
+    Counter(answered, "Answered.", labels, registry=registry).labels("m", "0").inc(requests)
+    for name, words in COUNTERS.items():
+        made = Counter(PREFIX + name, words, labels, registry=registry)
+        made.labels("m", "0").inc(values.get(name, 0))
+    for name, words in GAUGES.items():
+        gauge = Gauge(PREFIX + name, words, labels, registry=registry)
+        gauge.labels("m", "0").set(values.get(name, 0))
+    return generate_latest(registry).decode()

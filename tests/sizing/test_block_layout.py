@@ -1,0 +1,64 @@
+"""Blocks of the pool, for models whose groups are known from vLLM's log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sizing.published import DEEPSEEK_V32, GEMMA3_12B, LLAMA_8B, NEMOTRON_9B, write
+from tiered_kv.bench.sim.engine.models import MODELS
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.sizing.block_layout import BlockLayout, lay_out
+from tiered_kv.sizing.model_shape import read_shape
+
+
+def layout(folder: Path, config: Mapping[str, Any], ranks: int = 1) -> BlockLayout:
+    return lay_out(read_shape(write(folder, config), ranks=ranks).kv)
+
+
+def test_one_kind_of_kv_is_one_group(tmp_path: Path) -> None:
+    made = layout(tmp_path, LLAMA_8B)
+    (group,) = made.groups
+    assert (group.layers, group.block, made.block_bytes) == (32, 16, 16 * 131_072)
+    assert made.held(1600) == 100
+    assert made.held_bytes(1600) == made.needed_bytes(1600) == 1600 * 131_072
+    assert made.held(1601) == 101
+
+
+def test_an_indexer_shares_the_blocks_of_its_attention(tmp_path: Path) -> None:
+    made = layout(tmp_path, DEEPSEEK_V32)
+    (group,) = made.groups
+    assert (group.block, made.block_bytes) == (64, 64 * 61 * (1152 + 132))
+
+
+def test_windows_take_no_more_than_their_span(tmp_path: Path) -> None:
+    made = layout(tmp_path, GEMMA3_12B)
+    windows = [group for group in made.groups if group.kv.kind is KvKind.WINDOW]
+    assert [group.layers for group in made.groups] == [8] * 6
+    assert len(windows) == 5
+    assert [group.held(32_000) for group in windows] == [64] * 5
+    assert made.held(32_000) == 2000 + 5 * 64
+    assert made.held(160) == 6 * 10, "a short context lies in all of them"
+
+
+def test_blocks_beside_states_are_as_long_as_a_state_makes_them(tmp_path: Path) -> None:
+    made = layout(tmp_path, NEMOTRON_9B)
+    model = MODELS["nemotron-nano-9b-v2"]
+    attention = [group for group in made.groups if group.kv.kind is KvKind.FULL]
+    assert {group.block for group in made.groups} == {model.block} == {1312}
+    assert [group.layers for group in attention] == [4]
+    assert made.block_bytes == model.group_kv_bytes * model.block
+    states = [group for group in made.groups if group.kv.kind is KvKind.STATE]
+    assert len(states) == len(model.groups) - 1
+    assert made.held(13_120) == 10 + 2 * len(states)
+    moved = made.needed_bytes(13_120)
+    assert moved == 10 * attention[0].page_bytes + 27 * 5_316_608
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_a_block(tmp_path: Path, ranks: int) -> None:
+    whole = layout(tmp_path, LLAMA_8B)
+    assert layout(tmp_path, LLAMA_8B, ranks).block_bytes * ranks == whole.block_bytes

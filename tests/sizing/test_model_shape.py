@@ -1,0 +1,180 @@
+"""Published models are read as their authors and vLLM describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sizing.published import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GEMMA3_12B,
+    GPT2,
+    GPT_OSS_120B,
+    LLAMA4_SCOUT,
+    LLAMA_8B,
+    NEMOTRON_9B,
+    QWEN3_NEXT_80B,
+    write,
+)
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.sizing.model_config import ModelError
+from tiered_kv.sizing.model_shape import ModelShape, read_shape
+
+
+def kinds(shape: ModelShape) -> dict[KvKind, tuple[int, int, int]]:
+    """Layers, bytes of a token or a state in one, and span, by kind."""
+    return {
+        one.kind: (one.layers, one.token_bytes or one.state_bytes, one.reach.span)
+        for one in shape.kv
+    }
+
+
+FULL, WINDOW, CHUNK, STATE = KvKind.FULL, KvKind.WINDOW, KvKind.CHUNK, KvKind.STATE
+PUBLISHED = (
+    (LLAMA_8B, 8.03, 7.5, {FULL: (32, 4096, 0)}),
+    (GEMMA3_12B, 11.8, 11.8, {WINDOW: (40, 8192, 1024), FULL: (8, 8192, 0)}),
+    (DEEPSEEK_V3, 671, 37, {FULL: (61, 1152, 0)}),
+    (GPT_OSS_120B, 116.8, 5.13, {WINDOW: (18, 2048, 128), FULL: (18, 2048, 0)}),
+    (QWEN3_NEXT_80B, 80, 3.6, {FULL: (12, 2048, 0), STATE: (36, 1_097_728, 0)}),
+    (NEMOTRON_9B, 8.89, 8.3, {FULL: (4, 4096, 0), STATE: (27, 5_316_608, 0)}),
+    (GPT2, 0.124, 0.124, {FULL: (12, 3072, 0)}),
+    (LLAMA4_SCOUT, 108, 16.2, {CHUNK: (36, 4096, 8192), FULL: (12, 4096, 0)}),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active", "kv"), PUBLISHED, ids=[c["model_type"] for c, *_ in PUBLISHED]
+)
+def test_a_published_model_has_the_size_that_its_authors_tell(
+    tmp_path: Path,
+    config: Mapping[str, Any],
+    total: float,
+    active: float,
+    kv: dict[KvKind, tuple[int, int, int]],
+) -> None:
+    """Billions of parameters within two percent, and layers as vLLM counts them."""
+    shape = read_shape(write(tmp_path, config))
+    assert shape.parameters.total / 1e9 == pytest.approx(total, rel=0.02)
+    assert shape.parameters.active / 1e9 == pytest.approx(active, rel=0.02)
+    assert kinds(shape) == kv
+    assert shape.notes == ()
+    assert shape.dtype == shape.kv_dtype == "bfloat16"
+
+
+def test_fields_that_a_published_file_leaves_out_are_those_of_its_class(tmp_path: Path) -> None:
+    """Gemma 3 4B names neither heads nor a pattern of layers."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    shape = read_shape(write(tmp_path, {"model_type": "gemma3", "text_config": text}))
+    assert kinds(shape) == {WINDOW: (29, 4096, 1024), FULL: (5, 4096, 0)}
+    assert shape.parameters.total / 1e9 == pytest.approx(3.88, rel=0.01)
+
+
+def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA_8B)
+    assert read_shape(folder / "config.json") == read_shape(folder)
+
+
+def test_ranks_share_heads_until_there_are_none_left(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA_8B)
+    assert [kinds(read_shape(folder, ranks=n))[FULL][1] for n in (1, 2, 8, 16)] == [
+        4096,
+        2048,
+        512,
+        512,
+    ]
+    with pytest.raises(ModelError, match="cannot be split over 3 GPUs"):
+        read_shape(folder, ranks=3)
+
+
+def test_every_rank_has_the_whole_latent_vector(tmp_path: Path) -> None:
+    folder = write(tmp_path, DEEPSEEK_V3)
+    assert kinds(read_shape(folder, ranks=8))[FULL] == (61, 1152, 0)
+
+
+def test_states_are_split_over_ranks_but_for_groups_that_all_need(tmp_path: Path) -> None:
+    folder = write(tmp_path, NEMOTRON_9B)
+    whole, half = (kinds(read_shape(folder, ranks=n))[STATE][1] for n in (1, 2))
+    assert half == whole // 2
+    one_group = write(tmp_path, {**NEMOTRON_9B, "n_groups": 1})
+    whole, half = (kinds(read_shape(one_group, ranks=n))[STATE][1] for n in (1, 2))
+    assert half > whole // 2, "both ranks need the group"
+
+
+def test_kv_in_fp8_takes_half_and_states_stay_as_they_are(tmp_path: Path) -> None:
+    folder = write(tmp_path, NEMOTRON_9B)
+    half = kinds(read_shape(folder, kv_dtype="fp8"))
+    assert half == {FULL: (4, 2048, 0), STATE: (27, 5_316_608, 0)}
+
+
+def test_a_quantized_model_may_bring_the_type_of_its_kv(tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float"}
+    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    shape = read_shape(write(tmp_path, {**LLAMA_8B, "quantization_config": config}))
+    assert (shape.kv_dtype, kinds(shape)[FULL][1]) == ("fp8", 2048)
+    assert "fp8" in shape.notes[0]
+
+
+def test_sparse_mla_has_an_indexer_beside_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, DEEPSEEK_V32)
+    shape = read_shape(folder)
+    assert [(one.words, one.token_bytes) for one in shape.kv] == [
+        ("MLA", 1152),
+        ("MLA's indexer", 132),
+    ]
+    assert [one.token_bytes for one in read_shape(folder, kv_dtype="fp8").kv] == [656, 132]
+
+
+def test_an_unknown_model_with_plain_heads_is_read_and_said_so(tmp_path: Path) -> None:
+    config = {**LLAMA_8B, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
+    shape = read_shape(write(tmp_path, config))
+    assert kinds(shape) == {FULL: (32, 4096, 0)}
+    (note,) = shape.notes
+    assert note.startswith("NovelForCausalLM is not known")
+
+
+REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({**LLAMA_8B, "num_hidden_layers": None}, "no num_hidden_layers"),
+    ({**LLAMA_8B, "num_attention_heads": "many"}, "not a number"),
+    ({**LLAMA_8B, "model_type": "novel", "ssm_state_size": 16}, "its ssm_state_size says"),
+    ({**LLAMA_8B, "model_type": "novel", "kv_lora_rank": 512}, "its kv_lora_rank says"),
+    ({**LLAMA_8B, "layer_types": ["full_attention", "telepathy"]}, "'telepathy'"),
+    ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "keeps states"),
+    ({**LLAMA_8B, "is_encoder_decoder": True}, "has an encoder"),
+    ({"model_type": "llama"}, "no num_hidden_layers"),
+)
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED)
+def test_what_cannot_be_read_is_said_in_a_sentence(
+    tmp_path: Path, config: Mapping[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        read_shape(write(tmp_path, config))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"llama"'])
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_shape(tmp_path)
+
+
+def test_a_name_on_a_hub_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="models of a hub are not fetched"):
+        read_shape(tmp_path / "meta-llama" / "Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("int4", "auto"), ("auto", "fp3")])
+def test_a_type_that_does_not_exist_is_refused(tmp_path: Path, dtype: str, kv_dtype: str) -> None:
+    with pytest.raises(ModelError, match="write one of"):
+        read_shape(write(tmp_path, LLAMA_8B), dtype=dtype, kv_dtype=kv_dtype)

@@ -1,0 +1,73 @@
+"""Bytes of a token and of a state are exactly those that vLLM computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sizing.vllm_specs import MORE
+from tiered_kv.bench.models.catalogue import MODELS
+from tiered_kv.sizing.block_layout import lay_out
+from tiered_kv.sizing.model_shape import ModelShape, read_shape
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [model for model in (*MODELS, *MORE) if not model.adapter]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configurations of tiny models, and what vLLM makes of them."""
+    pytest.importorskip("vllm")
+    made = tmp_path_factory.mktemp("models")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(made)}
+    command = [sys.executable, "-m", "tests.sizing.vllm_specs", str(made)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return made
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Layers as vLLM has them, by model."""
+    found: dict[str, list[dict[str, Any]]] = json.loads((folder / "specs.json").read_text())
+    return found
+
+
+def ours(folder: Path, name: str, options: dict[str, Any]) -> ModelShape:
+    kv_dtype = str(options.get("kv_cache_dtype", "auto"))
+    return read_shape(folder / name, dtype="bfloat16", kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
+def test_a_layer_s_kv_takes_what_vllm_gives_it(
+    model: Any, folder: Path, theirs: dict[str, list[dict[str, Any]]]
+) -> None:
+    shape = ours(folder, model.name, dict(model.options))
+    expected = Counter(
+        (one["token_bytes"], one["state_bytes"], one["span"]) for one in theirs[model.name]
+    )
+    found: Counter[tuple[int, int, int]] = Counter()
+    for layers in shape.kv:
+        found[layers.token_bytes, layers.state_bytes, layers.reach.span] += layers.layers
+    assert found == expected
+    assert shape.notes == ()
+
+
+@pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
+def test_layers_are_put_into_the_groups_that_vllm_makes(
+    model: Any, folder: Path, theirs: dict[str, list[dict[str, Any]]]
+) -> None:
+    shape = ours(folder, model.name, dict(model.options))
+    sizes = Counter(one["group"] for one in theirs[model.name]).values()
+    assert sorted(group.layers for group in lay_out(shape.kv).groups) == sorted(sizes)

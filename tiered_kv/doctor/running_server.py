@@ -1,0 +1,110 @@
+"""Checks of a running server, by its ``/health`` and its ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tiered_kv.metrics import COUNTERS
+
+from .finding import Finding, fail, ok, warn
+from .metrics_page import UnreachableError, base_of, fetch, totals
+
+PREFIX = "vllm:tiered_kv_"
+REQUESTS = "vllm:request_success_total"
+"""Requests that vLLM has answered."""
+
+FAILURES: Mapping[str, str] = {
+    "save_failures": "See the server's log for the failed copies.",
+    "restore_failures": "See the server's log for the failed copies.",
+    "compression_failures": "See the server's log for the pages.",
+    "demotion_failures": "Look at the disk: tiered-kv doctor beside the server does.",
+    "promotion_failures": "Look at the disk: tiered-kv store verify reads every page.",
+    "ssd_pages_bad": "Look at the disk: tiered-kv store verify reads every page.",
+    "ssd_segments_bad": "Look at the disk: tiered-kv store verify reads every page.",
+    "ssd_errors": "Look at the disk and at the kernel's log.",
+    "ssd_pages_refused": "The disk had no room or failed: see TIERED_KV_SSD_GIB.",
+    "hook_errors": "See the server's log, and report what it says: each is logged once.",
+    "watchdog_barks": "See the server's log, and report what it says.",
+    "tool_read_errors": "See the server's log, and report what it says.",
+    "trace_dropped": "Put TIERED_KV_TRACE on a faster disk, or unset it.",
+    "hints_ignored": "Clients send values of kv_transfer_params that make no sense: see the docs.",
+}
+"""Counters that should stay at 0, and what to do where one does not."""
+
+
+def check_server(url: str) -> Iterator[Finding]:
+    """Check the server at this address."""
+    try:
+        base = base_of(url)
+        fetch(f"{base}/health")
+    except UnreachableError as error:
+        advice = "Start it, or give the address that clients use, as http://HOST:8000."
+        yield fail("server", f"{url}: {error}", advice)
+        return
+    yield ok("server", f"{base} is up")
+    try:
+        found = totals(fetch(f"{base}/metrics"))
+    except UnreachableError as error:
+        advice = "Ask the server itself, not a router: vLLM has its metrics there."
+        yield fail("metrics", f"{base}/metrics: {error}", advice)
+        return
+    yield from check_metrics(found)
+
+
+def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
+    """Check what a server counts.
+
+    Args:
+        found: sums of its metrics, by name.
+    """
+    if not any(name.startswith(PREFIX) for name in found):
+        if any(name.startswith("vllm:") for name in found):
+            advice = "Start it with --kv-transfer-config: tiered-kv plan writes the flags."
+            yield fail("connector", "vLLM runs without it", advice)
+        else:
+            yield fail("connector", "no metrics of vLLM", "Give the address of a vLLM server.")
+        return
+    yield _work(found)
+    yield _tiers(found)
+    counts = {name: _count(found, name) for name in FAILURES if name in COUNTERS}
+    for name, count in counts.items():
+        if count:
+            seen = f"{count:,.0f}: {COUNTERS[name][:1].lower()}{COUNTERS[name][1:]}"
+            yield warn(name, seen, FAILURES[name])
+    if not any(counts.values()):
+        yield ok("failures", f"none in {len(counts)} counters")
+
+
+def _work(found: Mapping[str, float]) -> Finding:
+    """Whether the connector sees turns, and where their prompts came from."""
+    turns, requests = _count(found, "turns"), found.get(REQUESTS, 0.0)
+    if not turns:
+        if requests:
+            advice = "See the server's log: hooks that fail leave vLLM to itself."
+            return fail("connector", f"no turn of {requests:,.0f} answered requests", advice)
+        return ok("connector", "loaded; no request has been answered yet")
+    parts = {name: _count(found, f"prompt_tokens_{name}") for name in ("vram", "cpu", "recomputed")}
+    whole = sum(parts.values()) or 1.0
+    words = (
+        f"{turns:,.0f} turns; of their prompts {parts['vram'] / whole:.0%} was in VRAM, "
+        f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} was "
+        "computed"
+    )
+    if found.get(f"{PREFIX}cpu_slots", 0.0) and not _count(found, "pages_saved"):
+        advice = "See the server's log: turns shorter than a block of KV have nothing to save."
+        return warn("connector", f"{words}; no page was saved", advice)
+    return ok("connector", words)
+
+
+def _tiers(found: Mapping[str, float]) -> Finding:
+    slots = found.get(f"{PREFIX}cpu_slots", 0.0)
+    pages, below = (found.get(f"{PREFIX}{name}", 0.0) for name in ("cpu_pages", "ssd_pages"))
+    if not slots:
+        advice = "Set TIERED_KV_CPU_GIB, unless pins alone are meant."
+        return warn("tiers", "CPU memory is off", advice)
+    words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
+    return ok("tiers", words)
+
+
+def _count(found: Mapping[str, float], name: str) -> float:
+    return found.get(f"{PREFIX}{name}_total", 0.0)

@@ -1,0 +1,148 @@
+"""Checks of the folder for pages on SSD. Nothing is left there."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiered_kv.config import GIB, TierConfig
+from tiered_kv.errors import TieredKVError
+from tiered_kv.storage.admin.inventory import find_stores, is_root
+from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
+from tiered_kv.storage.store.locks import StoreError
+
+from .finding import Finding, fail, ok, warn
+from .mounts import Mount, find_mount
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+OVER_NETWORK = frozenset(
+    {"9p", "afs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3"}
+)
+PROBE_BYTES = 64 << 20
+PROBE_THREADS = 4
+SLOW_BYTES_PER_S = 0.5e9
+"""Rate of reads below which hardly any model's contexts are worth a restore: 131 KB a token of
+Llama 3.1 8B at this rate are 4,000 tokens a second."""
+
+
+def check_ssd(config: TierConfig) -> Iterator[Finding]:
+    """Check the folder, what it is on, and how fast that is."""
+    path = config.ssd_path
+    if path is None:
+        yield ok("SSD", "TIERED_KV_SSD_PATH is unset: the tier is off")
+        return
+    if not path.is_dir():
+        yield _to_be_made(path)
+        return
+    mount = find_mount(path)
+    if mount is not None:
+        yield check_mount(mount)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=path)
+    except OSError as error:
+        advice = "Name a folder that the server's user may write, or change its owner."
+        yield fail("SSD folder", f"{path}: {error.strerror}", advice)
+        return
+    os.close(descriptor)
+    Path(name).unlink()
+    yield ok("SSD folder", f"{path} is writable")
+    yield _space(config, path)
+    yield _direct(path)
+    yield _speed(path)
+
+
+def _to_be_made(path: Path) -> Finding:
+    parent = path.parent
+    if os.access(parent, os.W_OK | os.X_OK):
+        advice = f"Make it and ask again, to have its disk looked at: mkdir {path}"
+        return warn("SSD folder", f"{path} is not there; a server makes it at start", advice)
+    advice = f"Make it for the server's user: {parent} is not to be written by this one."
+    return fail("SSD folder", f"{path} is not there", advice)
+
+
+def check_mount(mount: Mount) -> Finding:
+    """Check the file system and its options."""
+    seen = f"{mount.kind} on {mount.source}, {','.join(mount.options)}"
+    if "ro" in mount.options:
+        return fail("SSD mount", seen, f"It is read-only: mount -o remount,rw {mount.point}")
+    if mount.kind in IN_MEMORY:
+        advice = "It lies in memory: raise TIERED_KV_CPU_GIB instead, or name a folder on a disk."
+        return warn("SSD mount", seen, advice)
+    if mount.kind in OVER_NETWORK or mount.kind.startswith("fuse"):
+        advice = "Name a folder on a local disk: a store is one machine's, and reads must be fast."
+        return warn("SSD mount", seen, advice)
+    if mount.kind == "overlay":
+        advice = "Mount a volume there: a container's own layer goes with the container."
+        return warn("SSD mount", seen, advice)
+    if {"sync", "dirsync"} & set(mount.options):
+        advice = "Mount it without sync: pages are made durable in groups, not one by one."
+        return warn("SSD mount", seen, advice)
+    return ok("SSD mount", seen)
+
+
+def _space(config: TierConfig, path: Path) -> Finding:
+    """Free space, with what stores have already, against the room that was asked for."""
+    found = os.statvfs(path)
+    free = found.f_bavail * found.f_frsize
+    ours = 0
+    try:
+        if is_root(path):
+            ours = sum(store.nbytes for store in find_stores(path).stores)
+    except (StoreError, TieredKVError, OSError):
+        ours = 0
+    seen = f"{free / GIB:.1f} GiB free"
+    if ours:
+        seen += f", {ours / GIB:.1f} GiB in stores"
+    seen += f", TIERED_KV_SSD_GIB={config.ssd_gib:g}"
+    if free + ours < config.ssd_bytes:
+        advice = (
+            f"TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free some: pages keep to "
+            "the room that there is."
+        )
+        return warn("SSD space", seen, advice)
+    return ok("SSD space", seen)
+
+
+def _direct(path: Path) -> Finding:
+    """Whether files can be written past the page cache."""
+    descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=path)
+    os.close(descriptor)
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        return _not_direct(error)
+    finally:
+        Path(name).unlink()
+    try:
+        with mmap.mmap(-1, 1 << 16) as buffer:
+            os.pwrite(descriptor, buffer, 0)
+    except OSError as error:
+        return _not_direct(error)
+    finally:
+        os.close(descriptor)
+    return ok("O_DIRECT", "works")
+
+
+def _not_direct(error: OSError) -> Finding:
+    advice = "Use ext4 or XFS: through the page cache, pages take memory from the server."
+    return warn("O_DIRECT", str(error.strerror), advice)
+
+
+def _speed(path: Path) -> Finding:
+    try:
+        return judge_speed(measure_disk(path, PROBE_THREADS, PROBE_BYTES))
+    except OSError as error:
+        advice = f"Free {PROBE_BYTES >> 20} MiB at least, or name another disk."
+        return fail("SSD speed", f"cannot be measured: {error.strerror or error}", advice)
+
+
+def judge_speed(speed: DiskSpeed) -> Finding:
+    """Judge a measured speed."""
+    seen = f"reads {speed.read / 1e9:.2f} GB/s, writes {speed.write / 1e9:.2f} GB/s"
+    if speed.read < SLOW_BYTES_PER_S:
+        advice = "Use a local NVMe disk: a GPU computes most contexts faster than this one reads."
+        return warn("SSD speed", seen, advice)
+    return ok("SSD speed", seen)

@@ -1,0 +1,85 @@
+"""Checks of environment variables: ours, and PYTHONHASHSEED, which names blocks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from tiered_kv.config import ENV_PREFIX, TierConfig, load_config
+from tiered_kv.errors import ConfigError
+
+from .finding import Finding, fail, ok, warn
+
+ALIKE = 0.85
+"""Likeness from which on another name is taken for one of ours, mistyped."""
+
+KNOWN = tuple(ENV_PREFIX + field.name.upper() for field in fields(TierConfig))
+
+
+def read_settings(env: Mapping[str, str]) -> TierConfig:
+    """Settings as far as they can be read; defaults in place of those that cannot."""
+    good = {name: value for name, value in env.items() if _wrong(name, value) is None}
+    try:
+        return load_config(good)
+    except ConfigError:  # each may be right, and all together wrong
+        return TierConfig()
+
+
+def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Check each variable of ours by itself, all of them together, and names that look alike."""
+    wrong = {name: said for name, value in env.items() if (said := _wrong(name, value))}
+    for name, said in sorted(wrong.items()):
+        advice = _sentence(said) if name in KNOWN else _meant(name)
+        yield fail(name, env[name] or "empty", advice)
+    for name in sorted(env):
+        close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=ALIKE)
+        if close and not name.startswith(ENV_PREFIX):
+            yield warn(name, "not read by anybody", f"Did you mean {close[0]}?")
+    if wrong:
+        return
+    given = sorted(name for name in env if name in KNOWN)
+    try:
+        load_config(env)
+    except ConfigError as error:
+        yield fail("settings", ", ".join(given), _sentence(str(error)))
+        return
+    said = ", ".join(f"{name}={env[name]}" for name in given)
+    yield ok("settings", said or "none set: defaults apply")
+
+
+def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
+    """Check whether a restarted server finds its pages on SSD.
+
+    vLLM seeds its block hashes at random only with xxhash and without PYTHONHASHSEED
+    (``vllm.v1.core.kv_cache_utils.resolve_none_hash_seed``). A server's flags are not known here.
+    """
+    name = "PYTHONHASHSEED"
+    if (seed := env.get(name)) is not None:
+        return ok(name, f"{seed}: pages are found again only by servers with the same")
+    if config.ssd_path is None:
+        return ok(name, "unset: matters for pages on SSD only")
+    return ok(name, "unset: set it if --prefix-caching-hash-algo names an xxhash")
+
+
+def _wrong(name: str, value: str) -> str | None:
+    """What is wrong with a variable of ours by itself; None if nothing is, or it is not ours."""
+    if not name.startswith(ENV_PREFIX):
+        return None
+    try:
+        load_config({name: value})
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _meant(name: str) -> str:
+    """What somebody may have meant who set a variable that does not exist."""
+    close = difflib.get_close_matches(name, KNOWN, n=1)
+    if close:
+        return f"There is no such setting: did you mean {close[0]}?"
+    return "There is no such setting: unset it. docs/configuration.md lists them."
+
+
+def _sentence(said: str) -> str:
+    return said[:1].upper() + said[1:] if not said.startswith(ENV_PREFIX) else said

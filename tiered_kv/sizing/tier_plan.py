@@ -1,0 +1,208 @@
+"""A plan: what the tiers of a server hold, and what restoring and computing a context take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.kv_reach import KvKind
+
+from .block_layout import BlockLayout, lay_out
+from .gpus import GB, GIB, GPUS, RESERVED_BYTES, Gpu
+from .kv_layers import KvLayers
+from .model_shape import ModelShape
+from .step_cost import ModelWork, StepCost, link_bytes_per_s, roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A server as an operator thinks of it.
+
+    Attributes:
+        gpu: name in ``GPUS``.
+        context: tokens of a job's context.
+        jobs: contexts that wait or run at the same time; None if nobody knows.
+        cpu_gib: CPU memory for KV; None to take what the jobs need.
+        ssd_gib: SSD for KV; 0 for none.
+        ssd_gbps: GB/s that reads of the SSD reach.
+        utilization: share of VRAM that vLLM takes.
+    """
+
+    gpu: str
+    context: int
+    jobs: int | None
+    cpu_gib: float | None
+    ssd_gib: float
+    ssd_gbps: float
+    utilization: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """A tier.
+
+    Attributes:
+        name: of the tier.
+        nbytes: room for KV, over all ranks.
+        contexts: of the asked length that it holds.
+        tokens: in such contexts.
+        restore_s: seconds until a context that waits there is in VRAM.
+        break_even_s: longest gap for which waiting there beats computing when the tier is full: the
+            context's share of it, for as long, is worth the seconds that are saved. 0 if a whole
+            context has no room.
+    """
+
+    name: str
+    nbytes: float
+    contexts: float
+    tokens: int
+    restore_s: float
+    break_even_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Server of a model, and what it would hold.
+
+    Attributes:
+        tiers: fastest first.
+        context_bytes: bytes of a context, over all ranks.
+        compute_s: seconds to compute a context.
+        pin_s: longest gap for which a pin in a full pool beats CPU memory; None without.
+        cpu_gib: CPU memory for KV, given or chosen.
+        link: bytes/s between VRAM and CPU memory.
+        cost: what steps take.
+        notes: sentences on what was assumed, or does not fit.
+    """
+
+    setup: Setup
+    shape: ModelShape
+    layout: BlockLayout
+    tiers: tuple[TierPlan, ...]
+    context_bytes: int
+    compute_s: float
+    pin_s: float | None
+    cpu_gib: float
+    link: float
+    cost: StepCost
+    notes: tuple[str, ...]
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU."""
+        return GPUS[self.setup.gpu]
+
+
+def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
+    """Plan a server.
+
+    Args:
+        default_cpu_gib: CPU memory for KV if neither it nor a number of jobs is given, GiB.
+
+    Raises:
+        ConfigError: the model does not fit into the GPUs, or there is an SSD without CPU memory.
+    """
+    gpu, ranks, context = GPUS[setup.gpu], shape.ranks, setup.context
+    layout = lay_out(shape.kv)
+    pool = _pool_bytes(shape, setup)
+    link = link_bytes_per_s(gpu, ranks)
+    cost = roofline(gpu, ranks, _work(shape, context))
+    compute_s = cost.whole_prefill(context)
+    moved = layout.needed_bytes(context) * ranks
+    held = layout.held(context)
+    slots_bytes = held * layout.slot_bytes * ranks
+    cpu_gib = setup.cpu_gib
+    if cpu_gib is None:
+        needed = math.ceil((setup.jobs or 0) * slots_bytes / GIB)
+        cpu_gib = float(needed) if setup.jobs else default_cpu_gib
+    if setup.ssd_gib > 0 and cpu_gib == 0:
+        raise ConfigError("Pages on SSD pass through CPU memory: give some, or no SSD.")
+
+    def tier(name: str, nbytes: float, each: float, restore_s: float) -> TierPlan:
+        contexts = nbytes / each
+        saved = max(0.0, compute_s - restore_s) if contexts >= 1 else 0.0
+        return TierPlan(
+            name, nbytes, contexts, int(contexts * context), restore_s, saved * contexts
+        )
+
+    up_s = moved / link
+    tiers = [tier("VRAM", pool, held * layout.block_bytes * ranks, 0.0)]
+    if cpu_gib > 0:
+        tiers.append(tier("CPU memory", cpu_gib * GIB, slots_bytes, up_s))
+    if setup.ssd_gib > 0:
+        read_s = moved / (setup.ssd_gbps * GB)
+        pages = layout.held_bytes(context) * ranks
+        tiers.append(tier("SSD", setup.ssd_gib * GIB, pages, read_s + up_s))
+    return Plan(
+        setup=setup,
+        shape=shape,
+        layout=layout,
+        tiers=tuple(tiers),
+        context_bytes=layout.held_bytes(context) * ranks,
+        compute_s=compute_s,
+        pin_s=min(up_s, compute_s) * tiers[0].contexts if cpu_gib > 0 else None,
+        cpu_gib=cpu_gib,
+        link=link,
+        cost=cost,
+        notes=(*shape.notes, *_notes(shape, setup, tiers, compute_s)),
+    )
+
+
+def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of VRAM that are left for KV, over all ranks."""
+    memory = GPUS[setup.gpu].memory
+    of_rank = setup.utilization * memory - RESERVED_BYTES
+    left = shape.ranks * of_rank - shape.weights.nbytes
+    if left <= 0:
+        needed = math.ceil(shape.weights.nbytes / of_rank) if of_rank > 0 else 0
+        more = f": it takes {needed} or more" if needed else ""
+        raise ConfigError(
+            f"{shape.architecture} with {shape.weights.nbytes / GIB:.1f} GiB of weights does not "
+            f"fit into {shape.ranks} {setup.gpu}{more}."
+        )
+    return left
+
+
+def _work(shape: ModelShape, context: int) -> ModelWork:
+    """Work of the model. Layers that see the last tokens only are told by one span, the longest."""
+
+    def near(one: KvLayers) -> int:
+        span = one.sees or one.reach.span
+        return span // 2 if one.kind is KvKind.CHUNK else span
+
+    far = [one for one in shape.kv if one.kind is not KvKind.STATE and not near(one)]
+    close = [one for one in shape.kv if one.kind is not KvKind.STATE and near(one)]
+    return ModelWork(
+        weight_bytes=shape.weights.nbytes,
+        active=shape.parameters.active,
+        pair_flops=sum(one.layers * one.pair_flops for one in far),
+        kv_bytes=shape.ranks * sum(one.layers * one.token_bytes for one in far),
+        state_bytes=shape.ranks * sum(one.layers * one.state_bytes for one in shape.kv),
+        all_reduces=shape.all_reduces,
+        span=max((near(one) for one in close), default=0),
+        near_pair_flops=sum(one.layers * one.pair_flops for one in close),
+        near_kv_bytes=shape.ranks * sum(one.layers * one.token_bytes for one in close),
+    )
+
+
+def _notes(
+    shape: ModelShape, setup: Setup, tiers: Sequence[TierPlan], compute_s: float
+) -> list[str]:
+    notes = []
+    if shape.max_len is not None and setup.context > shape.max_len:
+        notes.append(f"The model's contexts end at {shape.max_len:,} tokens.")
+    if tiers[0].contexts < 1:
+        notes.append("A context of that length does not fit into VRAM: vLLM would refuse it.")
+    for one in tiers[1:]:
+        if one.contexts < 1:
+            needed = math.ceil(one.nbytes / one.contexts / GIB)
+            notes.append(f"{one.name} has no room for a whole context: it takes {needed:,} GiB.")
+        elif one.restore_s >= compute_s:
+            notes.append(f"Computing is faster than a restore from {one.name}.")
+    if setup.jobs is not None:
+        fit = [one.name for one in tiers if one.contexts >= setup.jobs]
+        whole = f"{fit[0]} holds" if fit else "No tier holds"
+        notes.append(f"{whole} the contexts of all {setup.jobs:,} jobs.")
+    return notes

@@ -1,0 +1,111 @@
+"""Size of a model's weights: of its files, or estimated from its configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .element_types import SIZES, quantization
+from .model_config import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000
+"""Longest header of a file of safetensors, bytes: the format's own limit."""
+_FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types of safetensors that become the served type, and their sizes."""
+
+BITS: Mapping[str, float] = {
+    "fp8": 8,
+    "compressed-tensors": 8,
+    "modelopt": 8,
+    "modelopt_fp4": 4.5,
+    "mxfp4": 4.25,
+    "awq": 4.25,
+    "gptq": 4.25,
+    "bitsandbytes": 4.5,
+}
+"""Bits of a parameter by kind of quantization, scales included; used where there are no files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights as served.
+
+    Attributes:
+        nbytes: over all ranks.
+        source: what the size was taken from.
+    """
+
+    nbytes: float
+    source: str
+
+
+def weigh(config: ModelConfig, folder: Path, parameters: float, dtype: str) -> Weights:
+    """Size of a model's weights as served in ``dtype``.
+
+    Args:
+        folder: where files of weights would be.
+        parameters: of the model, for the estimate where there are none.
+    """
+    quantized = quantization(config)
+    if files := _files(folder):
+        try:
+            element = None if quantized else SIZES[dtype]
+            nbytes = sum(tensor for file in files for tensor in _tensors(file, element))
+            return Weights(nbytes, f"{len(files)} safetensors files")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # pointers to the files, or files that are not whole yet
+    if (total := _indexed_bytes(folder / INDEX)) is not None:
+        return Weights(total, INDEX)
+    method = str(quantized.get("quant_method", "")).lower().replace("_", "-")
+    bits = BITS.get(method, BITS.get(method.replace("-", "_"))) if quantized else None
+    if bits is None:
+        bits = 8.0 * SIZES[dtype]
+    words = f"estimated: {parameters / 1e9:,.2f} billion parameters of {bits:g} bits"
+    return Weights(parameters * bits / 8, words)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files of weights; none if one that the index names is missing."""
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        found = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    return found if all(file.is_file() for file in found) else []
+
+
+def _indexed_bytes(index: Path) -> float | None:
+    try:
+        total = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(total) if isinstance(total, (int, float)) and total > 0 else None
+
+
+def _tensors(file: Path, element: int | None) -> Iterator[float]:
+    """Bytes of a file's tensors.
+
+    Args:
+        element: bytes to which floats are converted when they are loaded; None for weights that
+            are loaded as they are.
+
+    Raises:
+        ValueError: the file is not whole, or none of safetensors.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        room = file.stat().st_size - 8 - length
+        if length > _MAX_HEADER or room < 0:
+            raise ValueError("no header of safetensors")
+        header = json.loads(opened.read(length))
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = tensor["data_offsets"]
+        if end > room:
+            raise ValueError("not whole")
+        of_file = _FLOATS.get(tensor["dtype"])
+        yield (end - begin) * (element / of_file if element and of_file else 1.0)
