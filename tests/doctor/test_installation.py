@@ -1,4 +1,4 @@
-"""What is installed is compared with what this project is tested with."""
+"""Installed versions are compared with those that this project is tested with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine gives is compared with what a server needs."""
+"""Resources of a machine are compared with what a server needs."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.store_disk import Disk
 from tests.doctor.told import by_check, verdicts
 from tiered_kv.config import TierConfig
 from tiered_kv.doctor.mounts import Mount
@@ -33,6 +34,15 @@ def test_room_that_the_disk_does_not_have_is_told(tmp_path: Path) -> None:
     found = by_check(check_ssd(TierConfig(ssd_path=tmp_path, ssd_gib=1 << 20)))
     assert found["SSD space"].verdict.value == "warn"
     assert found["SSD space"].advice.startswith("TIERED_KV_SSD_GIB=")
+
+
+def test_room_that_stores_have_already_counts_as_theirs(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "root")
+    disk.fill(40)
+    before = sorted(disk.root.rglob("*"))
+    found = by_check(check_ssd(TierConfig(ssd_path=disk.root, ssd_gib=0.01)))
+    assert "GiB in stores" in found["SSD space"].seen
+    assert sorted(disk.root.rglob("*")) == before
 
 
 def test_a_folder_that_is_to_be_made_is_not_made(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ class Verdict(Enum):
     """Verdict of a check."""
 
     OK = "ok"
-    """Nothing to change."""
+    """All is well."""
     WARN = "warn"
-    """It works, but worse than it could, or perhaps not as meant."""
+    """Room for improvement: it works, but worse than it could, or perhaps not as meant."""
     FAIL = "fail"
-    """The server does not start, or a part of it does nothing."""
+    """Failure: the server does not start, or a part of it does nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ EQUIVALENTS: Mapping[str, Callable[[str, int], str]] = {
     "ENABLE_CONTROLLER": _always(_NO_SHARING),
     "ENABLE_BLENDING": _always("Nothing: only whole prefixes are restored, so answers stay equal."),
 }
-"""What does the same here, by name without the prefix, from the value and the number of ranks."""
+"""Equivalents here, by name without the prefix, from the value and the number of ranks."""
 
 
 def check_lmcache(env: Mapping[str, str], ranks: int) -> Iterator[Finding]:

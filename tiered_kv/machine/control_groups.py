@@ -16,11 +16,11 @@ def lineage(group: str | None = None, mounted: Path = CGROUPS) -> Iterator[Path]
         group: the group, as ``/proc/self/cgroup`` has it; None for this process's.
         mounted: where control groups are mounted.
     """
-    inside = Path((own_group() if group is None else group).strip("/"))
+    inside = Path((_own_group() if group is None else group).strip("/"))
     yield from (mounted / one for one in (inside, *inside.parents))
 
 
-def own_group() -> str:
+def _own_group() -> str:
     """This process's control group; none on a machine without."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
