@@ -172,6 +172,7 @@ class Admission:
         idle = not (self._turns.running or self.jobs.entering)
         patient = may_wait(now - turn.arrived_at, self._max_wait_s, idle=idle)
         if patient and is_settled(now - self._refused_at, changed=self._changed):
+            self.held.add(turn.request_id)
             return True
         self._changed = False
         need = self.jobs.demand_of_new(turn)

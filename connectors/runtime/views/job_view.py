@@ -21,7 +21,7 @@ MOST_TURNS = 100
 QUANTILES = {"q10_s": 0.1, "q50_s": 0.5, "q90_s": 0.9, "q99_s": 0.99}
 """Quantiles of a forecast that are told of one job."""
 SHORT_QUANTILES = {name: QUANTILES[name] for name in ("q50_s", "q90_s")}
-"""Those that are told of each job in a list."""
+"""Quantiles that are told of each job in a list."""
 
 
 class JobState(Enum):
@@ -34,9 +34,9 @@ class JobState(Enum):
     HELD = "held"
     """A turn has come; the job is new and waits for room."""
     WAITING = "waiting"
-    """No turn is there, and one is expected: its tool runs."""
+    """Between two turns: its tool runs, and the next turn is expected."""
     SILENT = "silent"
-    """No turn is there, and none is expected."""
+    """Between two turns, of which the next is not expected any more."""
 
 
 class Where(Enum):
@@ -49,7 +49,7 @@ class Where(Enum):
     STORE = "store"
     """The tiers below CPU memory."""
     NOWHERE = "nowhere"
-    """No place was given to it; VRAM may have it until it reuses the blocks."""
+    """Given no place: VRAM may have it until it reuses the blocks."""
 
 
 class JobView:

@@ -103,16 +103,15 @@ class TieredEndpoints:
 
     async def _job(self, request: Request) -> dict[str, Any]:
         read_nothing(request.query_params)
-        name = request.path_params["job"]
-        found = []
-        if 0 < len(name) <= MAX_JOB_ID_CHARS:
-            answers = await self._engines.ask({"ask": "job", "id": name})
-            found = [job for said in answers for job in said["jobs"]]
-        if not found:
+        name: str = request.path_params["job"]
+        can_be = 0 < len(name) <= MAX_JOB_ID_CHARS
+        answers = await self._engines.ask({"ask": "job", "id": name}) if can_be else []
+        jobs = [job for said in answers for job in said["jobs"]]
+        if not jobs:
             raise Refusal(
                 404, "There is no job of this id: it is over, was forgotten, or never came."
             )
-        return {"now": max(said["now"] for said in answers), "jobs": found}
+        return {"now": max(said["now"] for said in answers), "jobs": jobs}
 
 
 def _merged(answers: list[dict[str, Any]], page: Page) -> dict[str, Any]:

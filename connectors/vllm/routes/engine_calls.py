@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from .core_method import METHOD, NO_CONNECTOR
 from .refusals import Refusal
 
-logger = logging.getLogger(__name__)
-
 Call = Callable[..., Awaitable[list[str]]]
 
 PATIENCE_S = 30.0
-"""Longest wait for the engines' answers, seconds: they come between two steps."""
+"""Longest wait for the engines' answers, seconds, those to others before it included."""
 MOST_WAITING = 32
 """Questions that wait for their turn: more are refused."""
-TOO_OLD = (
-    "This vLLM cannot pass questions on to its engine: use 0.32 or 0.33, whose server runs the "
-    "engine in a process of its own."
+NO_WAY = (
+    "This server cannot pass questions on to an engine: use vLLM 0.30 to 0.33, and a server that "
+    "runs its engines in processes of their own."
 )
 NOT_THERE = (
     "The engine runs without TieredContinuumConnector: name it in --kv-transfer-config, and leave "
@@ -40,8 +37,7 @@ class EngineCalls:
     """
 
     def __init__(self, client: Any) -> None:
-        core = getattr(client, "engine_core", None)
-        self._call: Call | None = getattr(core, "call_utility_all_async", None)
+        self._call = _way_to_all(getattr(client, "engine_core", None))
         self._one_by_one = asyncio.Lock()
         self._waiting = 0
         self._missing = False
@@ -53,15 +49,15 @@ class EngineCalls:
             Refusal: there is no answer.
         """
         if self._call is None:
-            raise Refusal(501, TOO_OLD)
+            raise Refusal(501, NO_WAY)
         if self._missing:
             raise Refusal(501, NOT_THERE)
         if self._waiting >= MOST_WAITING:
             raise Refusal(429, "Too many questions wait for the engine: ask again in a while.")
         self._waiting += 1
         try:
-            async with self._one_by_one:
-                texts = await asyncio.wait_for(self._call(METHOD, question), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S), self._one_by_one:
+                texts = await self._call(METHOD, question)
         except TimeoutError:
             raise Refusal(
                 504, f"The engine has not answered for {PATIENCE_S:.0f} s: ask again."
@@ -83,3 +79,19 @@ class EngineCalls:
             self._missing = True  # an engine logs each such call, and would never have it
             return Refusal(501, NOT_THERE)
         return Refusal(503, "The engine does not answer: it is being stopped, or has failed.")
+
+
+def _way_to_all(core: Any) -> Call | None:
+    """Call of a method on every engine core; None if this client has none."""
+    if (to_all := getattr(core, "call_utility_all_async", None)) is not None:  # since 0.32
+        found: Call = to_all
+        return found
+    to_one = getattr(core, "_call_utility_async", None)
+    if to_one is None:
+        return None
+
+    async def call(method: str, *args: Any) -> list[str]:
+        calls = [to_one(method, *args, engine=engine) for engine in core.core_engines]
+        return await asyncio.gather(*calls)
+
+    return call
