@@ -46,7 +46,8 @@ def core_of(rig: Rig) -> Any:
 
 def call(core: Any, question: Any) -> dict[str, Any]:
     """The answer to a call through vLLM's own dispatch, as its client receives it."""
-    core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 7, METHOD, (question,)))
+    dispatch = core._handle_client_request  # noqa: SLF001 - pinned here
+    dispatch(EngineCoreRequestType.UTILITY, (0, 7, METHOD, (question,)))
     client, outputs = core.output_queue.get_nowait()
     assert client == 0
     bufs = MsgpackEncoder().encode(outputs)
