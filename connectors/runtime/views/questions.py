@@ -18,8 +18,8 @@ from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from .engine_status import status
 from .job_view import JobView
 
-MOST_JOBS = 1000
-"""Jobs in an answer."""
+MOST_JOBS = 100
+"""Jobs in an answer: to tell of them takes a millisecond, which a step is late by."""
 MOST_NAMESAKES = 100
 """Jobs of one name in an answer."""
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -17,12 +18,13 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from tiered_kv import __version__
 from tiered_kv.config import ADMIN_TOKEN
+from tiered_kv.connectors.runtime.views.questions import MOST_JOBS
 from tiered_kv.connectors.vllm.middleware import JobMiddleware
 from tiered_kv.policies.jobs.hints import MAX_JOB_ID_CHARS
 
 from .access import Access
 from .engine_calls import EngineCalls
-from .queries import Cursor, Page, read_nothing, read_page
+from .queries import Cursor, read_nothing, read_page
 from .refusals import Refusal
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,16 @@ class _JobId(Convertor[str]):
 
     def to_string(self, value: str) -> str:
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some of all engines' jobs, in the order of the list; ``next`` if there may be more."""
+
+    now: float
+    known: int
+    jobs: list[dict[str, Any]]
+    next: Cursor | None
 
 
 class TieredEndpoints:
@@ -97,9 +109,32 @@ class TieredEndpoints:
 
     async def _jobs(self, request: Request) -> dict[str, Any]:
         page = read_page(request.query_params)
-        after = [page.after.engine, page.after.number]
-        answers = await self._engines.ask({"ask": "jobs", "limit": page.limit, "after": after})
-        return _merged(answers, page)
+        jobs, after = list[dict[str, Any]](), page.after
+        while True:
+            part = await self._part(min(MOST_JOBS, page.limit - len(jobs)), after)
+            jobs += part.jobs
+            if part.next is None or len(jobs) == page.limit:
+                break
+            after = part.next
+        return {
+            "now": part.now,
+            "known": part.known,
+            "jobs": jobs,
+            "next": str(part.next) if part.next is not None else None,
+        }
+
+    async def _part(self, limit: int, after: Cursor) -> _Part:
+        """A part of a page: no more than an engine tells at once."""
+        question = {"ask": "jobs", "limit": limit, "after": [after.engine, after.number]}
+        answers = await self._engines.ask(question)
+        jobs = [job for said in answers for job in said["jobs"]]  # of each as many as are wanted
+        jobs = sorted(jobs, key=lambda job: (job["engine"], job["number"]))[:limit]
+        return _Part(
+            now=max(said["now"] for said in answers),
+            known=sum(said["known"] for said in answers),
+            jobs=jobs,
+            next=Cursor(jobs[-1]["engine"], jobs[-1]["number"]) if len(jobs) == limit else None,
+        )
 
     async def _job(self, request: Request) -> dict[str, Any]:
         read_nothing(request.query_params)
@@ -112,19 +147,6 @@ class TieredEndpoints:
                 404, "There is no job of this id: it is over, was forgotten, or never came."
             )
         return {"now": max(said["now"] for said in answers), "jobs": jobs}
-
-
-def _merged(answers: list[dict[str, Any]], page: Page) -> dict[str, Any]:
-    """A page of all engines' jobs, of which each gave as many as a page has."""
-    jobs = [job for said in answers for job in said["jobs"]]
-    jobs = sorted(jobs, key=lambda job: (job["engine"], job["number"]))[: page.limit]
-    is_full = len(jobs) == page.limit
-    return {
-        "now": max(said["now"] for said in answers),
-        "known": sum(said["known"] for said in answers),
-        "jobs": jobs,
-        "next": str(Cursor(jobs[-1]["engine"], jobs[-1]["number"])) if is_full else None,
-    }
 
 
 def _json(status: int, said: dict[str, Any], **headers: str) -> Response:

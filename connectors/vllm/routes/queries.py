@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiered_kv.connectors.runtime.views.questions import MOST_JOBS
-
 from .refusals import Refusal
 
 DEFAULT_LIMIT = 100
 """Jobs in a page unless the query says otherwise."""
+MOST_LIMIT = 1000
+"""Jobs in a page, at most."""
 
 _CURSOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,18})")
 _LIMIT = re.compile(r"[0-9]{1,4}")
@@ -44,8 +44,8 @@ def read_page(query: Mapping[str, str]) -> Page:
     """
     read_nothing({name: "" for name in query if name not in ("limit", "after")})
     limit = query.get("limit", str(DEFAULT_LIMIT))
-    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MOST_JOBS:
-        raise Refusal(400, f"limit is a number of jobs from 1 to {MOST_JOBS}.")
+    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MOST_LIMIT:
+        raise Refusal(400, f"limit is a number of jobs from 1 to {MOST_LIMIT}.")
     found = _CURSOR.fullmatch(query.get("after", "0.0"))
     if found is None:
         raise Refusal(400, "after is what the page before gave as next, such as 0.57.")

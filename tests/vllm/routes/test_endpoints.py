@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,27 @@ def test_a_page_of_jobs_goes_over_all_engines(monkeypatch: pytest.MonkeyPatch) -
     said = ask("/tiered_kv/jobs").json()
     assert len(said["jobs"]) == 4
     assert said["next"] is None, "there are no more"
+
+
+def test_a_long_page_is_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine tells a hundred jobs between two steps."""
+
+    class Engine(FakeCore):
+        async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:
+            self.asked.append(question)
+            after, limit = question["after"][1], question["limit"]
+            jobs = [job(number) for number in range(after + 1, min(after + limit, 230) + 1)]
+            return [json.dumps({"now": 1.0, "known": 230, "jobs": jobs})]
+
+    core = Engine()
+    _, ask = serve(monkeypatch, core)
+    said = ask("/tiered_kv/jobs?limit=210").json()
+    assert [one["number"] for one in said["jobs"]] == list(range(1, 211))
+    assert said["next"] == "0.210"
+    assert [one["limit"] for one in core.asked] == [100, 100, 10]
+    said = ask("/tiered_kv/jobs?limit=1000").json()
+    assert len(said["jobs"]) == 230
+    assert said["next"] is None
 
 
 def test_a_job_is_found_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
