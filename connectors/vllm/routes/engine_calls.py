@@ -92,6 +92,7 @@ def _way_to_all(core: Any) -> Call | None:
 
     async def call(method: str, *args: Any) -> list[str]:
         calls = [to_one(method, *args, engine=engine) for engine in core.core_engines]
-        return await asyncio.gather(*calls)
+        found: list[str] = await asyncio.gather(*calls)
+        return found
 
     return call

@@ -37,7 +37,7 @@ def view(rig: Rig, name: str = "j") -> dict[str, Any]:
 
 def after_s(said: dict[str, Any], moment: str) -> float:
     """Seconds from the begin of the gap to a moment of the KV, to the hundredth."""
-    return round(said["kv"][moment] - said["gap"]["since"], 2)
+    return round(float(said["kv"][moment] - said["gap"]["since"]), 2)
 
 
 def test_a_job_that_runs_says_what_its_turn_does(rig: Rig) -> None:

@@ -134,7 +134,7 @@ def test_every_client_of_vllm_reaches_every_engine(
 ) -> None:
     """Its own messages, of which the sockets alone are replaced."""
     cores = {b"\x00\x00": core_of(make_rig()), b"\x01\x00": core_of(make_rig())}
-    client = object.__new__(kind)
+    client: Any = object.__new__(kind)
     client.core_engines, client.client_index = list(cores), 0
     client.core_engine = client.core_engines[0]
     client.utility_results, client.encoder = {}, MsgpackEncoder()
