@@ -21,6 +21,8 @@ GIB = 1 << 30
 
 _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
 """Variables that Kubernetes sets in every pod beside a service called tiered-kv."""
+ADMIN_TOKEN = "TIERED_KV_ADMIN_TOKEN"
+"""Variable with the token of the API server's routes: a secret, and no setting of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,9 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     given: dict[str, object] = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in env.items()
-        if name.startswith(ENV_PREFIX) and not _OF_KUBERNETES.fullmatch(name)
+        if name.startswith(ENV_PREFIX)
+        and name != ADMIN_TOKEN
+        and not _OF_KUBERNETES.fullmatch(name)
     }
     given.update(extra or {})
     known = [field.name for field in fields(TierConfig)]

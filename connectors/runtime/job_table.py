@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 
-from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.base import Decision, JobKey
 
 MAX_JOBS = 65_536
 """Jobs remembered. Of more, the least recently heard of is forgotten: it never said it was over."""
@@ -16,20 +18,24 @@ class Job:
     """A job that has been seen. Written by ``JobTable``.
 
     Attributes:
+        number: 1 for the first job that was seen; a job that was forgotten gets another.
         started_at: arrival of its first turn, or of the first after it was taken to have ended;
             seconds on the scheduler's clock.
         first_blocks: blocks of its first prompt, which other jobs may begin with as well.
         turns: turns arrived so far.
         running: ids of its requests that have not finished.
         over: True if the client said that no turn follows those that are running.
+        decided: the decision of its last gap that is over, without the forecast; None before.
     """
 
     key: JobKey
+    number: int
     started_at: float
     first_blocks: int
     turns: int = 0
     running: set[str] = field(default_factory=set)
     over: bool = False
+    decided: Decision | None = None
 
 
 class JobTable:
@@ -37,6 +43,9 @@ class JobTable:
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[JobKey, Job] = OrderedDict()
+        self._numbers: dict[int, JobKey] = {}  # ascending
+        self._salted: dict[str, dict[JobKey, None]] = {}  # those with a salt, by name
+        self._count = count(1)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -49,8 +58,7 @@ class JobTable:
         """
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = Job(key, now, blocks)
-            self._forget_old()
+            job = self._enter(Job(key, next(self._count), now, blocks))
         self._jobs.move_to_end(key)
         job.turns += 1
         job.over = False
@@ -62,11 +70,15 @@ class JobTable:
         job.running.discard(request_id)
         job.over = job.over or over
         if job.over and not job.running and self._jobs.get(job.key) is job:
-            del self._jobs[job.key]
+            self._forget(job)
 
     def turn_lost(self, job: Job, request_id: str) -> None:
         """Forget a turn whose end could not be handled: it would run for ever."""
         job.running.discard(request_id)
+
+    def gap_ended(self, job: Job, decision: Decision) -> None:
+        """Keep what was decided for a gap that is over."""
+        job.decided = replace(decision, forecast=None)
 
     def begin_anew(self, job: Job, now: float) -> None:
         """Give the job the youngest place: its room went to others, and so did its place."""
@@ -76,6 +88,31 @@ class JobTable:
         """Keys of the jobs, by when they began."""
         return sorted(self._jobs, key=lambda key: self._jobs[key].started_at)
 
-    def _forget_old(self) -> None:
-        while len(self._jobs) > MAX_JOBS:
-            self._jobs.popitem(last=False)
+    def named(self, name: str, most: int) -> list[Job]:
+        """Jobs of that name, at most so many: the one without a salt first."""
+        keys = (JobKey("", name), *islice(self._salted.get(name, ()), most))
+        return [self._jobs[key] for key in keys if key in self._jobs][:most]
+
+    def after(self, number: int, most: int) -> list[Job]:
+        """The first jobs, at most so many, that were seen after the one with that number."""
+        numbers = list(self._numbers)
+        at = bisect_right(numbers, number)
+        return [self._jobs[self._numbers[one]] for one in numbers[at : at + most]]
+
+    def _enter(self, job: Job) -> Job:
+        self._jobs[job.key] = job
+        self._numbers[job.number] = job.key
+        if job.key.salt:
+            self._salted.setdefault(job.key.name, {})[job.key] = None
+        if len(self._jobs) > MAX_JOBS:
+            self._forget(next(iter(self._jobs.values())))
+        return job
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.key]
+        del self._numbers[job.number]
+        if job.key.salt:
+            named = self._salted[job.key.name]
+            del named[job.key]
+            if not named:
+                del self._salted[job.key.name]

@@ -47,11 +47,13 @@ class SchedulerHalf:
         pool: the engine's blocks.
 
     Attributes:
+        given, pool: as given.
         turns: the live requests.
         pages: components that keep pages.
         admission: components that share VRAM out.
         gaps: components that decide between turns.
         step: steps built so far.
+        stats: counters and gauges.
         stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
 
     Raises:
@@ -69,11 +71,11 @@ class SchedulerHalf:
         self.gaps = build_gaps(given, engine, self.pages, self.admission, gaps, prefills)
         self.step = 0
         self.stats_due = True
-        self._given = given
-        self._pool = pool
+        self.given = given
+        self.pool = pool
         self._clock = given.clock
         self._answers = given.tools.answers
-        self._stats = Stats(given, self.counters, self.pages, self.admission, self.gaps)
+        self.stats = Stats(given, self.counters, self.pages, self.admission, self.gaps)
         self._look_at = 0.0
         self._was_idle, self._ordering_failed = True, False
         self._watchdog = Watchdog()
@@ -89,8 +91,8 @@ class SchedulerHalf:
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
         """Learn what the ranks are like: their speed, and the pages that they have and hold."""
         flops = sum(one.speeds.flops for one in said.values())
-        if self._given.prefill_work is not None and flops:
-            self.gaps.prefills.fit.suppose(*self._given.prefill_work.estimate(flops))
+        if self.given.prefill_work is not None and flops:
+            self.gaps.prefills.fit.suppose(*self.given.prefill_work.estimate(flops))
         self.pages.dispatch.on_handshake(said)
 
     def take_over_queue(self, *, in_job_order: bool) -> None:
@@ -207,7 +209,7 @@ class SchedulerHalf:
     def refuse_restore(self, request_id: str) -> None:
         """Have a restore fail that the engine counts on, since ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
-        self._pool.forget(self.pages.restores.refuse(request_id, turn))  # they are hashed
+        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # they are hashed
         if turn is not None:
             turn.forget_pages()
             self.pages.restores.withdraw(turn)
@@ -239,7 +241,7 @@ class SchedulerHalf:
             self._was_idle = True
         if not self.step % TIME_EVERY:
             now = self._clock()
-            self._given.step_timer.look(now, 0 if self._was_idle else TIME_EVERY)
+            self.given.step_timer.look(now, 0 if self._was_idle else TIME_EVERY)
             self._was_idle = False
             if now >= self._look_at:
                 self._look_at = now + POLL_EVERY_S
@@ -271,7 +273,7 @@ class SchedulerHalf:
     def _give_everything_up(self) -> None:
         """Let go of everything: requests wait and nothing happens, and it must not be for us."""
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
-        logger.error("the state was: %s", self._stats.of_stuck(self.turns, self._pool))
+        logger.error("the state was: %s", self.stats.of_stuck(self.turns, self.pool))
         self.counters.add("watchdog_barks")
         self.release_all()
         self.admission.queue.let_all_in()
@@ -328,7 +330,7 @@ class SchedulerHalf:
         self.admission.gate.on_ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
         gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
-            own = self._pool.blocks_of(turn.request_id)
+            own = self.pool.blocks_of(turn.request_id)
             late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
             self.admission.pressure.freed_late(late, self.step)
         return self.gaps.log.turn(turn, gap)
@@ -345,8 +347,8 @@ class SchedulerHalf:
         takes blocks without a hash first. What it may share with others, now or later, stays."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
-        blocks = self._pool.tables[CONTEXT].get(turn.request_id, ())[turn.job.first_blocks :]
-        self._pool.forget([block.block_id for block in blocks if block.ref_cnt == 1])
+        blocks = self.pool.tables[CONTEXT].get(turn.request_id, ())[turn.job.first_blocks :]
+        self.pool.forget([block.block_id for block in blocks if block.ref_cnt == 1])
 
     # -- resets, life and death -------------------------------------------------------
 
@@ -361,7 +363,7 @@ class SchedulerHalf:
 
         KV of running requests was made by what is being reset, so it is not saved.
         """
-        pages, fingerprints = self.pages, self._given.fingerprints
+        pages, fingerprints = self.pages, self.given.fingerprints
         self.counters.add("resets")
         self.release_all()
         fingerprints.next_generation()
@@ -385,15 +387,11 @@ class SchedulerHalf:
         self.gaps.manager.on_idle()
         return not self.step or self.pages.dispatch.under_way
 
-    def take_stats(self) -> dict[str, int]:
-        """Counters added since the last call, with the gauges; empty if nothing happened."""
-        return self._stats.take()
-
     def close(self) -> None:
         """Save what was learned, stop the threads. Idempotent."""
         try:
             self.gaps.manager.close_all()
         finally:
-            self._given.close()
+            self.given.close()
             self.gaps.log.trace.close()
             self.pages.tiers.close()

@@ -31,12 +31,12 @@ class Stats:
     def take(self) -> dict[str, int]:
         """Counters added since the last call, with the gauges; empty if nothing happened. The
         first time, the gauges at least."""
-        for name, total in self._totals().items():
+        for name, total in self._kept().items():
             self._counters.add(name, total - self._counters.totals[name])
         fresh = self._counters.take()
         if fresh or not self._gauges_told:
             self._gauges_told = True
-            fresh |= self._gauges()
+            fresh |= self.gauges()
         return fresh
 
     def of_stuck(self, turns: LiveTurns, pool: BlockPool) -> dict[str, int]:
@@ -53,7 +53,11 @@ class Stats:
             "active jobs": self._admission.gate.num_active,
         }
 
-    def _totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, int]:
+        """Every counter, since the start."""
+        return self._counters.totals | self._kept()
+
+    def _kept(self) -> dict[str, int]:
         """Counters that the components keep themselves, since the start."""
         gate = self._admission.gate
         return {
@@ -67,7 +71,7 @@ class Stats:
             "tool_read_errors": self._tools.errors,
         }
 
-    def _gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
         """Gauges, as they are now."""
         index, gate = self._pages.index, self._admission.gate
         return {

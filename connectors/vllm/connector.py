@@ -359,7 +359,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         if half is None or not half.stats_due:
             return None
         try:
-            return TieredStats(data=half.take_stats())
+            return TieredStats(data=half.stats.take())
         except Exception:
             self._hook_failed("get_kv_connector_stats")
             return None

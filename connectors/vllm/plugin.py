@@ -1,12 +1,20 @@
-"""Entry point of the group ``vllm.general_plugins``: registers the connector by name.
+"""Entry points of vLLM's plugins.
 
-vLLM calls it in the API server, the engine core and every worker, possibly twice in one process.
+vLLM calls ``register`` in the API server, the engine core and every worker, possibly twice in one
+process; and ``endpoints`` in the API server, if ``VLLM_PLUGINS`` names it.
 """
 
+from __future__ import annotations
+
 import logging
+from typing import TYPE_CHECKING
 
 # Imported here, since vLLM imports this before its CPU worker binds its main thread.
+from tiered_kv.connectors.vllm.routes.core_method import install
 from tiered_kv.machine import affinity  # noqa: F401
+
+if TYPE_CHECKING:
+    from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
 
 NAME = "TieredContinuumConnector"
 MODULE = "tiered_kv.connectors.vllm.connector"
@@ -23,8 +31,17 @@ def share_logging() -> None:
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, once."""
+    """Register the connector with vLLM's factory, once, and add our method to the engine core."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - it raises for known names
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    install()
+
+
+def endpoints() -> TieredEndpoints:
+    """Make the routes of an API server."""
+    from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
+
+    share_logging()
+    return TieredEndpoints()

@@ -24,6 +24,8 @@ CONTRACT = [
     "runtime/pins/test_preemption.py",
     "runtime/groups/test_turns.py",
     "vllm/test_kv_reach.py",
+    "vllm/routes/test_core_method.py",
+    "vllm/routes/test_endpoints.py",
     "testing/vllm/test_group_rigs.py",
 ]
 

@@ -54,6 +54,7 @@ class Admission:
         jobs: jobs that have started.
         overcommit: share of the pool that is given out.
         refused: number of new jobs that had to wait.
+        held: requests of jobs that wait for room.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Admission:
         self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
         self.overcommit = Overcommit()
         self.refused = 0
+        self.held: set[str] = set()
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._restore_price = restore_price
@@ -130,6 +132,7 @@ class Admission:
         """Take in that another turn of the job has started, and with it the job."""
         self._changed = True
         turn.hold.new = False
+        self.held.discard(turn.request_id)
         self.jobs.on_joined(_job_of(turn), turn)
 
     def on_ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
@@ -150,6 +153,7 @@ class Admission:
     def _settled(self, turn: Turn) -> None:
         self._changed = True
         turn.hold.new = False
+        self.held.discard(turn.request_id)
         self.jobs.on_entered(turn.request_id)
 
     # -- whether a new one may begin ------------------------------------------------------
@@ -168,6 +172,7 @@ class Admission:
         idle = not (self._turns.running or self.jobs.entering)
         patient = may_wait(now - turn.arrived_at, self._max_wait_s, idle=idle)
         if patient and is_settled(now - self._refused_at, changed=self._changed):
+            self.held.add(turn.request_id)
             return True
         self._changed = False
         need = self.jobs.demand_of_new(turn)
@@ -193,6 +198,7 @@ class Admission:
         self._enters(turn, self.jobs.demand_of_new(turn))
 
     def _enters(self, turn: Turn, need: JobDemand) -> None:
+        self.held.discard(turn.request_id)
         self.jobs.enters(turn.request_id, need)
         self._changed = True
 
@@ -215,6 +221,7 @@ class Admission:
         if not turn.hold.refused:
             turn.hold.refused = True
             self.refused += 1
+            self.held.add(turn.request_id)
 
     def demand(self) -> float:
         """The most blocks that the jobs that have started, and those let in, are heading for."""

@@ -10,6 +10,7 @@ class NoAdmission:
     """Lets everybody in, and counts nothing. See ``Admission``."""
 
     refused = 0
+    held: frozenset[str] = frozenset()
     num_active = 0
     share = 1.0
 

@@ -122,6 +122,7 @@ class GapManager:
         if back is None:
             return Arrival(job)
         gap, gap_s = back
+        self.jobs.gap_ended(job, gap.decision)
         self._trace.gap(gap, gap_s, ended=True, held=key in self._pins)
         self._pins.on_arrived(key)
         shared = 0

@@ -82,6 +82,10 @@ class OpenGaps:
     def __getitem__(self, job: JobKey) -> OpenGap:
         return self._gaps[job]
 
+    def get(self, job: JobKey) -> OpenGap | None:
+        """A job's open gap; None if there is none."""
+        return self._gaps.get(job)
+
     def open(self, job: JobKey, gap: OpenGap) -> None:
         """Begin a job's gap, in place of the one before."""
         self._gaps[job] = gap

@@ -6,15 +6,32 @@ Each page that goes down goes to every tier. For the way up see ``promotions``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, TierOrders, TierReport
 from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder, SaveOrder
 from tiered_kv.pages.flights import Settled
-from tiered_kv.tiers import StoreId
+from tiered_kv.tiers import StoreId, TierId
 
 from .lower_tier import LowerTier
+
+
+class TierTotals(NamedTuple):
+    """A tier's pages of all groups.
+
+    Attributes:
+        pages: pages that it has, as far as is known.
+        stored_bytes: bytes that they take there, over all ranks.
+        capacity_bytes: size of the tier, all ranks together; None if it has no known end.
+        promoting, demoting: pages on their way up, and down.
+    """
+
+    pages: int
+    stored_bytes: int
+    capacity_bytes: int | None
+    promoting: int
+    demoting: int
 
 
 class LowerTiers:
@@ -104,6 +121,20 @@ class LowerTiers:
         """Log the totals of each tier."""
         for tier in self._tiers.values():
             tier.close()
+
+    def totals(self) -> dict[TierId, TierTotals]:
+        """Pages of each tier, fastest first."""
+        found: dict[TierId, TierTotals] = {}
+        for store, tier in self._tiers.items():
+            before = found.get(store.tier, TierTotals(0, 0, None, 0, 0))
+            found[store.tier] = TierTotals(
+                before.pages + len(tier.pages.index),
+                before.stored_bytes + sum(tier.stored_bytes.values()),
+                tier.spec.capacity_bytes,
+                before.promoting + tier.pages.promoting,
+                before.demoting + len(tier.pages.demoting),
+            )
+        return found
 
     def gauges(self) -> dict[str, Any]:
         """Gauges of all tiers together; none without tiers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool
 from tiered_kv.policies.base import JobKey
@@ -21,6 +22,18 @@ class _Pin:
     blocks: list[Block]
     deadline: float
     view: PinView
+
+
+class PinFacts(NamedTuple):
+    """A pin as others see it.
+
+    Attributes:
+        blocks: blocks that it holds.
+        deadline: on the scheduler half's clock, seconds; infinite while its job's turn waits.
+    """
+
+    blocks: int
+    deadline: float
 
 
 class PinTable:
@@ -48,6 +61,11 @@ class PinTable:
     def held_blocks(self) -> int:
         """Distinct blocks under a pin; blocks shared by pins count once."""
         return len(self._held)
+
+    def look(self, job: JobKey) -> PinFacts | None:
+        """A job's pin; None if it has none."""
+        pin = self._pins.get(job)
+        return PinFacts(len(pin.blocks), pin.deadline) if pin is not None else None
 
     def pin(
         self,

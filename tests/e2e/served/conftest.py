@@ -12,12 +12,11 @@ from tests.e2e.asking import BLOCKS, PATIENCE_S
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
-MIDDLEWARE = "tiered_kv.connectors.vllm.middleware.JobMiddleware"
-
 
 @pytest.fixture(scope="package")
 def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """It reads Continuum's fields, can be told what to answer, and writes a trace."""
+    """It reads Continuum's fields, can be told what to answer, writes a trace, and has the routes:
+    its plugin adds them with the middleware."""
     folder = tmp_path_factory.mktemp("server")
     options = ServerOptions(
         model=small_model,
@@ -28,9 +27,10 @@ def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             **server_env(),
             "TIERED_KV_CPU_GIB": "1",
             "TIERED_KV_TRACE": str(folder / "trace.jsonl"),
+            "VLLM_PLUGINS": "tiered_kv",
             "VLLM_SERVER_DEV_MODE": "1",  # for the reset and sleep endpoints
         },
-        extra_args=(*SERVER_ARGS, "--middleware", MIDDLEWARE),
+        extra_args=SERVER_ARGS,
     )
     with VllmServer(options, folder / "server.log", start_timeout_s=PATIENCE_S) as running:
         yield running

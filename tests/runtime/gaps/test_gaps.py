@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_decided_at_once(rig: Rig) -> None:
     rig.step()
     assert pinned(rig) == 20
     reader(rig).errors = 2
-    rig.half.take_stats()
+    rig.half.stats.take()
     assert (rig.count("answers_unread"), rig.count("tool_read_errors")) == (1, 2)
 
 

@@ -1,0 +1,1 @@
+"""Views of the scheduler half for operators: read only, as JSON."""

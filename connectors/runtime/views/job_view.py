@@ -1,0 +1,212 @@
+"""Jobs as an operator sees them: what each does, where its KV waits, and why there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGap
+from tiered_kv.connectors.runtime.job_table import Job
+from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.policies.base import Decision, Tier
+from tiered_kv.policies.distribution import Forecast
+
+from .moments import Moments, finite
+
+MOST_TURNS = 100
+"""Live turns that are told of one job."""
+QUANTILES = {"q10_s": 0.1, "q50_s": 0.5, "q90_s": 0.9, "q99_s": 0.99}
+"""Quantiles of a forecast that are told of one job."""
+SHORT_QUANTILES = {name: QUANTILES[name] for name in ("q50_s", "q90_s")}
+"""Quantiles that are told of each job in a list."""
+
+
+class JobState(Enum):
+    """State of a job, or of one of its turns."""
+
+    RUNNING = "running"
+    """A turn has blocks, or had before it was preempted."""
+    QUEUED = "queued"
+    """A turn has come and waits for blocks, or for its pages."""
+    HELD = "held"
+    """A turn has come; the job is new and waits for room."""
+    WAITING = "waiting"
+    """Between two turns: its tool runs, and the next turn is expected."""
+    SILENT = "silent"
+    """Between two turns, of which the next is not expected any more."""
+
+
+class Where(Enum):
+    """Place of a job's KV, as far as it was decided: what was evicted since is not known by job."""
+
+    VRAM = "vram"
+    """VRAM: a turn is running there, or it is pinned."""
+    CPU = "cpu"
+    """CPU memory."""
+    STORE = "store"
+    """The tiers below CPU memory."""
+    NOWHERE = "nowhere"
+    """Given no place: VRAM may have it until it reuses the blocks."""
+
+
+class JobView:
+    """The jobs of an engine at one moment. Reads only."""
+
+    def __init__(self, half: SchedulerHalf) -> None:
+        self._half = half
+        self._moments = Moments(half.given)
+
+    def page(self, after: int, most: int) -> list[dict[str, Any]]:
+        """Jobs in the order in which they were first seen.
+
+        Args:
+            after: number of the job before the first; 0 for the start.
+            most: number of jobs, at most.
+        """
+        return [self._row(job) for job in self._half.gaps.manager.jobs.after(after, most)]
+
+    def named(self, name: str, most: int) -> list[dict[str, Any]]:
+        """All that is known of the jobs of that name. Clients with different cache salts may use
+        the same one; ``most`` of them are told."""
+        return [self._full(job) for job in self._half.gaps.manager.jobs.named(name, most)]
+
+    def _row(self, job: Job, quantiles: dict[str, float] = SHORT_QUANTILES) -> dict[str, Any]:
+        turns, gap = self._turns(job), self._half.gaps.manager.open.get(job.key)
+        decision = gap.decision if gap is not None else job.decided
+        return {
+            "id": job.key.name,
+            "engine": self._half.facts.replica,
+            "number": job.number,
+            "salted": bool(job.key.salt),
+            "turn": job.turns,
+            "state": self._state(turns, gap).value,
+            "began": self._moments.since_epoch(job.started_at),
+            "context_tokens": _context_tokens(turns, gap),
+            "kv": self._kv(job, turns, gap),
+            "forecast": _forecast(gap, quantiles),
+            "decision": _decision(decision),
+        }
+
+    def _full(self, job: Job) -> dict[str, Any]:
+        live = sorted(self._turns(job), key=lambda turn: turn.number)
+        gap = self._half.gaps.manager.open.get(job.key)
+        return {
+            **self._row(job, QUANTILES),
+            "live_turns": len(live),
+            "turns": [self._turn(turn) for turn in islice(live, MOST_TURNS)],
+            "gap": self._gap(gap) if gap is not None else None,
+        }
+
+    def _turns(self, job: Job) -> Sequence[Turn]:
+        found = map(self._half.turns.by_id.get, job.running)
+        return [turn for turn in found if turn is not None]
+
+    def _state(self, turns: Sequence[Turn], gap: OpenGap | None) -> JobState:
+        if not turns:
+            return JobState.SILENT if gap is None else JobState.WAITING
+        states = {self._turn_state(turn) for turn in turns}
+        return next(one for one in JobState if one in states)
+
+    def _turn_state(self, turn: Turn) -> JobState:
+        if turn.source.admitted:
+            return JobState.RUNNING
+        held = turn.request_id in self._half.admission.gate.held
+        return JobState.HELD if held else JobState.QUEUED
+
+    def _kv(self, job: Job, turns: Sequence[Turn], gap: OpenGap | None) -> dict[str, Any]:
+        """Where a job's KV is, and until when."""
+        pin = self._half.admission.pins.look(job.key)
+        runs = any(turn.source.admitted for turn in turns)
+        if runs or pin is not None:
+            where = Where.VRAM
+        elif gap is not None:
+            where = _outside(gap.decision, saved=gap.saved)
+        else:
+            where = _outside(job.decided, saved=any(turn.gap.saved for turn in turns))
+        until = pin.deadline if pin is not None and not runs else float("inf")
+        back_s = gap.decision.back_s if gap is not None else None
+        return {
+            "where": where.value,
+            "pinned_blocks": pin.blocks if pin is not None else 0,
+            "until": self._moments.since_epoch(until),
+            "back_at": None
+            if gap is None or back_s is None
+            else self._moments.since_epoch(gap.since + back_s),
+        }
+
+    def _turn(self, turn: Turn) -> dict[str, Any]:
+        request, source = turn.request, turn.source
+        return {
+            "number": turn.number,
+            "request_id": request.request_id,
+            "state": self._turn_state(turn).value,
+            "arrived": self._moments.since_epoch(turn.arrived_at),
+            "is_last_step": turn.hints.is_last_step,
+            "loading": turn.loading,
+            "prompt_tokens": request.num_prompt_tokens,
+            "computed_tokens": request.num_computed_tokens,
+            "output_tokens": request.num_output_tokens,
+            "vram_tokens": source.vram_tokens,
+            "cpu_tokens": source.cpu_tokens,
+            "ssd_tokens": source.ssd_tokens,
+        }
+
+    def _gap(self, gap: OpenGap) -> dict[str, Any]:
+        end, costs = gap.end, gap.costs
+        return {
+            "since": self._moments.since_epoch(gap.since),
+            "turn": end.turn,
+            "aborted": end.aborted,
+            "tool": list(end.tool.path) if end.tool is not None else None,
+            "tool_unread": gap.unread,
+            "expected_tool_s": end.tool.expected_s if end.tool is not None else None,
+            "new_tokens": end.new_tokens,
+            "output_tokens": end.output_tokens,
+            "saved": gap.saved,
+            "benefit_s": finite(costs.benefit_s),
+            "restore_s": finite(costs.restore_s),
+            "recompute_s": finite(costs.recompute_s),
+            "cpu_s": finite(costs.cpu_s) if costs.cpu_s is not None else None,
+            "tiers_s": {tier: finite(seconds) for tier, seconds in costs.tiers_s.items()},
+            "cpu_stay_s": finite(costs.cpu_stay_s),
+            "survival": finite(costs.survival),
+            "queue_s": finite(costs.queue_s),
+            "memoryfulness": finite(costs.memoryfulness),
+            "vram_price": finite(costs.vram_price),
+            "held_up": finite(costs.held_up),
+        }
+
+
+def _context_tokens(turns: Sequence[Turn], gap: OpenGap | None) -> int:
+    if gap is not None:
+        return gap.end.context_tokens
+    return max((turn.request.num_tokens for turn in turns), default=0)
+
+
+def _outside(decision: Decision | None, *, saved: bool) -> Where:
+    """Place of KV that VRAM does not hold."""
+    if decision is None or not saved:
+        return Where.NOWHERE
+    return Where.STORE if decision.tier is Tier.STORE else Where.CPU
+
+
+def _decision(decision: Decision | None) -> dict[str, Any] | None:
+    if decision is None:
+        return None
+    return {
+        "tier": decision.tier.value,
+        "ttl_s": finite(decision.ttl_s),
+        "class": decision.gap_class.value if decision.gap_class is not None else None,
+    }
+
+
+def _forecast(gap: OpenGap | None, quantiles: dict[str, float]) -> dict[str, float | None] | None:
+    """Quantiles of an open gap's length, from its begin, seconds; None beyond the last that a
+    forecast can tell."""
+    forecast: Forecast | None = gap.decision.forecast if gap is not None else None
+    if forecast is None:
+        return None
+    return {name: finite(forecast.quantile(q)) for name, q in quantiles.items()}

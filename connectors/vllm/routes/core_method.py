@@ -1,0 +1,67 @@
+"""The method that we add to vLLM's engine core: a question in, its answer out.
+
+The API server calls it by name, through vLLM's own ``call_utility_async``. It runs on the
+scheduler's thread between two steps, also in an engine that has nothing to do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+
+logger = logging.getLogger(__name__)
+
+METHOD = "tiered_kv_answer"
+"""Name of the method."""
+NO_CONNECTOR, FAILED = "no connector", "failed"
+"""Values of ``error`` in the answer of an engine that has no connector of ours, or a mistake in
+it."""
+
+_failures: set[str] = set()
+"""Kinds of failures that were logged in this process."""
+
+
+def install() -> None:
+    """Add the method, once. For an engine core that is already there as well."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, METHOD, _answer)
+
+
+def _answer(core: Any, question: Any) -> str:
+    """Answer a question (``runtime.views.questions``). Never raises.
+
+    Returns:
+        A JSON object in ASCII: vLLM passes it on whatever a client has put into its names.
+    """
+    half = None
+    try:
+        # Not before: vLLM loads its plugins in processes that have no engine, too.
+        from tiered_kv.connectors.runtime.views.questions import answer
+
+        half = half_of(core)
+        said = {"error": NO_CONNECTOR} if half is None else answer(half, question)
+        return json.dumps(said, allow_nan=False)
+    except Exception as error:
+        kind = type(error).__name__
+        if kind not in _failures:
+            _failures.add(kind)
+            logger.exception("a question about the engine failed (logged once)")
+        if half is not None:
+            half.counters.add("hook_errors")
+        return json.dumps({"error": FAILED})
+
+
+def half_of(core: Any) -> SchedulerHalf | None:
+    """The scheduler half in an engine core, also inside vLLM's ``MultiConnector``; None if that
+    engine has none."""
+    connector = core.scheduler.get_kv_connector()
+    for one in (connector, *getattr(connector, "_connectors", ())):
+        half: SchedulerHalf | None = getattr(one, "scheduler_half", None)
+        if half is not None:
+            return half
+    return None

@@ -1,0 +1,166 @@
+"""The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``.
+
+vLLM loads it only if ``VLLM_PLUGINS`` names it. It adds the middleware of job hints as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from fastapi import FastAPI, Request, Response
+from starlette.convertors import Convertor, register_url_convertor
+
+from tiered_kv import __version__
+from tiered_kv.config import ADMIN_TOKEN
+from tiered_kv.connectors.runtime.views.questions import MOST_JOBS
+from tiered_kv.connectors.vllm.middleware import JobMiddleware
+from tiered_kv.policies.jobs.hints import MAX_JOB_ID_CHARS
+
+from .access import Access
+from .engine_calls import EngineCalls
+from .queries import Cursor, read_nothing, read_page
+from .refusals import Refusal
+
+logger = logging.getLogger(__name__)
+
+MIDDLEWARE = f"{JobMiddleware.__module__}.{JobMiddleware.__qualname__}"
+Answer = Callable[[Request], Awaitable[dict[str, Any]]]
+
+
+class _JobId(Convertor[str]):
+    """The rest of a path, with slashes and line breaks."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some of all engines' jobs, in the order of the list; ``next`` if there may be more."""
+
+    now: float
+    known: int
+    jobs: list[dict[str, Any]]
+    next: Cursor | None
+
+
+class TieredEndpoints:
+    """vLLM's ``EndpointPlugin`` of this package. Served by one event loop."""
+
+    name = "tiered_kv"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._access = Access(None, on_loopback=False)
+        self._engines = EngineCalls(None)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, and the middleware unless the command line names it too."""
+        register_url_convertor("tiered_kv_job", _JobId())
+        for path, answer in (
+            ("/tiered_kv/status", self._status),
+            ("/tiered_kv/jobs", self._jobs),
+            ("/tiered_kv/jobs/{job:tiered_kv_job}", self._job),
+        ):
+            app.add_api_route(path, self._guarded(answer), methods=["GET"], include_in_schema=False)
+        if MIDDLEWARE not in app.state.args.middleware:
+            app.add_middleware(JobMiddleware)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Take the way to the engine, and the rule of who may ask."""
+        self._engines = EngineCalls(engine_client)
+        self._access = Access.of(os.environ, args)
+        if self._access.token is not None:
+            logger.info("/tiered_kv answers whoever has the token")
+        elif self._access.on_loopback:
+            logger.info("/tiered_kv answers programs on this machine")
+        else:
+            logger.warning(
+                "/tiered_kv answers nobody: the server listens beyond its own machine, and there "
+                "is no %s",
+                ADMIN_TOKEN,
+            )
+
+    def _guarded(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            try:
+                self._access.check(request.headers)
+                return _json(200, await answer(request))
+            except Refusal as refusal:
+                return _refused(refusal)
+
+        return guarded
+
+    async def _status(self, request: Request) -> dict[str, Any]:
+        read_nothing(request.query_params)
+        engines = await self._engines.ask({"ask": "status"})
+        return {"version": __version__, "vllm_version": vllm.__version__, "engines": engines}
+
+    async def _jobs(self, request: Request) -> dict[str, Any]:
+        page = read_page(request.query_params)
+        jobs, after = list[dict[str, Any]](), page.after
+        while True:
+            part = await self._part(min(MOST_JOBS, page.limit - len(jobs)), after)
+            jobs += part.jobs
+            if part.next is None or len(jobs) == page.limit:
+                break
+            after = part.next
+        return {
+            "now": part.now,
+            "known": part.known,
+            "jobs": jobs,
+            "next": str(part.next) if part.next is not None else None,
+        }
+
+    async def _part(self, limit: int, after: Cursor) -> _Part:
+        """A part of a page: no more than an engine tells at once."""
+        question = {"ask": "jobs", "limit": limit, "after": [after.engine, after.number]}
+        answers = await self._engines.ask(question)
+        jobs = [job for said in answers for job in said["jobs"]]  # of each as many as are wanted
+        jobs = sorted(jobs, key=lambda job: (job["engine"], job["number"]))[:limit]
+        return _Part(
+            now=max(said["now"] for said in answers),
+            known=sum(said["known"] for said in answers),
+            jobs=jobs,
+            next=Cursor(jobs[-1]["engine"], jobs[-1]["number"]) if len(jobs) == limit else None,
+        )
+
+    async def _job(self, request: Request) -> dict[str, Any]:
+        read_nothing(request.query_params)
+        name: str = request.path_params["job"]
+        can_be = 0 < len(name) <= MAX_JOB_ID_CHARS
+        answers = await self._engines.ask({"ask": "job", "id": name}) if can_be else []
+        jobs = [job for said in answers for job in said["jobs"]]
+        if not jobs:
+            raise Refusal(
+                404, "There is no job of this id: it is over, was forgotten, or never came."
+            )
+        return {"now": max(said["now"] for said in answers), "jobs": jobs}
+
+
+def _json(status: int, said: dict[str, Any], **headers: str) -> Response:
+    """JSON in ASCII: names may have what is no Unicode text."""
+    return Response(
+        json.dumps(said),
+        status,
+        headers={"Cache-Control": "no-store", **headers},
+        media_type="application/json",
+    )
+
+
+def _refused(refusal: Refusal) -> Response:
+    said = {"error": {"message": refusal.sentence, "code": refusal.status}}
+    if refusal.status == 401:
+        return _json(401, said, **{"WWW-Authenticate": "Bearer"})
+    return _json(refusal.status, said)

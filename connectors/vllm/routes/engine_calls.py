@@ -1,0 +1,98 @@
+"""Calls from the API server to its engine cores, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from .core_method import METHOD, NO_CONNECTOR
+from .refusals import Refusal
+
+Call = Callable[..., Awaitable[list[str]]]
+
+PATIENCE_S = 30.0
+"""Longest wait for the engines' answers, seconds, those to others before it included."""
+MOST_WAITING = 32
+"""Questions that wait for their turn: more are refused."""
+NO_WAY = (
+    "This server cannot pass questions on to an engine: use vLLM 0.30 to 0.33, and a server that "
+    "runs its engines in processes of their own."
+)
+NOT_THERE = (
+    "The engine runs without TieredContinuumConnector: name it in --kv-transfer-config, and leave "
+    "VLLM_PLUGINS unset or name tiered_kv in it."
+)
+
+
+class EngineCalls:
+    """Questions to every engine core of this API server. One event loop.
+
+    One question is under way at a time, so that however many come, an engine answers at most one
+    between two steps.
+
+    Args:
+        client: vLLM's engine client; None for a server without an engine.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._call = _way_to_all(getattr(client, "engine_core", None))
+        self._one_by_one = asyncio.Lock()
+        self._waiting = 0
+        self._missing = False
+
+    async def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        """Ask all engines; returns the answer of each, by rank.
+
+        Raises:
+            Refusal: there is no answer.
+        """
+        if self._call is None:
+            raise Refusal(501, NO_WAY)
+        if self._missing:
+            raise Refusal(501, NOT_THERE)
+        if self._waiting >= MOST_WAITING:
+            raise Refusal(429, "Too many questions wait for the engine: ask again in a while.")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._one_by_one:
+                texts = await self._call(METHOD, question)
+        except TimeoutError:
+            raise Refusal(
+                504, f"The engine has not answered for {PATIENCE_S:.0f} s: ask again."
+            ) from None
+        except Exception as error:
+            raise self._failed(error) from error
+        finally:
+            self._waiting -= 1
+        answers: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        for said in answers:
+            if (wrong := said.get("error")) == NO_CONNECTOR:
+                raise Refusal(501, NOT_THERE)
+            if wrong is not None:
+                raise Refusal(500, "The engine could not answer; its log says why.")
+        return answers
+
+    def _failed(self, error: Exception) -> Refusal:
+        if METHOD in str(error) and "has no attribute" in str(error):
+            self._missing = True  # an engine logs each such call, and would never have it
+            return Refusal(501, NOT_THERE)
+        return Refusal(503, "The engine does not answer: it is being stopped, or has failed.")
+
+
+def _way_to_all(core: Any) -> Call | None:
+    """Call of a method on every engine core; None if this client has none."""
+    if (to_all := getattr(core, "call_utility_all_async", None)) is not None:  # since 0.32
+        found: Call = to_all
+        return found
+    to_one = getattr(core, "_call_utility_async", None)
+    if to_one is None:
+        return None
+
+    async def call(method: str, *args: Any) -> list[str]:
+        calls = [to_one(method, *args, engine=engine) for engine in core.core_engines]
+        found: list[str] = await asyncio.gather(*calls)
+        return found
+
+    return call

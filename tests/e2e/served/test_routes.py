@@ -1,0 +1,213 @@
+"""The routes of a real server: what they say of a job as it goes on, and what no call can do."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from tests.e2e.asking import EVENT_S, ask, job, tick
+from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.restore import texts
+
+pytestmark = pytest.mark.e2e
+
+ODD = "a/b?c=1&d#e%2F\n\r\x00 ü 🎉 <script>"
+
+
+def get(client: httpx.Client, path: str) -> dict[str, Any]:
+    answer = client.get(f"/tiered_kv/{path}")
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def the_job(client: httpx.Client, name: str) -> dict[str, Any]:
+    (found,) = get(client, f"jobs/{quote(name, safe='')}")["jobs"]
+    return dict(found)
+
+
+def status(client: httpx.Client) -> dict[str, Any]:
+    (engine,) = get(client, "status")["engines"]
+    return dict(engine)
+
+
+def settled(client: httpx.Client, name: str) -> dict[str, Any]:
+    """The job, once its tool call has been read: an idle engine hears of it in a while."""
+    deadline = time.monotonic() + EVENT_S
+    while (found := the_job(client, name))["gap"]["tool_unread"] and time.monotonic() < deadline:
+        tick(client)
+    return found
+
+
+def test_a_job_is_followed_from_its_first_turn_to_its_last(client: httpx.Client) -> None:
+    before = status(client)
+    context = texts(client, 1, 400)[0][:300]
+    answer = ask(client, context, **job(ODD))["choices"][0]
+    waiting = settled(client, ODD)
+    assert (waiting["id"], waiting["turn"], waiting["state"]) == (ODD, 1, "waiting")
+    assert waiting["context_tokens"] == 304
+    assert waiting["decision"]["tier"] in ("pin", "cpu")
+    assert 0 < waiting["forecast"]["q10_s"] <= waiting["forecast"]["q50_s"]
+    assert waiting["gap"]["tool"] == ["(no tool)"]
+    in_vram = waiting["kv"]["where"] == "vram"
+    assert in_vram == (waiting["decision"]["tier"] == "pin")
+    assert (waiting["kv"]["pinned_blocks"] == 9) == in_vram
+    assert ODD in [one["id"] for one in get(client, "jobs?limit=1000")["jobs"]]
+
+    context = context + answer["token_ids"] + list(range(700, 780))
+    body = {"model": MODEL_NAME, "prompt": context, "max_tokens": 300, "ignore_eos": True}
+    with client.stream(
+        "POST", "/v1/completions", json={**body, "stream": True, **job(ODD)}
+    ) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        with httpx.Client(base_url=client.base_url, timeout=EVENT_S) as beside:
+            running = the_job(beside, ODD)
+            busy = status(beside)
+        rest = [line for line in lines if line]
+    assert len(rest) > 100, "token by token"
+    assert rest[-1] == "data: [DONE]"
+    assert (running["state"], running["turn"]) == ("running", 2)
+    assert running["kv"]["where"] == "vram"
+    (turn,) = running["turns"]
+    assert turn["prompt_tokens"] == len(context)
+    assert turn["vram_tokens"] + turn["cpu_tokens"] >= 288, "what the turn before left"
+    assert busy["queues"]["running"] == 1
+
+    ask(client, context + list(range(900, 990)), **job(ODD, last=True))
+    gone = client.get(f"/tiered_kv/jobs/{quote(ODD, safe='')}")
+    assert gone.status_code == 404
+    after = status(client)
+    assert after["counters"]["turns"] >= before["counters"]["turns"] + 3
+    assert after["counters"]["hook_errors"] == 0
+    assert after["steps"] > before["steps"]
+
+
+def test_the_status_is_what_metrics_say(client: httpx.Client) -> None:
+    ask(client, texts(client, 1, 200)[0][:150], **job("counted"))
+    tick(client)
+    said, text = status(client), client.get("/metrics").text
+    shown = {
+        line.split("{")[0].removeprefix("vllm:tiered_kv_"): float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith("vllm:tiered_kv_")
+    }
+    for name in ("turns", "pages_saved", "bytes_saved", "pins", "hook_errors", "save_failures"):
+        assert shown[f"{name}_total"] == said["counters"][name], name
+    assert shown["cpu_slots"] == said["gauges"]["cpu_slots"] > 0
+
+
+def test_pages_of_jobs_have_each_of_them_once(client: httpx.Client) -> None:
+    names = [f"page {at}" for at in range(5)]
+    for at, name in enumerate(names):
+        ask(client, [300 + at] * 40, max_tokens=1, **job(name))
+    seen, after = [], ""
+    while True:
+        page = get(client, f"jobs?limit=2{after}")
+        seen += [one["id"] for one in page["jobs"]]
+        if page["next"] is None:
+            break
+        after = f"&after={page['next']}"
+    assert [name for name in seen if name in names] == names
+    assert len(seen) == len(set(seen)) == page["known"]
+
+
+def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
+    """Nothing but the question wakes it: it makes no step."""
+    deadline = time.monotonic() + EVENT_S
+    while (steps := status(client)["steps"]) != status(client)["steps"]:
+        assert time.monotonic() < deadline, "copies end"
+    assert [status(client)["steps"] for _ in range(50)] == [steps] * 50
+
+
+HOSTILE: list[tuple[str, str, int]] = [
+    ("GET", "jobs?limit=0", 400),
+    ("GET", f"jobs?limit={'9' * 4000}", 400),
+    ("GET", "jobs?limit=%00", 400),
+    ("GET", "jobs?after=0", 400),
+    ("GET", "jobs?after=999999.999999999999999999", 200),
+    ("GET", "jobs?sort=cost", 400),
+    ("GET", "jobs/no-such-job", 404),
+    ("GET", "jobs/%0a%0d%1b%5b31mred", 404),
+    ("GET", "jobs/%ff%fe%00", 404),
+    ("GET", f"jobs/{'%F0%9F%8E%89' * 512}", 404),
+    ("GET", f"jobs/{'x' * 8000}", 404),
+    ("GET", "jobs/../../etc/passwd", 404),
+    ("GET", "nothing", 404),
+    ("POST", "status", 405),
+    ("DELETE", "jobs/j", 405),
+    ("PUT", "jobs", 405),
+]
+
+
+CALLERS = 8
+"""Clients that call at the same time. Each may leave a connection that is not closed yet."""
+
+
+def send(port: int, method: str, path: str) -> int:
+    """The status of a call by a client of its own, which sends the path as it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=EVENT_S)
+    try:
+        connection.request(method, f"/tiered_kv/{path}")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def held_by(server: VllmServer) -> dict[int, tuple[int, int]]:
+    """Threads and descriptors of each of the server's processes."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if os.getpgid(int(process.name)) == server.pid:
+                    counts = [len(list((process / name).iterdir())) for name in ("task", "fd")]
+                    found[int(process.name)] = (counts[0], counts[1])
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it ended meanwhile
+    return found
+
+
+def test_hostile_calls_are_refused_and_leave_nothing_behind(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    def call(at: int) -> tuple[int, int]:
+        method, path, wanted = HOSTILE[at % len(HOSTILE)]
+        return send(server.port, method, path), wanted
+
+    def crowd(calls: int) -> None:
+        with concurrent.futures.ThreadPoolExecutor(CALLERS) as callers:
+            for got, wanted in callers.map(call, range(calls)):
+                assert got in (wanted, 429)
+
+    crowd(len(HOSTILE))
+    before = held_by(server)
+    assert len(before) >= 2, "the server and its engine"
+    crowd(20 * len(HOSTILE))
+    after = held_by(server)
+    assert after.keys() == before.keys(), "the same processes"
+    for process, counts in after.items():
+        more = [now - then for now, then in zip(counts, before[process], strict=True)]
+        assert max(more) <= CALLERS, "threads, descriptors"
+    assert status(client)["counters"]["hook_errors"] == 0
+    assert ask(client, [5, 6, 7])["choices"]
+    assert "\x1b[31mred" not in server.log_text()
+    server.check()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "https://evil.example.com"}, {"Host": "evil.example.com"}]
+)
+def test_web_pages_get_nothing(client: httpx.Client, headers: dict[str, str]) -> None:
+    answer = client.get("/tiered_kv/jobs", headers=headers)
+    assert answer.status_code == 403
+    assert json.loads(answer.text).keys() == {"error"}

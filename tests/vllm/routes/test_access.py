@@ -1,0 +1,78 @@
+"""Who may ask: with a token, or from the machine of a server that nobody else can reach."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+from starlette.datastructures import Headers
+
+from tiered_kv.config import ADMIN_TOKEN
+from tiered_kv.connectors.vllm.routes.access import Access, is_loopback
+from tiered_kv.connectors.vllm.routes.refusals import Refusal
+
+LOCAL = {"host": "127.0.0.1:8000"}
+TOKEN = {ADMIN_TOKEN: "s3cret"}
+
+
+def access(env: dict[str, str] | None = None, **args: str) -> Access:
+    return Access.of(env or {}, Namespace(**args))
+
+
+def refused(rule: Access, headers: dict[str, str]) -> int:
+    with pytest.raises(Refusal) as caught:
+        rule.check(Headers(headers))
+    assert caught.value.sentence.endswith(".")
+    assert "s3cret" not in caught.value.sentence + repr(rule)
+    return caught.value.status
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
+def test_on_loopback_programs_of_the_machine_may_ask(host: str) -> None:
+    assert is_loopback(host)
+    access(host=host).check(LOCAL)
+    access({ADMIN_TOKEN: ""}, host=host).check({"host": "localhost"})
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.1.2.3", "localhost.example.com", "x"])
+def test_beyond_loopback_nobody_may_ask_without_a_token(host: str) -> None:
+    assert not is_loopback(host)
+    assert refused(access(host=host), LOCAL) == 403
+
+
+def test_a_server_without_a_host_listens_everywhere() -> None:
+    assert refused(Access.of({}, Namespace(host=None, uds=None)), LOCAL) == 403
+    assert refused(Access.of({}, Namespace()), LOCAL) == 403
+    Access.of({}, Namespace(host=None, uds="/run/vllm.sock")).check({"host": "localhost"})
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example.com"},  # a name that leads to loopback now
+        {"host": "evil.example.com:8000"},
+        {**LOCAL, "origin": "https://evil.example.com"},
+        {**LOCAL, "origin": "null"},
+        {**LOCAL, "x-forwarded-for": "203.0.113.9"},
+        {**LOCAL, "forwarded": "for=203.0.113.9"},
+        {**LOCAL, "via": "1.1 proxy"},
+    ],
+)
+def test_web_pages_and_proxies_on_the_machine_may_not(headers: dict[str, str]) -> None:
+    assert refused(access(host="127.0.0.1"), headers) == 403
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_token_is_needed_wherever_there_is_one(host: str) -> None:
+    rule = access(TOKEN, host=host)
+    for right in ("Bearer s3cret", "bearer s3cret", "Bearer  s3cret "):
+        rule.check(Headers({"authorization": right, "origin": "https://ops.example.com"}))
+    for wrong in ("", "s3cret", "Bearer", "Bearer s3cre", "Basic s3cret", "Bearer s3cretx", "\xff"):
+        assert refused(rule, {**LOCAL, "authorization": wrong}) == 401
+    assert refused(rule, LOCAL) == 401
+
+
+def test_a_token_may_have_any_characters() -> None:
+    rule = access({ADMIN_TOKEN: "geheim ü"}, host="0.0.0.0")
+    sent = Headers(raw=[(b"authorization", "Bearer geheim ü".encode())])
+    rule.check(sent)
