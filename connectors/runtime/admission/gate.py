@@ -193,6 +193,7 @@ class Admission:
         self._enters(turn, self.jobs.demand_of_new(turn))
 
     def _enters(self, turn: Turn, need: JobDemand) -> None:
+        turn.hold.let_in_at = self._clock()
         self.jobs.enters(turn.request_id, need)
         self._changed = True
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.metrics import Counters
+from tiered_kv.trace.turn_record import TurnTokens
 
-from .open_gaps import OpenGap
+from .open_gaps import OpenGap, OpenGaps
 from .turn_trace import NoTrace, TurnTrace
 
 
@@ -15,25 +16,49 @@ class TurnLog:
     """Reports turns that ended. Owns the trace.
 
     Attributes:
-        trace: the trace, for events of gaps.
+        trace: the trace, for what happens to turns later.
     """
 
-    def __init__(self, counters: Counters, trace: TurnTrace | NoTrace) -> None:
+    def __init__(self, counters: Counters, trace: TurnTrace | NoTrace, gaps: OpenGaps) -> None:
         self.trace = trace
         self._counters = counters
+        self._gaps = gaps
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a turn that ended; returns the answer to its client, if that named a job."""
-        source, prompt = turn.source, turn.request.num_prompt_tokens
-        vram = min(source.vram_tokens, prompt)
-        cpu = min(source.cpu_tokens, prompt - vram)
-        came_from = {"vram": vram, "cpu": cpu, "recomputed": prompt - vram - cpu}
-        if not source.admitted:
-            came_from = dict.fromkeys(came_from, 0)
+        tokens = _tokens(turn, gap)
+        came_up = tokens.cpu + tokens.ssd  # what came from SSD came through CPU memory
+        came_from = {
+            "vram": tokens.vram,
+            "cpu": came_up,
+            "recomputed": tokens.recomputed,
+            "ssd": tokens.ssd,
+        }
         self._counters.add("turns")
-        came_from["ssd"] = min(source.ssd_tokens, came_from["cpu"])
-        for name, tokens in came_from.items():
-            self._counters.add(f"prompt_tokens_{name}", tokens)
-        explained = {"prompt_tokens": prompt} | {f"{k}_tokens": v for k, v in came_from.items()}
-        self.trace.turn(turn, explained, gap.decision, gap.pinned)
-        return {"tiered_kv": explained} if turn.hints.job_id is not None else None
+        for name, count in came_from.items():
+            self._counters.add(f"prompt_tokens_{name}", count)
+        self.trace.ended(turn, gap, tokens, waits=self._gaps.holds(gap))
+        if turn.hints.job_id is None:
+            return None
+        explained = {f"{name}_tokens": count for name, count in came_from.items()}
+        return {"tiered_kv": {"prompt_tokens": tokens.prompt, **explained}}
+
+
+def _tokens(turn: Turn, gap: OpenGap) -> TurnTokens:
+    source, prompt, output = turn.source, turn.request.num_prompt_tokens, gap.end.output_tokens
+    if not source.admitted:
+        return TurnTokens(prompt=prompt, new=gap.end.new_tokens, output=output)
+    vram = min(source.vram_tokens, prompt)
+    cpu = min(source.cpu_tokens, prompt - vram)
+    ssd = min(source.ssd_tokens, cpu)
+    return TurnTokens(
+        prompt=prompt,
+        vram=vram,
+        cpu=cpu - ssd,
+        ssd=ssd,
+        recomputed=prompt - vram - cpu,
+        # The last token is computed always: its logits are wanted.
+        lost=max(0, min(turn.pages.shared_tokens, prompt - 1) - vram - cpu),
+        new=gap.end.new_tokens,
+        output=output,
+    )
