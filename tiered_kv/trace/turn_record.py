@@ -27,7 +27,7 @@ class StoryEnd(Enum):
     CLOSED = "closed"
     """The engine ended before any of that."""
     NO_GAP = "no_gap"
-    """An end without a gap: the turn was of no job, another turn of its job was running, or it ended
+    """An end without a gap: the turn was of no job, another of its job was running, or it ended
     before it had any KV."""
 
 

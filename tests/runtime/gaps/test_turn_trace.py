@@ -89,7 +89,8 @@ def test_a_decision_is_told_with_all_that_it_was_made_of(rig: Rig) -> None:
     assert (made.q50_s, made.q90_s) == (50, 90)
     assert made.queue_s == 3
     assert made.benefit_s == pytest.approx(3.0 + made.restore_s, rel=1e-4)
-    assert 0 < made.restore_s == made.cpu_s <= made.recompute_s
+    assert 0 < made.restore_s <= made.recompute_s
+    assert made.cpu_s == made.restore_s
     assert made.tiers_s["ssd"] > made.restore_s
     assert (made.vram_price, made.survival, made.memoryfulness) == (0, 1, 1)
     assert made.cpu_stay_s is None, "nothing is evicted"
