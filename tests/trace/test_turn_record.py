@@ -95,8 +95,9 @@ def test_fields_of_later_versions_are_passed_over() -> None:
         ('{"turn": 1, "request": "r"}', "it lacks arrived"),
         ('{"turn": "1"}', "turn: '1' is no whole number"),
         ('{"turn": true}', "turn: True is no whole number"),
-        ('{"arrived": NaN}', "arrived: nan is too large"),
-        ('{"arrived": 1' + "0" * 400 + "}", "arrived: 1000.* is too large"),
+        ('{"arrived": NaN}', "arrived: it is too large"),
+        ('{"arrived": 1' + "0" * 400 + "}", "arrived: it is too large"),
+        ('{"turn": 1' + "0" * 30 + "}", "turn: it is too large"),
         ('{"job": 3}', "job: 3 is no text"),
         ('{"tool": "ls"}', "tool: 'ls' is no list"),
         ('{"gap": {"in_vram": 1}}', "gap: in_vram: 1 is neither true nor false"),
@@ -109,7 +110,7 @@ def test_what_is_no_record_is_refused_with_the_reason(line: str, reason: str) ->
         read(line)
 
 
-@given(texts, texts, st.dictionaries(texts, st.integers(0, 2**63), max_size=9))
+@given(texts, texts, st.dictionaries(texts, st.integers(0, 2**63 - 1), max_size=9))
 def test_a_header_fits_and_reads_as_it_was_written(
     model: str, policy: str, tiers: dict[str, int]
 ) -> None:

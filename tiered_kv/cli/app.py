@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench_commands, store_commands
+from . import bench_commands, store_commands, trace_commands
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",
@@ -17,6 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(store_commands.app, name="store")
+app.add_typer(trace_commands.app, name="trace")
 bench_commands.add_to(app)
 
 
@@ -38,7 +39,7 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Manage the KV cache that tiered-kv keeps on SSD, and measure what it gains."""
+    """Manage the KV cache that tiered-kv keeps on SSD, read traces, and measure what it gains."""
 
 
 def main() -> None:

@@ -20,6 +20,9 @@ import xxhash
 DIGITS = 5
 """Digits of a number that are written, and at most six of them behind the point."""
 
+MOST = (1 << 63) - 1
+"""Largest whole number that is read."""
+
 Read = Callable[[Any], Any]
 Part = TypeVar("Part")
 
@@ -174,6 +177,8 @@ def _text(value: object) -> str:
 def _whole(value: object) -> int:
     if type(value) is not int:
         raise ValueError(f"{value!r:.40} is no whole number")
+    if not -MOST <= value <= MOST:
+        raise ValueError("it is too large")
     return value
 
 
@@ -187,7 +192,7 @@ def _real(value: object) -> float:
     except OverflowError:
         real = math.inf
     if not math.isfinite(real):
-        raise ValueError(f"{value!r:.40} is too large")
+        raise ValueError("it is too large")
     return real
 
 
@@ -209,5 +214,5 @@ def _object(value: object) -> dict[str, object]:
     return value
 
 
-_PLAIN_TYPES: dict[Any, type] = {str: str, int: int, bool: bool, str | None: str}
+_PLAIN_TYPES: dict[Any, type] = {str: str, bool: bool, str | None: str}
 _PLAIN: dict[Any, Read] = {str: _text, int: _whole, float: _real, bool: _bool}

@@ -202,8 +202,10 @@ class _Room(NamedTuple):
     whole: bool
 
 
+JOB_ROOM = 96
+"""Most bytes of a job's name."""
 _WORD_ROOM, _MOST_TIERS = 24, 4
-_ROOM_OF = {"job": 96, "client": _WORD_ROOM, "finish": _WORD_ROOM}
+_ROOM_OF = {"job": JOB_ROOM, "client": _WORD_ROOM, "finish": _WORD_ROOM}
 _PRICE = ("tier", "gap_class", "ttl_s", "benefit_s", "vram_price")
 _ROOMS = (_Room(96, 120, True), _Room(48, 48, True), _Room(24, 0, True), _Room(24, 0, False))
 """Used in this order, until the record fits."""
