@@ -117,3 +117,36 @@ def test_mistakes_are_told_in_a_sentence(path: Path, tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert said in result.stderr
         assert len(result.stderr.splitlines()) == 1
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["trace", "export", *map(str, arguments)])
+
+
+def test_a_trace_is_exported_to_a_private_file_or_to_standard_output(
+    path: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    result = export(path, "--perfetto", "-o", out)
+    assert result.exit_code == 0, result.output
+    events = json.loads(out.read_text())["traceEvents"]
+    assert sum(event["name"].startswith("turn ") for event in events) == 6
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert json.loads(export(path, "--perfetto").stdout)["traceEvents"] == events
+    jobs = json.loads(export(path, "--continuum").stdout)
+    assert {job: len(events) for job, events in jobs.items()} == {"j0": 6, "j1": 6, "j2": 6}
+
+
+def test_an_empty_trace_is_exported_as_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    found = json.loads(export(tmp_path / "empty", "--perfetto").stdout)
+    assert [event["ph"] for event in found["traceEvents"]] == ["M", "M"]
+    assert json.loads(export(tmp_path / "empty", "--continuum").stdout) == {}
+
+
+def test_an_export_is_for_one_program_and_of_a_trace(path: Path, tmp_path: Path) -> None:
+    for arguments in ([path], [path, "--perfetto", "--continuum"]):
+        assert "say for which program" in export(*arguments).stderr
+    result = export(tmp_path / "nowhere", "--perfetto", "-o", tmp_path / "out")
+    assert (result.exit_code, "there is no trace" in result.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()

@@ -1,8 +1,12 @@
-"""``tiered-kv trace``: analyze traces, and tell a job's story."""
+"""``tiered-kv trace``: analyze traces, tell a job's story, and export for other programs."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +15,8 @@ import typer
 from tiered_kv.trace.analysis import Figures, analyze
 from tiered_kv.trace.comparison import Comparison, compare
 from tiered_kv.trace.job_story import of_job, story
+from tiered_kv.trace.perfetto import Event, perfetto_events
+from tiered_kv.trace.recorder_events import recorder_events
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
@@ -108,3 +114,50 @@ def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
     for sentences in told:
         typer.echo(" ".join(sentences))
     _warn([reader])
+
+
+@app.command("export", cls=Command, short_help="Write a trace for another program.")
+def export_command(
+    path: Where,
+    perfetto: Annotated[
+        bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")
+    ] = False,
+    continuum: Annotated[
+        bool, typer.Option("--continuum", help="As Continuum's scheduler_timestamps.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="A file; else stdout.")
+    ] = None,
+) -> None:
+    """Write a trace as JSON for another program.
+
+    Exit code 1 if a line is no record.
+    """
+    if perfetto == continuum:
+        refuse("say for which program: --perfetto or --continuum")
+    reader = TraceReader(path)
+    with one_sentence():
+        texts = _chrome(perfetto_events(reader)) if perfetto else _recorder(reader)
+        first = next(texts)  # the trace is read before anything is written
+        if out is None:
+            sys.stdout.writelines(chain([first], texts))
+        else:
+            out.touch(mode=0o600)  # as private as the trace
+            with out.open("w", encoding="utf-8") as file:
+                file.writelines(chain([first], texts))
+    _warn([reader])
+    if reader.bad_lines:
+        raise typer.Exit(1)
+
+
+def _recorder(reader: TraceReader) -> Iterator[str]:
+    yield json.dumps(recorder_events(reader)) + "\n"
+
+
+def _chrome(events: Iterable[Event]) -> Iterator[str]:
+    """One JSON object, an event a line."""
+    before = '{"traceEvents":[\n'
+    for event in events:
+        yield before + json.dumps(event)
+        before = ",\n"
+    yield f"{before if before[0] == '{' else ''}\n]}}\n"
