@@ -251,7 +251,7 @@ def build_gaps(
         ConfigError: the trace cannot be written.
     """
     facts, clock, pool = given.facts, given.clock, engine.pool
-    log = TurnLog(engine.counters, _trace(given), gaps)
+    log = TurnLog(engine.counters, _trace(given), gaps, engine.turns)
     admission.pins.on_end = log.trace.pin_ended
     costs = CostModel(
         facts,

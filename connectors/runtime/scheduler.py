@@ -395,5 +395,5 @@ class SchedulerHalf:
             self.gaps.manager.close_all()
         finally:
             self._given.close()
-            self.gaps.log.trace.close()
+            self.gaps.log.close()
             self.pages.tiers.close()

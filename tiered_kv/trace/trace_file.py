@@ -15,6 +15,10 @@ from pathlib import Path
 
 from .rotation import FILE_BYTES, make_room
 
+TRIES = 100
+"""Times that a file is opened anew because it was moved. Where files have no lasting numbers, they
+would all seem to be."""
+
 
 class TraceFile:
     """Appends lines. One thread. Private to its owner.
@@ -55,15 +59,16 @@ class TraceFile:
             if self._plain:
                 held.callback(self._unlock)
                 self._lock()
-                full = self._nbytes and self._nbytes + len(data) > self._most_bytes
-                if full:
+                if self._is_full(len(data)):
                     make_room(self._path)
                     self._lock()
             self._write(data)
 
-    @property
-    def _nbytes(self) -> int:
-        return os.fstat(self._fd_now).st_size
+    def _is_full(self, more: int) -> bool:
+        """True if the file has lines, and no room for so many bytes more."""
+        there = os.fstat(self._fd_now).st_size
+        header = 0 if self._introduced else len(self._header)
+        return there > 0 and there + header + more > self._most_bytes
 
     @property
     def _fd_now(self) -> int:
@@ -72,8 +77,9 @@ class TraceFile:
 
     def _lock(self) -> None:
         """Take the lock of the newest file, whichever that is now."""
-        while True:
-            fcntl.flock(self._fd_now, fcntl.LOCK_EX)
+        for _ in range(TRIES):
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(self._fd_now, fcntl.LOCK_EX)
             ours = os.fstat(self._fd_now)
             with contextlib.suppress(FileNotFoundError):
                 newest = self._path.stat()
@@ -83,7 +89,8 @@ class TraceFile:
 
     def _unlock(self) -> None:
         if self._fd is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _write(self, data: bytes) -> None:
         if not self._introduced:

@@ -223,7 +223,7 @@ class TurnRecord:
         turn: number of the turn in its job, from 1.
         request: the engine's id of the request.
         arrived: seconds since the epoch.
-        finish: the engine's name for how the turn ended.
+        finish: the engine's name for how the turn ended, or for where it was if it did not.
         tool: the tool that ran in the gap, from the general to the particular; empty if unknown.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.trace.turn_record import TurnTokens
@@ -15,18 +16,24 @@ from .turn_trace import NoTrace, TurnTrace
 class TurnLog:
     """Reports turns that ended. Owns the trace.
 
+    Args:
+        turns: the live requests.
+
     Attributes:
         trace: the trace, for what happens to turns later.
     """
 
-    def __init__(self, counters: Counters, trace: TurnTrace | NoTrace, gaps: OpenGaps) -> None:
+    def __init__(
+        self, counters: Counters, trace: TurnTrace | NoTrace, gaps: OpenGaps, turns: LiveTurns
+    ) -> None:
         self.trace = trace
         self._counters = counters
         self._gaps = gaps
+        self._turns = turns
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a turn that ended; returns the answer to its client, if that named a job."""
-        tokens = _tokens(turn, gap)
+        tokens = _tokens(turn)
         came_up = tokens.cpu + tokens.ssd  # what came from SSD came through CPU memory
         came_from = {
             "vram": tokens.vram,
@@ -43,11 +50,19 @@ class TurnLog:
         explained = {f"{name}_tokens": count for name, count in came_from.items()}
         return {"tiered_kv": {"prompt_tokens": tokens.prompt, **explained}}
 
+    def close(self) -> None:
+        """Write what is known of turns that did not end, and stop the trace. Idempotent."""
+        for turn in self._turns.by_id.values():
+            self.trace.cut_off(turn, _tokens(turn))
+        self.trace.close()
 
-def _tokens(turn: Turn, gap: OpenGap) -> TurnTokens:
-    source, prompt, output = turn.source, turn.request.num_prompt_tokens, gap.end.output_tokens
+
+def _tokens(turn: Turn) -> TurnTokens:
+    source, request = turn.source, turn.request
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+    new = max(0, prompt - turn.gap.context_tokens)
     if not source.admitted:
-        return TurnTokens(prompt=prompt, new=gap.end.new_tokens, output=output)
+        return TurnTokens(prompt=prompt, new=new, output=output)
     vram = min(source.vram_tokens, prompt)
     cpu = min(source.cpu_tokens, prompt - vram)
     ssd = min(source.ssd_tokens, cpu)
@@ -59,6 +74,6 @@ def _tokens(turn: Turn, gap: OpenGap) -> TurnTokens:
         recomputed=prompt - vram - cpu,
         # The last token is computed always: its logits are wanted.
         lost=max(0, min(turn.pages.shared_tokens, prompt - 1) - vram - cpu),
-        new=gap.end.new_tokens,
+        new=new,
         output=output,
     )

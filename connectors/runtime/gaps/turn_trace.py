@@ -68,6 +68,7 @@ class TurnTrace:
         self._clock = clock
         self._wall = wall
         self._open: dict[JobKey, _Story] = {}
+        self._closed = False
 
     @property
     def dropped(self) -> int:
@@ -145,9 +146,14 @@ class TurnTrace:
             )
         )
 
+    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
+        """Write what is known of a turn that has not ended as the engine closes."""
+        if not self._closed:
+            self._writer.write(replace(self._begun(turn, tokens), gap=GapStory(StoryEnd.CLOSED)))
+
     def close(self) -> None:
         """Write the stories that are not over, and what is queued. Idempotent."""
-        now = self._clock()
+        self._closed, now = True, self._clock()
         for job, story in list(self._open.items()):
             self.over(job, now - story.gap.since, StoryEnd.CLOSED)
         self._writer.close()
@@ -168,6 +174,9 @@ class NoTrace:
         pass
 
     def over(self, job: JobKey, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+        pass
+
+    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
         pass
 
     def close(self) -> None:

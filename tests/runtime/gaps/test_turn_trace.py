@@ -212,6 +212,18 @@ def test_stories_that_are_open_when_the_engine_ends_are_told_as_far_as_they_are_
     assert {one.pin.end for one in found.values()} == {PinEnd.CLOSED}
 
 
+def test_turns_that_run_when_the_engine_ends_are_told_as_they_are(rig: Rig) -> None:
+    rig.add("runs", CONTEXT, params=JOB)
+    rig.step()
+    rig.add("waits", text(100, seed=1))
+    rig.now += 2.0
+    found = traced(rig)
+    assert (found["runs"].finish, found["waits"].finish) == ("RUNNING", "WAITING")
+    assert {one.gap for one in found.values()} == {GapStory(StoryEnd.CLOSED)}
+    assert found["runs"].times == TurnTimes(admitted_s=0, scheduled_s=0, end_s=2)
+    assert found["waits"].times == TurnTimes(end_s=2)
+
+
 def test_turns_after_which_nobody_is_waited_for_are_told_at_once(rig: Rig) -> None:
     rig.add("one", text(100, seed=1), max_tokens=2, params=JOB)
     rig.add("beside", text(100, seed=2), max_tokens=8, params=JOB)
