@@ -106,10 +106,14 @@ def read(kind: type[Part], found: object) -> Part:
     readers, values, name = _readers(known), dict[str, Any](), ""
     try:
         for name, value in found.items():
-            reader = readers.get(name)
-            if reader is not None:
-                # Most values are what they should be, and there may be millions of them.
-                values[name] = value if type(value) is reader.plain else reader.read(value)
+            if name not in readers:
+                continue
+            plain, reader = readers[name]
+            # Most values are what they should be, and there may be millions of them.
+            if type(value) is plain and (plain is not float or value - value == 0.0):
+                values[name] = value
+            else:
+                values[name] = reader(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     try:
@@ -121,7 +125,8 @@ def read(kind: type[Part], found: object) -> Part:
 
 
 class _Field(NamedTuple):
-    """Reader of a field, and the type whose values it returns as they are."""
+    """Reader of a field, and the type whose values it returns as they are, but for numbers that are
+    not finite."""
 
     plain: type | None
     read: Read
@@ -183,8 +188,6 @@ def _whole(value: object) -> int:
 
 
 def _real(value: object) -> float:
-    if type(value) is float and value - value == 0.0:  # finite
-        return value
     if type(value) not in (int, float):
         raise ValueError(f"{value!r:.40} is no number")
     try:
@@ -214,5 +217,11 @@ def _object(value: object) -> dict[str, object]:
     return value
 
 
-_PLAIN_TYPES: dict[Any, type] = {str: str, bool: bool, str | None: str}
+_PLAIN_TYPES: dict[Any, type] = {
+    str: str,
+    str | None: str,
+    bool: bool,
+    float: float,
+    float | None: float,
+}
 _PLAIN: dict[Any, Read] = {str: _text, int: _whole, float: _real, bool: _bool}
