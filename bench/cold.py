@@ -8,13 +8,12 @@ same server with ``TIERED_KV_CODEC=raw`` compresses nothing. Beside that, a requ
 pages are compressed; and a context twice as large as CPU memory comes back from SSD. A third server
 has room for all that it is asked for: ``unannounced_ratio`` is the time of requests whose pages
 were compressed, over that of requests whose pages were not and the time to decode as many bytes at
-the speed that the server measured at its start. Where tokens came from is read from the connector's
-trace and the server's metrics.
+the speed that the server measured at its start. Where tokens came from is told with the answers
+and by the server's metrics.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
@@ -40,7 +39,7 @@ from tiered_kv.bench.common.server import (
     VllmServer,
     machine_dtype,
 )
-from tiered_kv.bench.restore import first_token_ms, texts
+from tiered_kv.bench.restore import answer, first_token_ms, texts
 
 CONTEXTS, ROOM = 20, 15.5
 """Contexts that are asked for, and those that CPU memory has room for as they are."""
@@ -102,13 +101,10 @@ class Trial:
     ) -> Iterator[tuple[VllmServer, httpx.Client]]:
         """A server with CPU memory for ``room`` contexts, and a KV pool for little more than
         one."""
-        trace = self._folder / "trace.jsonl"
-        trace.unlink(missing_ok=True)
         # Nothing is pinned: what leaves VRAM must come from elsewhere.
         told = {
             "TIERED_KV_CPU_GIB": f"{room * self._context_gib:.4f}",
             "TIERED_KV_PIN_FRACTION": "0",
-            "TIERED_KV_TRACE": str(trace),
         }
         options = ServerOptions(
             model=self._model,
@@ -195,13 +191,12 @@ class Trial:
         """Ask for a context twice as large as CPU memory, which an engine with more of it has left
         on SSD; the share of its tokens that came back."""
         env = {"TIERED_KV_SSD_PATH": str(self._folder / "ssd"), "TIERED_KV_SSD_GIB": "4"}
+        tokens: Mapping[str, int] = {}
         for room in (2.0, 0.5):
             self._tell("twice as large")
             with self._server(room, self._tokens, env) as (_, client):
-                first_token_ms(client, texts(client, 1, self._tokens)[0])
-        lines = (self._folder / "trace.jsonl").read_text().splitlines()
-        turns = [event for event in map(json.loads, lines) if event["event"] == "turn"]
-        return float(turns[-1]["ssd_tokens"] / turns[-1]["prompt_tokens"])
+                tokens = answer(client, texts(client, 1, self._tokens)[0]).tokens
+        return tokens["ssd_tokens"] / tokens["prompt_tokens"]
 
 
 def decode_rate(log: str) -> float:

@@ -6,20 +6,19 @@ Real servers, one run. Eight texts of 3,000 tokens are asked in turn, which is m
 the KV pool holds; each is then asked twice again, when it has left VRAM (its pages come
 from CPU memory) and right after (VRAM). Then the same with CPU memory for three of them, so
 that each comes from SSD, and once more after that server was stopped and started. Where
-the tokens really came from is read from the connector's trace, and a sample from anywhere
+the tokens really came from is told by the connector with each answer, and a sample from anywhere
 else is an error, not a number.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,16 +55,43 @@ def texts(client: httpx.Client, count: int, tokens: int) -> list[list[int]]:
     raise RuntimeError(f"the standard library has too few files of {tokens} tokens")
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer of one token.
+
+    Attributes:
+        ms: time until it was there, milliseconds.
+        tokens: tokens of its prompt by where they came from, as the connector names them.
+    """
+
+    ms: float
+    tokens: Mapping[str, int]
+
+
+def answer(client: httpx.Client, prompt: Sequence[int]) -> Answered:
+    """Ask for one token. Equal prompts are turns of one job, which the connector answers for."""
+    job = f"prompt-{hash(tuple(prompt)):x}"
+    body = {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "kv_transfer_params": {"job_id": job},
+    }
+    began = time.perf_counter()
+    response = client.post("/v1/completions", json=body).raise_for_status()
+    ms = (time.perf_counter() - began) * 1e3
+    said = response.json()["kv_transfer_params"]
+    return Answered(ms, said["tiered_kv"])
+
+
 def first_token_ms(client: httpx.Client, prompt: Sequence[int]) -> float:
     """Milliseconds until the answer to a prompt, one token long, is there."""
-    body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
-    began = time.perf_counter()
-    client.post("/v1/completions", json=body).raise_for_status()
-    return (time.perf_counter() - began) * 1e3
+    return answer(client, prompt).ms
 
 
 class Samples:
-    """Times of requests by where their KV was to come from, checked against the trace.
+    """Times of requests by where their KV was to come from, checked against where it did.
 
     Args:
         advance: told of every request, with its kind.
@@ -82,24 +108,19 @@ class Samples:
         Raises:
             RuntimeError: a request's KV did not come from where it was meant to.
         """
-        trace = folder / "trace.jsonl"
-        trace.unlink(missing_ok=True)
         # Nothing is pinned: what is evicted from VRAM must come from elsewhere.
-        env = {**options.env, "TIERED_KV_POLICY": "lru", "TIERED_KV_TRACE": str(trace)}
-        kinds: list[str] = []
+        env = {**options.env, "TIERED_KV_POLICY": "lru"}
         server = VllmServer(replace(options, env=env), folder / "server.log")
         with server, httpx.Client(base_url=server.url, timeout=600) as client:
             first_token_ms(client, list(range(100, 400)))  # warm-up
 
             def ask(kind: str, prompt: list[int]) -> None:
-                self.times.setdefault(kind, []).append(first_token_ms(client, prompt))
-                kinds.append(kind)
+                answered = answer(client, prompt)
+                _check_sources(kind, answered.tokens)
+                self.times.setdefault(kind, []).append(answered.ms)
                 self._advance(kind)
 
             yield Ask(client, ask)
-        events = [json.loads(line) for line in trace.read_text().splitlines()]
-        events = [event for event in events if event["event"] == "turn"]
-        _check_sources(kinds, events[-len(kinds) :])
 
 
 @dataclass(frozen=True)
@@ -185,7 +206,7 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
     }
 
 
-def _check_sources(kinds: Sequence[str], events: Sequence[dict[str, int]]) -> None:
+def _check_sources(kind: str, tokens: Mapping[str, int]) -> None:
     source = {
         "cold": "recomputed_tokens",
         "cpu": "cpu_tokens",
@@ -193,9 +214,8 @@ def _check_sources(kinds: Sequence[str], events: Sequence[dict[str, int]]) -> No
         "ssd": "ssd_tokens",
         "ssd_after_restart": "ssd_tokens",
     }
-    for kind, event in zip(kinds, events, strict=True):
-        if event[source[kind]] < 0.9 * event["prompt_tokens"]:
-            raise RuntimeError(f"a {kind} request was served from elsewhere: {event}")
+    if tokens[source[kind]] < 0.9 * tokens["prompt_tokens"]:
+        raise RuntimeError(f"a {kind} request was served from elsewhere: {tokens}")
 
 
 def main(

@@ -46,7 +46,7 @@ class TierConfig:
         admission: ``auto`` holds new jobs while their working set does not fit; ``off`` does not.
             Always ``off`` under a policy other than the default.
         admission_max_wait_s: longest time that a job is held, seconds.
-        trace: path of the JSONL trace; None writes none.
+        trace: path of the newest file of the trace; None writes none.
     """
 
     cpu_gib: float = 4.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,9 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+
+from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.turn_record import TurnRecord
 
 from .agents import TurnResult
 
@@ -43,15 +45,6 @@ class Sources:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TracedTurn:
-    """A finished turn as the connector recorded it; ``turn`` is 1 for a job's first."""
-
-    job: str
-    turn: int
-    sources: Sources
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRow:
     """All jobs' turns of one number, or of all numbers.
@@ -70,34 +63,26 @@ class TurnRow:
     ttft_p95_s: float
 
 
-def read_trace(path: Path) -> list[TracedTurn]:
-    """The turns of jobs in a JSONL trace, in the file's order.
+def read_trace(path: Path) -> list[TurnRecord]:
+    """The turns of jobs in a trace.
 
-    Other events, unknown keys, requests without a job and a last line that was cut off are passed
-    over.
+    Requests without a job and a last line that was cut off are passed over.
 
     Raises:
         TraceError: no such file, or a damaged line.
     """
+    reader = TraceReader(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        turns = [one for one in reader if one.job is not None]
     except OSError as error:
         raise TraceError(f"the connector wrote no trace: {error}") from error
-    turns = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            turn = _traced_turn(line)
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and isinstance(error, json.JSONDecodeError):
-                break
-            raise TraceError(f"{path}, line {number}: {error!r}") from error
-        if turn is not None:
-            turns.append(turn)
+    if reader.bad:
+        raise TraceError(str(reader.bad[0]))
     return turns
 
 
 def sources_from_trace(
-    traced: Iterable[TracedTurn], results: Iterable[TurnResult]
+    traced: Iterable[TurnRecord], results: Iterable[TurnResult]
 ) -> dict[tuple[str, int], Sources]:
     """The trace's sources for every turn the client made, by (job, turn).
 
@@ -105,7 +90,7 @@ def sources_from_trace(
         TraceError: a turn is missing, or its sources do not add up to the prompt that the
             client's answer names.
     """
-    found = {(turn.job, turn.turn): turn.sources for turn in traced}
+    found = {(one.job, one.turn): _sources(one) for one in traced}
     wanted = {}
     for result in results:
         key = (result.job, result.turn)
@@ -118,6 +103,11 @@ def sources_from_trace(
             )
         wanted[key] = found[key]
     return wanted
+
+
+def _sources(one: TurnRecord) -> Sources:
+    tokens = one.tokens
+    return Sources(tokens.vram, tokens.cpu + tokens.ssd, tokens.recomputed)
 
 
 def sources_from_usage(results: Iterable[TurnResult]) -> dict[tuple[str, int], Sources]:
@@ -151,13 +141,3 @@ def _row(
         ttft_mean_s=fmean(times),
         ttft_p95_s=float(np.percentile(times, 95)),
     )
-
-
-def _traced_turn(line: str) -> TracedTurn | None:
-    event = json.loads(line)
-    if event["event"] != "turn" or event["job_id"] is None:
-        return None
-    sources = Sources(
-        int(event["vram_tokens"]), int(event["cpu_tokens"]), int(event["recomputed_tokens"])
-    )
-    return TracedTurn(str(event["job_id"]), int(event["turn"]), sources)

@@ -206,6 +206,7 @@ class EngineFacts:
         sync_restores: whether restores may be sync.
         speculates: True if a step computes tokens that may be taken back.
         placeholders: blocks of the pool that no request is ever given.
+        model: name of the model, for people.
     """
 
     ranks: int
@@ -219,6 +220,7 @@ class EngineFacts:
     sync_restores: bool = True
     speculates: bool = False
     placeholders: int = 0
+    model: str = ""
 
     @property
     def usable_blocks(self) -> int:

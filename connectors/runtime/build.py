@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tiered_kv.config import TierConfig
+from tiered_kv import __version__
+from tiered_kv.config import GIB
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
@@ -44,10 +45,11 @@ from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
-from tiered_kv.trace import TraceWriter
+from tiered_kv.trace.trace_header import TraceHeader
+from tiered_kv.trace.trace_writer import TraceWriter
 
 from .base import BlockPool
-from .dependencies import Clock, Dependencies
+from .dependencies import Dependencies
 from .live_turns import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
@@ -249,7 +251,8 @@ def build_gaps(
         ConfigError: the trace cannot be written.
     """
     facts, clock, pool = given.facts, given.clock, engine.pool
-    log = TurnLog(engine.counters, _trace(given.config, given.wall))
+    log = TurnLog(engine.counters, _trace(given), gaps, engine.turns)
+    admission.pins.on_end = log.trace.pin_ended
     costs = CostModel(
         facts,
         pages.book,
@@ -281,13 +284,31 @@ def build_gaps(
     return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
 
 
-def _trace(config: TierConfig, wall: Clock) -> TurnTrace | NoTrace:
-    if config.trace is None:
+def _trace(given: Dependencies) -> TurnTrace | NoTrace:
+    path = given.config.trace
+    if path is None:
         return NoTrace()
     try:
-        return TurnTrace(TraceWriter(config.trace), wall)
+        writer = TraceWriter(path, _header(given))
+        return TurnTrace(writer, given.facts.replica, given.clock, given.wall)
     except OSError as error:
         raise ConfigError(
-            f"TIERED_KV_TRACE={config.trace} cannot be written ({error.strerror or error}): "
+            f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): "
             "give a file that can, or leave it out."
         ) from error
+
+
+def _header(given: Dependencies) -> TraceHeader:
+    facts, config = given.facts, given.config
+    below = {str(spec.tier): spec.capacity_bytes or 0 for spec in tiers_below(config)}
+    return TraceHeader(
+        version=__version__,
+        started=given.wall(),
+        clock=given.clock(),
+        model=facts.model,
+        policy=config.policy,
+        replica=facts.replica,
+        block_size=facts.block_size,
+        vram_blocks=facts.usable_blocks,
+        tiers_bytes={"cpu": int(config.cpu_gib * GIB), **below},
+    )

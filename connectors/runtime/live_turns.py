@@ -24,9 +24,9 @@ class LiveTurns:
         """Begin with a turn."""
         self.by_id[turn.request_id] = turn
 
-    def admit(self, turn: Turn) -> None:
+    def admit(self, turn: Turn, now: float) -> None:
         """Count a turn that has blocks for the first time."""
-        turn.source.admitted = True
+        turn.source.admitted, turn.source.admitted_at = True, now
         self.running += 1
 
     def pop(self, request_id: str) -> Turn | None:

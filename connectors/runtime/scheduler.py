@@ -183,12 +183,12 @@ class SchedulerHalf:
             return
         pages.saves.watch(turn, self.step + 1)
         found = turn.source.vram_tokens + turn.source.cpu_tokens
-        if fresh or (restored and turn.request.num_computed_tokens == found):
-            self.gaps.prefills.on_started(turn, self._clock())
+        whole = fresh or (restored and turn.request.num_computed_tokens == found)
+        self.gaps.prefills.on_started(turn, self._clock(), whole=whole)
 
     def _on_admitted(self, turn: Turn, num_external: int) -> None:
         """Count a turn that has its first blocks; if they are its job's first, that has started."""
-        self.turns.admit(turn)
+        self.turns.admit(turn, self._clock())
         turn.source.cpu_tokens = num_external
         self.gaps.manager.on_admitted(turn)
         turn.source.ssd_tokens = min(num_external, self.pages.promotions.tokens_from_below(turn))
@@ -393,5 +393,5 @@ class SchedulerHalf:
             self.gaps.manager.close_all()
         finally:
             self.given.close()
-            self.gaps.log.trace.close()
+            self.gaps.log.close()
             self.pages.tiers.close()

@@ -85,11 +85,13 @@ class Source:
 
     Attributes:
         admitted: True once the turn has had blocks.
+        admitted_at: when it had the first ones, seconds.
         vram_tokens, cpu_tokens: tokens found in each tier at the first admission.
         ssd_tokens: those of ``cpu_tokens`` that came up from SSD for this turn.
     """
 
     admitted: bool = False
+    admitted_at: float = 0.0
     vram_tokens: int = 0
     cpu_tokens: int = 0
     ssd_tokens: int = 0
@@ -127,6 +129,8 @@ class RestoreState:
         broken: True if its last pieces did not come, until it goes on.
         promised: True from when the engine is to wait for an async restore until it goes on.
         failed: True if none of that came, until the turn has blocks again.
+        came_up: pages restored so far that had come up from a tier below, for this turn or for
+            nobody yet.
     """
 
     hit: Hit | None = None
@@ -134,6 +138,7 @@ class RestoreState:
     broken: bool = False
     promised: bool = False
     failed: bool = False
+    came_up: int = 0
 
 
 @dataclass(slots=True)
@@ -153,6 +158,8 @@ class TiersState:
         in_pieces: True if pages that have no room in CPU memory are to come up in pieces.
         keys: pages that came up for it, or are coming, until it is admitted.
         held: slots of those that are there.
+        waits_since: when it first waited for them, seconds; None if it did not.
+        waited_s: time that it waited, once it was admitted.
     """
 
     lookups: int = 0
@@ -167,6 +174,8 @@ class TiersState:
     in_pieces: bool = False
     keys: set[PageKey] = field(default_factory=set)
     held: dict[PageKey, int] = field(default_factory=dict)
+    waits_since: float | None = None
+    waited_s: float = 0.0
 
     def left_s(self, now: float) -> float | None:
         """Seconds that are left of its wait for pages; None if that has not begun."""
@@ -180,12 +189,14 @@ class HoldState:
     Attributes:
         new: True until its job has started.
         refused: True if it was held at least once.
+        let_in_at: when its job was let in, seconds; None before that, or if that was not asked.
         was_dormant: True if its job was taken to have ended.
         ended_at: end of that time, when it had its first blocks; seconds.
     """
 
     new: bool = False
     refused: bool = False
+    let_in_at: float | None = None
     was_dormant: bool = False
     ended_at: float = 0.0
 
@@ -202,6 +213,32 @@ class PressureState:
 
     asked_at: int | None = None
     restored_at: int | None = None
+
+
+@dataclass(slots=True)
+class StartState:
+    """The turn's way to its first token. Written by ``gaps.prefill_timer``.
+
+    Attributes:
+        scheduled_at: the first step that computes of it, seconds; None before.
+        first_token_at: when its first token was heard of; None before.
+    """
+
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+
+
+@dataclass(slots=True)
+class PromotedState:
+    """Pages ordered up from the tiers below for the turn. Written by ``pages.lower_tier``.
+
+    Attributes:
+        pages: their number.
+        nbytes: their size on one rank, bytes.
+    """
+
+    pages: int = 0
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -251,6 +288,8 @@ class Turn:
     tiers: TiersState = field(default_factory=TiersState)
     hold: HoldState = field(default_factory=HoldState)
     pressure: PressureState = field(default_factory=PressureState)
+    start: StartState = field(default_factory=StartState)
+    promoted: PromotedState = field(default_factory=PromotedState)
 
     @property
     def request_id(self) -> str:

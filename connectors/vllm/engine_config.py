@@ -116,6 +116,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         ahead=ahead,
         speculates=vllm_config.speculative_config is not None,
         sync_restores=plain and not (ahead or vllm_config.use_v2_model_runner),
+        model=str(getattr(vllm_config.model_config, "model", "")),
     )
 
 

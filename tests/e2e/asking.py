@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from typing import Any
 import httpx
 
 from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.turn_record import TurnRecord
 
 BLOCKS, BLOCK = 160, 32
 """KV pool of the servers that ``usage_in_gap`` is asked of: blocks, and tokens of each."""
@@ -78,17 +79,13 @@ def usage_in_gap(client: httpx.Client) -> float:
     return round(min(readings) / share) * share
 
 
-Events = list[dict[str, Any]]
-
-
-def trace(server: VllmServer, there: Callable[[Events], bool], *, every: bool = False) -> Events:
-    """The turns in the trace (or ``every`` event), once it holds what is waited for: a thread
-    writes it behind the answers."""
+def trace(server: VllmServer, there: Callable[[list[TurnRecord]], bool]) -> list[TurnRecord]:
+    """The trace, once it holds what is waited for. A turn is written when its job's next one
+    arrives; at once if it is said to be the last."""
     path = Path(server.options.env["TIERED_KV_TRACE"])
     deadline = time.monotonic() + EVENT_S
     while True:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        events = [event for event in events if every or event["event"] == "turn"]
-        if there(events) or time.monotonic() > deadline:
-            return events
+        found = list(TraceReader(path))
+        if there(found) or time.monotonic() > deadline:
+            return found
         time.sleep(0.05)

@@ -50,7 +50,7 @@ def test_a_page_is_there_when_the_last_rank_has_reported(planner: OrderBook) -> 
     assert planner.in_flight == 1
 
     assert planner.settle({order.order_id: report(ranks=1)}) == [
-        Settled(order, (A,), frozenset(), abandoned=False)
+        Settled(order, (A,), frozenset(), abandoned=False, seconds=0.0)
     ]
     assert state(planner.index, A) is PageState.CPU
     assert planner.in_flight == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tiered_kv.orders import (
 )
 from tiered_kv.pages.cold_pages import Bundle, ColdPages
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.flights import Flight, Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
@@ -49,7 +50,7 @@ class CommitsBeforeAllRanks(OrderBook):
 
 
 class IgnoresFailures(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled:
         return super()._finish(flight, frozenset())
 
 
@@ -63,20 +64,25 @@ class ForgetsAFailureOfTheOtherRank(OrderBook):
         return super().settle(reports)
 
 
+def settled(flight: Flight, report: OrderReport) -> Settled:
+    """An order that is over, and nothing done about it."""
+    return Settled(flight.order, flight.keys, report.failed, flight.abandoned, report.seconds)
+
+
 class NeverReleases(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled:
         if isinstance(flight.order, LoadOrder):
-            return Settled(flight.order, flight.keys, failed, flight.abandoned)
-        return super()._finish(flight, failed)
+            return settled(flight, report)
+        return super()._finish(flight, report)
 
 
 class TriesAFailedPageAgain(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled:
         if isinstance(flight.order, LoadOrder):
             for key, slot in zip(flight.keys, flight.order.slots, strict=True):
                 self.index.release(key, slot)
-            return Settled(flight.order, flight.keys, failed, flight.abandoned)
-        return super()._finish(flight, failed)
+            return settled(flight, report)
+        return super()._finish(flight, report)
 
 
 class KeepsAbandonedPages(OrderBook):
@@ -164,17 +170,17 @@ class KeepsWhatCouldNotBePacked(ColdPages):
 
 
 class BelievesAFailedDemotion(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled:
         if isinstance(flight.order, DemoteOrder):
-            failed = frozenset()
-        return super()._finish(flight, failed)
+            report = replace(report, failed=frozenset())
+        return super()._finish(flight, report)
 
 
 class TrustsAFailedPromotion(OrderBook):
-    def _finish(self, flight: Any, failed: frozenset[int]) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled:
         if isinstance(flight.order, PromoteOrder):
-            failed = frozenset()
-        return super()._finish(flight, failed)
+            report = replace(report, failed=frozenset())
+        return super()._finish(flight, report)
 
 
 class ForgetsNothingOnSsd(OrderBook):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.trace.trace_reader import TraceReader
 
 BAD_HINTS: list[Any] = [
     {"job_id": 12.5},
@@ -114,16 +114,20 @@ def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path
     rig.ask("t2", text(150, seed=2), params={"job_id": "j", "is_last_step": True})
     rig.close()
 
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {line["event"] for line in lines} == {"turn", "decision", "gap"}
-    lines = [line for line in lines if line["event"] == "turn"]
-    assert [(e["job_id"], e["turn"], e["tier"]) for e in lines] == [
+    reader = TraceReader(path)
+    found = list(reader)
+    assert [(one.job, one.turn, one.decision.tier) for one in found] == [
         ("j", 1, "pin"),
         ("j", 2, "drop"),
     ]
-    for event in lines:
-        parts = event["vram_tokens"] + event["cpu_tokens"] + event["recomputed_tokens"]
-        assert parts == event["prompt_tokens"]
+    for one in found:
+        tokens = one.tokens
+        parts = tokens.vram + tokens.cpu + tokens.ssd + tokens.recomputed
+        assert parts == tokens.prompt
+    (header,) = reader.headers
+    assert header.model == str(tmp_path / "model")
+    assert header.block_size == 16
+    assert header.tiers_bytes == {"cpu": int(0.001 * 2**30)}
 
 
 def test_a_trace_that_cannot_be_written_ends_the_start(make_rig: MakeRig, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench_commands, store_commands
+from . import bench_commands, store_commands, trace_commands
 from .doctor_command import doctor_command
 from .plan_command import plan_command
 from .terminal import Command
@@ -26,6 +26,7 @@ app.command(
 app.command(
     "doctor", cls=Command, short_help="Check a machine, its settings and a running server."
 )(doctor_command)
+app.add_typer(trace_commands.app, name="trace")
 bench_commands.add_to(app)
 
 
@@ -47,7 +48,7 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Manage the KV cache that tiered-kv keeps on SSD, and measure what it gains."""
+    """Manage the KV cache that tiered-kv keeps on SSD, read traces, and measure what it gains."""
 
 
 def main() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from tiered_kv.bench.replay.results import JobDone
+from tiered_kv.trace.trace_reader import TraceReader
 
 from .drive import request_id
 
@@ -21,8 +22,8 @@ def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
     recomputed, which add up to the prompt.
 
     Requests are known by the names that ``drive`` gives them; when several in the trace have the
-    same, the last counts. The connector writes behind the answers: let it end first, or the last
-    turns may be missing. A line that was cut off is passed over.
+    same, the last counts. The connector writes of a turn when the next one arrives: let it end
+    first, or the last turns may be missing. A line that was cut off is passed over.
 
     Raises:
         OSError: the trace cannot be read.
@@ -42,20 +43,14 @@ def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
 
 def _by_request(trace: Path) -> Mapping[str, Mapping[str, int]]:
     found = {}
-    for line in trace.read_text(encoding="utf-8").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if event.get("event") != "turn":
-            continue
-        named = _REQUEST_ID.fullmatch(event["request_id"])
+    for one in sorted(TraceReader(trace), key=attrgetter("arrived")):
+        named = _REQUEST_ID.fullmatch(one.request)
         if named:
-            # What came from SSD came through CPU memory, and is counted there too.
+            tokens = one.tokens
             found[named["name"]] = {
-                "vram": event["vram_tokens"],
-                "cpu": event["cpu_tokens"] - event["ssd_tokens"],
-                "ssd": event["ssd_tokens"],
-                "recomputed": event["recomputed_tokens"],
+                "vram": tokens.vram,
+                "cpu": tokens.cpu,
+                "ssd": tokens.ssd,
+                "recomputed": tokens.recomputed,
             }
     return found

@@ -199,6 +199,7 @@ class Admission:
 
     def _enters(self, turn: Turn, need: JobDemand) -> None:
         self.held.discard(turn.request_id)
+        turn.hold.let_in_at = self._clock()
         self.jobs.enters(turn.request_id, need)
         self._changed = True
 

@@ -30,6 +30,7 @@ from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.policies.pins.pin_terms import pin_value, provisional_s, was_to_stay
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
+from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
@@ -123,14 +124,14 @@ class GapManager:
             return Arrival(job)
         gap, gap_s = back
         self.jobs.gap_ended(job, gap.decision)
-        self._trace.gap(gap, gap_s, ended=True, held=key in self._pins)
+        self._trace.over(key, gap_s, StoryEnd.RETURNED, in_vram=key in self._pins)
         self._pins.on_arrived(key)
         shared = 0
         if not gap.end.aborted:  # how far that had come is not known
             sketch = PrefixSketch.of(request.block_hashes)
             shared = gap.sketch.common_blocks(sketch)
             if not shared and gap.sketch.hashes and sketch.hashes:
-                self._release(key)  # of another text: it would gap for its own pin
+                self._release(key, PinEnd.RETURNED)  # or another text would wait for its pin
         kept = was_to_stay(gap.decision, gap_s, pinned=gap.pinned > 0, saved=gap.saved)
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
 
@@ -182,7 +183,6 @@ class GapManager:
                 if not gap.unread:
                     self._placement.settle(gap)
             self._follow_up(job, turn, end, pages)
-        self._trace.decision(gap)
         return gap
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
@@ -198,7 +198,7 @@ class GapManager:
             return self._pin(job, turn, gap, provisional_s(decision.ttl_s))
         if decision.tier is Tier.PIN:
             return self._pin(job, turn, gap, decision.ttl_s)
-        self._release(job.key)
+        self._release(job.key, PinEnd.REVISED)
         self._send_down(gap)
         return 0
 
@@ -211,13 +211,14 @@ class GapManager:
         self._counters.add("pins_refused", pinned < len(blocks))
         return pinned
 
-    def _release(self, job: JobKey) -> None:
-        self._counters.add("pins_released", self._pins.release(job))
+    def _release(self, job: JobKey, why: PinEnd) -> None:
+        self._counters.add("pins_released", self._pins.release(job, why))
 
     def _send_down(self, gap: OpenGap) -> None:
         """Send pages to the tiers below, if that was decided, and up again in time."""
         if not self._planner.stores or gap.decision.tier is not Tier.STORE:
             return
+        gap.sent_down = len(gap.pages)
         saving = gap.save is not None and self._planner.under_way(gap.save)
         self._tiers.demote(gap.pages, after=gap.save if saving else None)
         if gap.end.job is not None and gap.decision.back_s is not None:
@@ -228,24 +229,26 @@ class GapManager:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
         if not job.running and end.is_last_step:
             self._cost_model.memoryfulness.observe(job.turns)
-            self.give_up(job.key, pages[job.first_blocks :])
+            self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])
         elif not job.running and not turn.source.admitted:
-            self._release(job.key)  # what the job's last turn left for it
+            self._release(job.key, PinEnd.GIVEN_UP)  # what the job's last turn left for it
             self._placement.on_lost(job.key)
 
-    def give_up(self, job: JobKey, own: Sequence[PageKey] = ()) -> None:
+    def give_up(
+        self, job: JobKey, why: StoryEnd = StoryEnd.GIVEN_UP, own: Sequence[PageKey] = ()
+    ) -> None:
         """Wait for the job no longer.
 
         Args:
             own: pages of its last turn that no other job begins with.
         """
-        self._release(job)
+        self._release(job, PinEnd.CLOSED if why is StoryEnd.CLOSED else PinEnd.GIVEN_UP)
         self._gate.on_over(job)
         self.prefetch.forget(job)
         if (found := self._placement.on_over(job, own)) is not None:
             gap, gap_s = found
             self._cost_model.memoryfulness.observe(gap.end.turn)
-            self._trace.gap(gap, gap_s, ended=False, held=False)
+            self._trace.over(job, gap_s, why)
 
     # -- while they gap --------------------------------------------------------------
 
@@ -255,13 +258,12 @@ class GapManager:
             gap = self._placement.revise(request_id, tool)
             if gap is None or gap.end.job is None:
                 continue
-            self._trace.decision(gap)
             made = gap.decision
             if made.tier is Tier.PIN:
                 value = pin_value(made.forecast, gap.costs, made.ttl_s)
                 self._pins.revise(gap.end.job, gap.since + made.ttl_s, value)
             else:
-                self._release(gap.end.job)
+                self._release(gap.end.job, PinEnd.REVISED)
                 self._send_down(gap)
             self._placement.settle(gap)
 
@@ -282,6 +284,7 @@ class GapManager:
     def _bring_back(self, until: float) -> None:
         for job, due, pages in self.prefetch.take(until):
             ordered = self._promotions.promote_ahead(pages, due)
+            self._trace.brought_up(job, ordered)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
                 self.prefetch.expect(job, due, pages)
 
@@ -293,7 +296,7 @@ class GapManager:
     def close_all(self) -> None:
         """Wait for nobody any longer. Idempotent."""
         for job in self.open.jobs():
-            self.give_up(job)
+            self.give_up(job, StoryEnd.CLOSED)
 
 
 def _turn_end(turn: Turn, now: float) -> TurnEnd:

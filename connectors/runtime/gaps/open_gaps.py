@@ -40,7 +40,7 @@ class PrefixSketch:
 
 @dataclass(slots=True)
 class OpenGap:
-    """A job whose last turn ended. Written by ``placement``, but for ``pinned``.
+    """A job whose last turn ended. Written by ``placement``, but for what the last lines tell.
 
     Attributes:
         end: the turn's end.
@@ -54,6 +54,7 @@ class OpenGap:
         unread: True while the tool call is being read.
         saved: True if its context has pages outside VRAM.
         pinned: blocks pinned for it. Written by ``gap_manager``.
+        sent_down: pages of its context that the decision sent down. Written by ``gap_manager``.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class OpenGap:
     unread: bool
     saved: bool
     pinned: int = 0
+    sent_down: int = 0
 
 
 class OpenGaps:
@@ -85,6 +87,10 @@ class OpenGaps:
     def get(self, job: JobKey) -> OpenGap | None:
         """A job's open gap; None if there is none."""
         return self._gaps.get(job)
+
+    def holds(self, gap: OpenGap) -> bool:
+        """True if that gap is open."""
+        return gap.end.job is not None and self._gaps.get(gap.end.job) is gap
 
     def open(self, job: JobKey, gap: OpenGap) -> None:
         """Begin a job's gap, in place of the one before."""

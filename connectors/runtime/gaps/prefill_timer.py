@@ -1,4 +1,5 @@
-"""The time that prompts take to compute, measured on this engine's requests."""
+"""The time that prompts take to compute, measured on this engine's requests; and when each turn
+began, and had its first token."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ class _Prefill:
     began: float
     behind: int
     tokens: int
+    measured: bool
     not_yet: int  # looks until its first step begins
 
 
@@ -33,7 +35,7 @@ class PrefillTimer:
 
     Attributes:
         fit: what was learned.
-        running: prefills under way.
+        running: prefills under way, those included that say nothing.
     """
 
     def __init__(self, *, ahead: bool) -> None:
@@ -41,26 +43,37 @@ class PrefillTimer:
         self.running: list[_Prefill] = []
         self._not_yet = 2 if ahead else 0
 
-    def on_started(self, turn: Turn, now: float) -> None:
-        """Time the prefill that begins now, of what VRAM and CPU memory have not given."""
+    def on_started(self, turn: Turn, now: float, *, whole: bool) -> None:
+        """Time the prefill that begins now, of what VRAM and CPU memory have not given.
+
+        Args:
+            whole: False if part of that was computed before, or is computed besides.
+        """
+        first = turn.start.scheduled_at is None
+        if first:
+            turn.start.scheduled_at = now
         behind = turn.source.vram_tokens + turn.source.cpu_tokens
         tokens = turn.request.num_prompt_tokens - behind
-        if tokens >= FEWEST_TOKENS:
-            self.running.append(_Prefill(turn, now, behind, tokens, self._not_yet))
+        measured = whole and tokens >= FEWEST_TOKENS
+        if measured or first:
+            self.running.append(_Prefill(turn, now, behind, tokens, measured, self._not_yet))
 
     def poll(self, now: float) -> None:
         """Measure those of the ``running`` prefills that are over. Once in every step, when it was
         scheduled."""
         still = []
         for prefill in self.running:
-            request = prefill.turn.request
+            request, start = prefill.turn.request, prefill.turn.start
             if prefill.not_yet:
                 prefill.not_yet -= 1
                 prefill.began = now
             if request.num_preemptions:
-                continue
+                prefill.measured = False
             if request.num_output_tokens > 0:
-                self.fit.observe(prefill.behind, prefill.tokens, now - prefill.began)
+                if start.first_token_at is None:
+                    start.first_token_at = now
+                if prefill.measured:
+                    self.fit.observe(prefill.behind, prefill.tokens, now - prefill.began)
             elif not request.finished:
                 still.append(prefill)
         self.running = still

@@ -4,36 +4,76 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.metrics import Counters
+from tiered_kv.trace.turn_record import TurnTokens
 
-from .open_gaps import OpenGap
+from .open_gaps import OpenGap, OpenGaps
 from .turn_trace import NoTrace, TurnTrace
 
 
 class TurnLog:
     """Reports turns that ended. Owns the trace.
 
+    Args:
+        turns: the live requests.
+
     Attributes:
-        trace: the trace, for events of gaps.
+        trace: the trace, for what happens to turns later.
     """
 
-    def __init__(self, counters: Counters, trace: TurnTrace | NoTrace) -> None:
+    def __init__(
+        self, counters: Counters, trace: TurnTrace | NoTrace, gaps: OpenGaps, turns: LiveTurns
+    ) -> None:
         self.trace = trace
         self._counters = counters
+        self._gaps = gaps
+        self._turns = turns
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a turn that ended; returns the answer to its client, if that named a job."""
-        source, prompt = turn.source, turn.request.num_prompt_tokens
-        vram = min(source.vram_tokens, prompt)
-        cpu = min(source.cpu_tokens, prompt - vram)
-        came_from = {"vram": vram, "cpu": cpu, "recomputed": prompt - vram - cpu}
-        if not source.admitted:
-            came_from = dict.fromkeys(came_from, 0)
+        tokens = _tokens(turn)
+        came_up = tokens.cpu + tokens.ssd  # what came from SSD came through CPU memory
+        came_from = {
+            "vram": tokens.vram,
+            "cpu": came_up,
+            "recomputed": tokens.recomputed,
+            "ssd": tokens.ssd,
+        }
         self._counters.add("turns")
-        came_from["ssd"] = min(source.ssd_tokens, came_from["cpu"])
-        for name, tokens in came_from.items():
-            self._counters.add(f"prompt_tokens_{name}", tokens)
-        explained = {"prompt_tokens": prompt} | {f"{k}_tokens": v for k, v in came_from.items()}
-        self.trace.turn(turn, explained, gap.decision, gap.pinned)
-        return {"tiered_kv": explained} if turn.hints.job_id is not None else None
+        for name, count in came_from.items():
+            self._counters.add(f"prompt_tokens_{name}", count)
+        self.trace.ended(turn, gap, tokens, waits=self._gaps.holds(gap))
+        if turn.hints.job_id is None:
+            return None
+        explained = {f"{name}_tokens": count for name, count in came_from.items()}
+        return {"tiered_kv": {"prompt_tokens": tokens.prompt, **explained}}
+
+    def close(self) -> None:
+        """Write what is known of turns that did not end, and stop the trace. Idempotent."""
+        for turn in self._turns.by_id.values():
+            self.trace.cut_off(turn, _tokens(turn))
+        self.trace.close()
+
+
+def _tokens(turn: Turn) -> TurnTokens:
+    source, request = turn.source, turn.request
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+    new = max(0, prompt - turn.gap.context_tokens)
+    if not source.admitted:
+        return TurnTokens(prompt=prompt, new=new, output=output)
+    vram = min(source.vram_tokens, prompt)
+    cpu = min(source.cpu_tokens, prompt - vram)
+    ssd = min(source.ssd_tokens, cpu)
+    return TurnTokens(
+        prompt=prompt,
+        vram=vram,
+        cpu=cpu - ssd,
+        ssd=ssd,
+        recomputed=prompt - vram - cpu,
+        # The last token is computed always: its logits are wanted.
+        lost=max(0, min(turn.pages.shared_tokens, prompt - 1) - vram - cpu),
+        new=new,
+        output=output,
+    )

@@ -1,120 +1,161 @@
-"""The trace of turns, decisions and gaps: one JSON line per event."""
+"""The trace of turns: one record each, once what followed from it is known.
+
+A turn's story begins when it ends. It goes on while its job is away: until the next turn arrives,
+or is waited for no longer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import xxhash
 
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.policies.base import Decision
-from tiered_kv.trace import TraceWriter
+from tiered_kv.policies.base import JobKey
+from tiered_kv.trace.trace_writer import TraceWriter
+from tiered_kv.trace.turn_record import (
+    GapStory,
+    PageMoves,
+    PinEnd,
+    PinStory,
+    PricedDecision,
+    StoryEnd,
+    TurnRecord,
+    TurnTimes,
+    TurnTokens,
+)
 
 from .open_gaps import OpenGap
+
+
+@dataclass(slots=True)
+class _Story:
+    """A turn that has ended.
+
+    Attributes:
+        begun: its record, as far as it was known then.
+        gap: what was decided; may be decided anew.
+        pin: its pin, once that has ended.
+        ahead: pages ordered up for its job meanwhile.
+    """
+
+    begun: TurnRecord
+    gap: OpenGap
+    pin: PinStory | None = None
+    ahead: int = 0
 
 
 class TurnTrace:
     """Writes the trace. Owns its writer.
 
-    The events: ``turn`` (a turn ended: where its prompt came from), ``decision`` (where its KV
-    waits, out of what; once more if the tool call changed it), ``gap`` (the next turn came, or
-    is not waited for any longer: what the decision was worth).
-
     Args:
+        replica: index of this engine among data-parallel ones.
+        clock: the scheduler's clock, monotonic seconds.
         wall: seconds since the epoch.
     """
 
-    def __init__(self, writer: TraceWriter, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        writer: TraceWriter,
+        replica: int,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
         self._writer = writer
+        self._replica = replica
+        self._clock = clock
         self._wall = wall
+        self._open: dict[JobKey, _Story] = {}
+        self._closed = False
 
     @property
     def dropped(self) -> int:
-        """Lines dropped so far."""
+        """Records dropped so far."""
         return self._writer.dropped
 
-    def turn(
-        self, turn: Turn, explained: Mapping[str, object], decision: Decision, pinned: int
-    ) -> None:
-        """Write that a turn ended.
+    def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
+        """Begin the story of a turn that ended.
 
         Args:
-            explained: tokens of its prompt by their source.
-            pinned: blocks pinned for it.
+            waits: True if its job is away and waited for. Else the story is over.
         """
-        request = turn.request
-        self._write(
-            "turn",
-            {
-                "job_id": turn.job.key.name if turn.job else None,
-                "turn": turn.number,
-                "request_id": request.request_id,
-                **explained,
-                "output_tokens": request.num_output_tokens,
-                "finish": request.outcome,
-                "tier": decision.tier.value,
-                "ttl_s": decision.ttl_s,
-                "pinned_blocks": pinned,
-            },
+        story = _Story(self._begun(turn, tokens), gap)
+        job = gap.end.job
+        if waits and job is not None:
+            self._open[job] = story
+        else:
+            end = StoryEnd.OVER if gap.end.is_last_step else StoryEnd.NO_GAP
+            self._write(story, GapStory(end))
+
+    def _begun(self, turn: Turn, tokens: TurnTokens) -> TurnRecord:
+        now, request, job = self._clock(), turn.request, turn.job
+        return TurnRecord(
+            job=job.key.name if job is not None else None,
+            client=_digest(job.key.salt) if job is not None and job.key.salt else "",
+            replica=self._replica,
+            turn=turn.number,
+            request=request.request_id,
+            arrived=self._wall() - (now - turn.arrived_at),
+            finish=request.outcome,
+            times=_times(turn, now),
+            tokens=tokens,
+            pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
         )
 
-    def decision(self, gap: OpenGap) -> None:
-        """Write where a turn's KV waits."""
-        end, costs, made = gap.end, gap.costs, gap.decision
-        forecast = made.forecast
-        self._write(
-            "decision",
-            {
-                **_name(gap),
-                "tool": end.tool.path if end.tool else None,
-                "context_tokens": end.context_tokens,
-                "new_tokens": end.new_tokens,
-                "output_tokens": end.output_tokens,
-                "class": made.gap_class.value if made.gap_class else None,
-                "q50_s": _finite(forecast.quantile(0.5)) if forecast else None,
-                "q90_s": _finite(forecast.quantile(0.9)) if forecast else None,
-                "benefit_s": costs.benefit_s,
-                "restore_s": costs.restore_s,
-                "recompute_s": costs.recompute_s,
-                "cpu_s": costs.cpu_s,
-                "tiers_s": dict(costs.tiers_s),
-                "cpu_stay_s": _finite(costs.cpu_stay_s),
-                "survival": costs.survival,
-                "queue_s": costs.queue_s,
-                "memoryfulness": costs.memoryfulness,
-                "vram_price": costs.vram_price,
-                "tier": made.tier.value,
-                "ttl_s": made.ttl_s,
-                "back_s": made.back_s,
-            },
-        )
+    def pin_ended(self, job: JobKey, why: PinEnd) -> None:
+        """Take in that a job's pin has ended."""
+        story = self._open.get(job)
+        if story is not None and story.pin is None:
+            story.pin = PinStory(story.gap.pinned, self._clock() - story.gap.since, why)
 
-    def gap(self, gap: OpenGap, gap_s: float, *, ended: bool, held: bool) -> None:
-        """Write that the next turn came after ``gap_s``, or had not by then (not ``ended``).
+    def brought_up(self, job: JobKey, pages: int) -> None:
+        """Take in that pages were ordered up for a job that is away."""
+        story = self._open.get(job)
+        if story is not None:
+            story.ahead += pages
+
+    def over(self, job: JobKey, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+        """End the story of a job's last turn: the next one came, or is waited for no longer.
 
         Args:
-            held: True if the pin was still there.
+            gap_s: time since that turn's end, seconds.
+            in_vram: True if the pin is still there.
         """
-        pinned_s = min(gap_s, gap.decision.ttl_s) if gap.pinned else 0.0
-        in_time = ended and held
-        self._write(
-            "gap",
-            {
-                **_name(gap),
-                "gap_s": gap_s,
-                "ended": ended,
-                "tier": gap.decision.tier.value,
-                "ttl_s": gap.decision.ttl_s,
-                "pinned_blocks": gap.pinned,
-                "in_vram": in_time,
-                "saved_s": gap.costs.benefit_s if in_time else 0.0,
-                "cost_s": gap.costs.vram_price * pinned_s,
-            },
+        story = self._open.pop(job, None)
+        if story is None:
+            return
+        if in_vram and story.gap.pinned:
+            story.pin = PinStory(story.gap.pinned, gap_s, PinEnd.RETURNED)
+        costs, pin = story.gap.costs, story.pin or PinStory()
+        saved_s = costs.benefit_s if in_vram else 0.0
+        self._write(story, GapStory(end, gap_s, in_vram, saved_s, costs.vram_price * pin.held_s))
+
+    def _write(self, story: _Story, gap: GapStory) -> None:
+        end, begun = story.gap.end, story.begun
+        moves = replace(begun.pages, ahead=story.ahead, demoted=story.gap.sent_down)
+        self._writer.write(
+            replace(
+                begun,
+                tool=end.tool.path if end.tool is not None else (),
+                decision=_decision(story.gap),
+                pin=story.pin or PinStory(),
+                pages=moves,
+                gap=gap,
+            )
         )
 
-    def _write(self, event: str, said: dict[str, object]) -> None:
-        self._writer.write({"event": event, "t": self._wall(), **said})
+    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
+        """Write what is known of a turn that has not ended as the engine closes."""
+        if not self._closed:
+            self._writer.write(replace(self._begun(turn, tokens), gap=GapStory(StoryEnd.CLOSED)))
 
     def close(self) -> None:
-        """Write what is queued. Idempotent."""
+        """Write the stories that are not over, and what is queued. Idempotent."""
+        self._closed, now = True, self._clock()
+        for job, story in list(self._open.items()):
+            self.over(job, now - story.gap.since, StoryEnd.CLOSED)
         self._writer.close()
 
 
@@ -123,29 +164,69 @@ class NoTrace:
 
     dropped = 0
 
-    def turn(
-        self, turn: Turn, explained: Mapping[str, object], decision: Decision, pinned: int
-    ) -> None:
+    def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
         pass
 
-    def decision(self, gap: OpenGap) -> None:
+    def pin_ended(self, job: JobKey, why: PinEnd) -> None:
         pass
 
-    def gap(self, gap: OpenGap, gap_s: float, *, ended: bool, held: bool) -> None:
+    def brought_up(self, job: JobKey, pages: int) -> None:
+        pass
+
+    def over(self, job: JobKey, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+        pass
+
+    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-def _name(gap: OpenGap) -> dict[str, object]:
-    job = gap.end.job
-    return {
-        "job_id": job.name if job else None,
-        "turn": gap.end.turn,
-        "request_id": gap.request_id,
-    }
+def _times(turn: Turn, now: float) -> TurnTimes:
+    arrived, source, hold, start = turn.arrived_at, turn.source, turn.hold, turn.start
+    held_until = hold.let_in_at
+    if held_until is None:  # another turn of its job came first, or everybody was let in
+        held_until = source.admitted_at if source.admitted else now
+    first_token = start.first_token_at
+    if first_token is None and turn.request.num_output_tokens > 0:
+        first_token = now  # no step was made between it and the end
+    return TurnTimes(
+        held_s=held_until - arrived if hold.refused else 0.0,
+        pages_s=turn.tiers.waited_s,
+        admitted_s=source.admitted_at - arrived if source.admitted else None,
+        scheduled_s=start.scheduled_at - arrived if start.scheduled_at is not None else None,
+        first_token_s=first_token - arrived if first_token is not None else None,
+        end_s=now - arrived,
+    )
+
+
+def _decision(gap: OpenGap) -> PricedDecision:
+    costs, made = gap.costs, gap.decision
+    forecast = made.forecast
+    return PricedDecision(
+        tier=made.tier.value,
+        gap_class=made.gap_class.value if made.gap_class is not None else "",
+        ttl_s=made.ttl_s,
+        back_s=made.back_s,
+        q50_s=_finite(forecast.quantile(0.5)) if forecast is not None else None,
+        q90_s=_finite(forecast.quantile(0.9)) if forecast is not None else None,
+        benefit_s=costs.benefit_s,
+        restore_s=costs.restore_s,
+        recompute_s=costs.recompute_s,
+        cpu_s=costs.cpu_s,
+        tiers_s={str(name): seconds for name, seconds in costs.tiers_s.items()},
+        cpu_stay_s=_finite(costs.cpu_stay_s),
+        survival=costs.survival,
+        queue_s=costs.queue_s,
+        memoryfulness=costs.memoryfulness,
+        vram_price=costs.vram_price,
+    )
 
 
 def _finite(seconds: float) -> float | None:
-    return seconds if seconds < float("inf") else None
+    return seconds if seconds < math.inf else None
+
+
+def _digest(salt: str) -> str:
+    return xxhash.xxh3_64_hexdigest(salt.encode("utf-8", "surrogatepass"))[:8]

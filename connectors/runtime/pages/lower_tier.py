@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
@@ -153,11 +154,20 @@ class LowerTier:
         """Time until that many pages more are up."""
         return self._book.promote_seconds(self.store, pages)
 
-    def promote(self, keys: Sequence[PageKey], due: float) -> PromoteOrder | None:
-        """Order pages up for a time; None if there are none to order, or no slots."""
+    def promote(
+        self, keys: Sequence[PageKey], due: float, turn: Turn | None = None
+    ) -> PromoteOrder | None:
+        """Order pages up for a time; None if there are none to order, or no slots.
+
+        Args:
+            turn: the turn that they come up for; None if they are ahead of one.
+        """
         order = self._book.plan_promote(self.store, keys, due)
         if order is not None:
             self._promotes.append(order)
+            if turn is not None:
+                turn.promoted.pages += len(order.keys)
+                turn.promoted.nbytes += len(order.keys) * self._book.page_bytes[self.store.group]
         return order
 
     def expedite(self, order_id: OrderId) -> None:

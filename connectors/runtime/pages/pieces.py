@@ -191,14 +191,14 @@ class RestorePieces:
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:
         """Order the next piece up, of at most ``room`` pages; False if there are no slots."""
-        rest, known = restore.rest, self._index.known
+        turn, rest, known = restore.turn, restore.rest, self._index.known
         group = rest[0].group
         most = min(room, piece_pages(self._book.page_bytes[group], self._index.num_slots))
         pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
         found = self._sources.by_tier(page.key for page in pages if not known(page.key))
         ordered = set[PageKey]()
         for name, keys in found.items():
-            if (order := self._tiers[name].promote(keys, NOW)) is not None:
+            if (order := self._tiers[name].promote(keys, NOW, turn)) is not None:
                 ordered.update(order.keys)
         pages = list(takewhile(lambda page: known(page.key), pages))
         if not pages:

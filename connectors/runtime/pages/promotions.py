@@ -101,7 +101,7 @@ class Promotions:
             kept = set(wanted)
             fresh = {name: [key for key in keys if key in kept] for name, keys in fresh.items()}
         for name, keys in fresh.items():
-            self._tiers[name].promote(keys, NOW)
+            self._tiers[name].promote(keys, NOW, turn)
         coming = self._book.promoting
         claimed = [key for key in wanted if key in coming]
         orders = {coming[key] for key in claimed}
@@ -111,22 +111,22 @@ class Promotions:
         self._unclaimed += len(set(claimed) - state.keys)
         state.keys.update(claimed)
 
-    def promote_ahead(self, keys: Sequence[PageKey], due: float) -> bool:
-        """Order a waiting job's pages up, for when it is expected back; False if there are none
-        to order, or no slots."""
+    def promote_ahead(self, keys: Sequence[PageKey], due: float) -> int:
+        """Order a waiting job's pages up, for when it is expected back; their number, 0 if there
+        are none to order, or no slots."""
         index, book = self._index, self._book
         if due > self._clock():
             room = room_ahead(index.num_slots, index.free_slots, book.ahead())
         else:
             room = room_for_turns(index.num_slots, self._unclaimed)
         if room <= 0:
-            return False
+            return 0
         ordered = 0
         for name, fresh in self._sources.by_tier(keys[:room]).items():
             order = self._tiers[name].promote(fresh, due)
             ordered += len(order.keys) if order is not None else 0
         self._counters.add("pages_promoted_ahead", ordered)
-        return ordered > 0
+        return ordered
 
     def _worth_it(
         self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit, *, last: bool
@@ -268,7 +268,10 @@ class Promotions:
                 self._promote(turn, prefill, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
-        return has_room and bool(state.awaits or state.behind)
+        waits = has_room and bool(state.awaits or state.behind)
+        if waits and state.waits_since is None:
+            state.waits_since = now
+        return waits
 
     def in_pieces(self, turn: Turn) -> Below | None:
         """The pages that may come up in pieces beside those that came up for a turn; None if none
@@ -331,6 +334,9 @@ class Promotions:
     def claimed(self, turn: Turn) -> None:
         """Let go of what came up for the turn: it was admitted, or is over."""
         held = turn.tiers.held
+        if turn.tiers.waits_since is not None:
+            turn.tiers.waited_s += self._clock() - turn.tiers.waits_since
+            turn.tiers.waits_since = None
         self._index.release_all([*held], [*held.values()])
         held.clear()
         self._unclaimed -= len(turn.tiers.keys)

@@ -204,8 +204,7 @@ class Restores:
             raise RuntimeError("a page that was offered is gone")  # before anything is ordered
         for part in hit.parts:
             keys, where = self._places(turn, part, hit, tokens)
-            order = self._planner.plan_load(turn.request_id, keys, where, hit.mode, part.group)
-            self._send(order)
+            order = self._plan(turn, keys, where, hit.mode, part.group)
             if hit.mode is RestoreMode.SYNC:
                 table = self._pool.tables[part.group][turn.request_id]
                 behind = tuple(block.block_id for block in table[part.first :])
@@ -244,9 +243,22 @@ class Restores:
         table = self._pool.tables[part.group][turn.request_id]
         return keys, [block.block_id for block in table[part.first : part.first + len(keys)]]
 
-    def _send(self, order: LoadOrder) -> None:
+    def _plan(
+        self,
+        turn: Turn,
+        keys: Sequence[PageKey],
+        blocks: Sequence[int],
+        mode: RestoreMode,
+        group: int,
+        more: bool = False,
+    ) -> LoadOrder:
+        promoted = self._index.promoted
+        before = promoted.used
+        order = self._planner.plan_load(turn.request_id, keys, blocks, mode, group, more)
+        turn.restore.came_up += promoted.used - before
         self.unsent.append(order)
         self._pages += len(order.blocks)
+        return order
 
     def add_piece(
         self, turn: Turn, group: int, keys: Sequence[PageKey], blocks: Sequence[int], *, more: bool
@@ -256,9 +268,7 @@ class Restores:
         Args:
             more: False if this is the last piece.
         """
-        mode = RestoreMode.ASYNC
-        order = self._planner.plan_load(turn.request_id, keys, blocks, mode, group, more=more)
-        self._send(order)
+        order = self._plan(turn, keys, blocks, RestoreMode.ASYNC, group, more)
         turn.restore.loading += more
         return order.order_id
 

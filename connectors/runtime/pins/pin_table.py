@@ -15,6 +15,7 @@ from tiered_kv.connectors.runtime.base import Block, BlockPool
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.pin_terms import within_budget
 from tiered_kv.policies.pins.release_order import PinState, PinValue, PinView, release_order
+from tiered_kv.trace.turn_record import PinEnd
 
 
 @dataclass(slots=True)
@@ -42,11 +43,15 @@ class PinTable:
     Args:
         pool: the engine's blocks.
         budget: number of distinct blocks that all pins together may hold.
+
+    Attributes:
+        on_end: told of every pin that ends, and why.
     """
 
     def __init__(self, pool: BlockPool, budget: int) -> None:
         self._pool = pool
         self.budget = budget
+        self.on_end: Callable[[JobKey, PinEnd], None] = lambda job, why: None
         self._pins: dict[JobKey, _Pin] = {}
         self._held: dict[int, int] = {}  # block id -> pins that hold it
         self._next_deadline = float("inf")
@@ -131,7 +136,7 @@ class PinTable:
         if pin is not None:
             pin.view = replace(pin.view, value=PinValue(PinState.WORTHLESS))
 
-    def release(self, job: JobKey) -> bool:
+    def release(self, job: JobKey, why: PinEnd = PinEnd.RETURNED) -> bool:
         """Give a job's references back; False if it has none."""
         pin = self._pins.pop(job, None)
         if pin is None:
@@ -141,6 +146,7 @@ class PinTable:
             if count:
                 self._held[block.block_id] = count
         self._pool.release(reversed(pin.blocks))  # tails are evicted before heads
+        self.on_end(job, why)
         return True
 
     def expire(self, now: float) -> int:
@@ -149,7 +155,7 @@ class PinTable:
             return 0
         late = [job for job, pin in self._pins.items() if pin.deadline <= now]
         for job in late:
-            self.release(job)
+            self.release(job, PinEnd.EXPIRED)
         self._next_deadline = min(
             (pin.deadline for pin in self._pins.values()), default=float("inf")
         )
@@ -160,6 +166,7 @@ class PinTable:
         enough: Callable[[], bool],
         spare: JobKey | None = None,
         waiter_started_at: float | None = None,
+        why: PinEnd = PinEnd.PRESSURE,
     ) -> int:
         """Release pins in ``release_order`` until ``enough()``, or no more may go; their number.
 
@@ -174,7 +181,7 @@ class PinTable:
         order = release_order(views, spare, waiter_started_at)
         released = 0
         for job in order:
-            self.release(job)
+            self.release(job, why)
             released += 1
             if enough():
                 break
@@ -182,4 +189,4 @@ class PinTable:
 
     def release_all(self) -> int:
         """Release every pin; their number."""
-        return self.make_room(lambda: False)
+        return self.make_room(lambda: False, why=PinEnd.RESET)

@@ -7,8 +7,9 @@ import json
 import httpx
 import pytest
 
-from tests.e2e.asking import PATIENCE_S, Events, count, job, tick, trace
+from tests.e2e.asking import PATIENCE_S, count, job, tick, trace
 from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.trace.turn_record import TurnRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -21,13 +22,13 @@ SESSION = "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11"
 CLAUDE_CODE = {"user_id": json.dumps({"device_id": "d" * 64, "session_id": SESSION})}
 
 
-def turns(server: VllmServer, job: str, count: int) -> Events:
+def turns(server: VllmServer, job: str, count: int) -> list[TurnRecord]:
     """The job's turns in the trace, once there are so many."""
 
-    def of_job(events: Events) -> Events:
-        return [event for event in events if event["job_id"] == job]
+    def of_job(found: list[TurnRecord]) -> list[TurnRecord]:
+        return [one for one in found if one.job == job]
 
-    return of_job(trace(server, lambda events: len(of_job(events)) >= count))
+    return of_job(trace(server, lambda found: len(of_job(found)) >= count))
 
 
 def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServer) -> None:
@@ -49,10 +50,10 @@ def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServ
         assert len(lines) > 4, "token by token"
 
         found = turns(server, "swe-1", 5)
-        assert [turn["turn"] for turn in found] == [1, 2, 3, 4, 5]
-        assert found[-1]["tier"] == "drop"
+        assert [one.turn for one in found] == [1, 2, 3, 4, 5]
+        assert found[-1].decision.tier == "drop"
 
-        body = json.dumps({**CHAT, "job_id": "cut"}).encode()
+        body = json.dumps({**CHAT, "job_id": "cut", "is_last_step": True}).encode()
         pieces = (body[start : start + 100] for start in range(0, len(body), 100))
         client.post(
             "/v1/chat/completions", content=pieces, headers={"content-type": "application/json"}
@@ -82,13 +83,13 @@ def test_sessions_of_clients_are_jobs_on_their_paths(
         assert events[0] in ("event: message_start", "event: response.created")
         assert len(events) > 4, "token by token"
         found = turns(server, job_id, 2)
-        assert [(turn["turn"], turn["tier"] == "drop") for turn in found] == [(1, False), (2, True)]
+        assert [(one.turn, one.decision.tier == "drop") for one in found] == [(1, False), (2, True)]
 
 
 def test_without_the_middleware_parameters_and_the_header_reach_every_path(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """It moves nothing in these."""
+    """It moves nothing in these. A turn is in the trace when the next one has come."""
     bodies = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETION,
@@ -97,11 +98,12 @@ def test_without_the_middleware_parameters_and_the_header_reach_every_path(
     }
     for path, body in bodies.items():
         name = f"plain {path}"
-        client.post(path, json={**body, **job(f"{name} params")}).raise_for_status()
         header = {"X-Session-ID": f"{name} header"}
-        client.post(path, json=body, headers=header).raise_for_status()
         xargs = {"vllm_xargs": {"session_id": f"{name} xargs"}}
-        client.post(path, json={**body, **xargs}).raise_for_status()
+        for _ in range(2):
+            client.post(path, json={**body, **job(f"{name} params")}).raise_for_status()
+            client.post(path, json=body, headers=header).raise_for_status()
+            client.post(path, json={**body, **xargs}).raise_for_status()
         for place in ("params", "header", "xargs"):
             assert len(turns(server, f"{name} {place}", 1)) == 1, (path, place)
 

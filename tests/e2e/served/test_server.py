@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.asking import EVENT_S, Events, ask, count, job, metric, tick, trace, usage_in_gap
+from tests.e2e.asking import EVENT_S, ask, count, job, metric, tick, trace, usage_in_gap
 from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.trace.turn_record import StoryEnd, TurnRecord
 
 pytestmark = pytest.mark.e2e
 
@@ -73,10 +74,16 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
     last = ask(client, pinned, max_tokens=1, **job("holder", last=True))
     again = ask(client, unpinned, max_tokens=1, **job("once more", last=True))
 
-    events = trace(server, lambda found: found[-1]["job_id"] == "once more")[-2:]
-    assert events[0]["vram_tokens"] >= 992, last
-    assert events[1]["vram_tokens"] < 500, again
-    assert events[1]["cpu_tokens"] > 400, "what left VRAM came back from CPU memory"
+    def last_of(job: str, found: list[TurnRecord]) -> TurnRecord | None:
+        return next((one for one in reversed(found) if one.job == job), None)
+
+    found = trace(server, lambda found: last_of("once more", found) is not None)
+    held, evicted = last_of("holder", found), last_of("once more", found)
+    assert held is not None
+    assert evicted is not None
+    assert held.tokens.vram >= 992, last
+    assert evicted.tokens.vram < 500, again
+    assert evicted.tokens.cpu > 400, "what left VRAM came back from CPU memory"
 
 
 BAD: list[Any] = [
@@ -138,15 +145,16 @@ def test_resets_pause_and_sleep_work_while_pins_and_saves_are_pending(
 
 def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: VllmServer) -> None:
     body = {"model": MODEL_NAME, "prompt": [5] * 300, "max_tokens": 400, "stream": True}
-    with client.stream("POST", "/v1/completions", json={**body, **job("gone")}) as stream:
+    last = job("gone", last=True)
+    with client.stream("POST", "/v1/completions", json={**body, **last}) as stream:
         next(stream.iter_lines())
     for _ in range(50):
         tick(client)
         if metric(client, "vllm:num_requests_running") == 0:
             break
 
-    def aborted(events: Events) -> bool:
-        return any(event["finish"] == "FINISHED_ABORTED" for event in events)
+    def aborted(found: list[TurnRecord]) -> bool:
+        return any((one.job, one.finish) == ("gone", "FINISHED_ABORTED") for one in found)
 
     assert aborted(trace(server, aborted))
 
@@ -159,7 +167,7 @@ def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
     chat = [{"role": "user", "content": "Is the server up? " + "Look at its log. " * 40}]
     body = {"model": MODEL_NAME, "max_tokens": 60, "temperature": 0}
     forced = {**body, "structured_outputs": {"choice": [answer]}}
-    for _ in range(2):
+    for _ in range(3):  # the last one ends the second one's story
         response = client.post("/v1/chat/completions", json={**forced, "messages": chat})
         response.raise_for_status()
         said = response.json()["choices"][0]["message"]["content"]
@@ -171,16 +179,15 @@ def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
         for _ in range(3):
             tick(client)
 
-    def read(event: dict[str, Any]) -> bool:
-        return event["event"] == "decision" and (event["tool"] or ())[:1] == ["bash"]
+    def read(one: TurnRecord) -> bool:
+        return one.tool[:1] == ("bash",)
 
-    events = trace(server, lambda found: sum(map(read, found)) == 2, every=True)
-    first, second = filter(read, events)
-    assert first["tool"][:2] == ["bash", "sleep"]
-    assert first["q50_s"] >= 1.5, "it sleeps that long"
-    assert (first["job_id"], first["turn"], second["turn"]) == (second["job_id"], 1, 2)
-    (gap,) = [e for e in events if e["event"] == "gap" and e["job_id"] == first["job_id"]]
-    assert gap["ended"]
+    first, second = filter(read, trace(server, lambda found: sum(map(read, found)) == 2))
+    assert first.tool[:2] == ("bash", "sleep")
+    assert first.decision.q50_s is not None
+    assert first.decision.q50_s >= 1.5, "it sleeps that long"
+    assert (first.job, first.turn, second.turn) == (second.job, 1, 2)
+    assert first.gap.end is second.gap.end is StoryEnd.RETURNED
 
 
 def test_at_the_end_nothing_is_held_and_no_hook_has_failed(

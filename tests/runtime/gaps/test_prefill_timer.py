@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.gaps.prefill_timer import FEWEST_TOKENS, PrefillTimer
-from tiered_kv.connectors.runtime.turn import Source
+from tiered_kv.connectors.runtime.turn import Source, StartState
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.checked_kv import text
@@ -22,12 +22,13 @@ def turn(prompt: int, *, vram: int = 0, cpu: int = 0) -> Any:
         num_preemptions=0,
         finished=False,
     )
-    return SimpleNamespace(request=request, source=Source(vram_tokens=vram, cpu_tokens=cpu))
+    source = Source(vram_tokens=vram, cpu_tokens=cpu)
+    return SimpleNamespace(request=request, source=source, start=StartState())
 
 
 def test_nothing_is_known_before_a_prefill_was_seen() -> None:
     clock = PrefillTimer(ahead=False)
-    clock.on_started(turn(1000), now=0.0)
+    clock.on_started(turn(1000), now=0.0, whole=True)
     clock.poll(now=1.0)
     assert not clock.fit.measured
 
@@ -35,7 +36,7 @@ def test_nothing_is_known_before_a_prefill_was_seen() -> None:
 def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
     clock = PrefillTimer(ahead=False)
     one = turn(1500, vram=300, cpu=200)
-    clock.on_started(one, now=10.0)
+    clock.on_started(one, now=10.0, whole=True)
     clock.poll(now=11.0)
     one.request.num_output_tokens = 1
     clock.poll(now=12.0)
@@ -48,7 +49,7 @@ def test_later_prefills_move_what_is_known() -> None:
     clock = PrefillTimer(ahead=False)
     for seconds in (1.0, 3.0):
         one = turn(1000)
-        clock.on_started(one, now=0.0)
+        clock.on_started(one, now=0.0, whole=True)
         one.request.num_output_tokens = 1
         clock.poll(now=seconds)
     assert 1.0 < clock.fit.seconds(0, 1000) < 3.0
@@ -58,7 +59,7 @@ def test_short_aborted_and_preempted_prefills_say_nothing() -> None:
     clock = PrefillTimer(ahead=False)
     short, aborted, preempted = turn(FEWEST_TOKENS - 1), turn(1000), turn(1000)
     for one in (short, aborted, preempted):
-        clock.on_started(one, now=0.0)
+        clock.on_started(one, now=0.0, whole=True)
     short.request.num_output_tokens = preempted.request.num_output_tokens = 1
     preempted.request.num_preemptions = 1
     aborted.request.finished = True
@@ -71,7 +72,7 @@ def test_a_step_that_is_scheduled_ahead_begins_when_the_next_one_is_scheduled() 
     """The step before it runs until then: a prefill of one step does not take two."""
     clock = PrefillTimer(ahead=True)
     one = turn(1000)
-    clock.on_started(one, now=10.0)
+    clock.on_started(one, now=10.0, whole=True)
     for now in (10.0, 12.0, 14.0):
         one.request.num_output_tokens = int(now == 14.0)
         clock.poll(now)

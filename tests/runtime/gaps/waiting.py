@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.checked_kv import CELL, text
 from tiered_kv.testing.vllm.rig import Rig
+from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.turn_record import TurnRecord
 
 CONTEXT = text(320, seed=1)
 JOB = {"job_id": "j"}
@@ -101,9 +102,13 @@ def pinned(rig: Rig) -> int:
     return int(rig.pins.held_blocks)
 
 
-def events(rig: Rig, name: str) -> list[dict[str, Any]]:
+def traced(rig: Rig) -> dict[str, TurnRecord]:
+    """The trace of an engine that ends now, by request."""
     rig.close()
     assert rig.options.extra is not None
-    path = Path(rig.options.extra["trace"])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
+    reader = TraceReader(Path(rig.options.extra["trace"]))
+    found = list(reader)
+    assert not reader.bad
+    records = {one.request: one for one in found}
+    assert len(records) == len(found), "one record a turn"
+    return records

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.trace.records import record
 from tiered_kv.bench.replay.jobs import Job, Turn
 from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive, request_id
 from tiered_kv.bench.replay.play.forcing import XARG
 from tiered_kv.bench.replay.play.sources import with_sources
 from tiered_kv.bench.replay.results import JobDone, TurnDone
+from tiered_kv.trace.turn_record import TurnTokens
 
 Body = dict[str, Any]
 Answers = Callable[[Body], Awaitable[Iterable[Any]]]
@@ -351,30 +353,22 @@ def test_as_many_arrivals_as_jobs_are_asked_for() -> None:
         played([job()], arrivals_s=[0.0, 1.0])
 
 
-def event(name: str, vram: int, cpu: int, ssd: int) -> str:
-    return json.dumps(
-        {
-            "event": "turn",
-            "request_id": f"cmpl-{name}-0-0123abcd",
-            "vram_tokens": vram,
-            "cpu_tokens": cpu,
-            "ssd_tokens": ssd,
-            "recomputed_tokens": 100 - vram - cpu,
-        }
-    )
+def traced(request: str, arrived: float, vram: int, cpu: int, ssd: int) -> str:
+    tokens = TurnTokens(100, vram, cpu, ssd, 100 - vram - cpu - ssd)
+    return record(request=request, arrived=arrived, tokens=tokens).to_line()
 
 
 def test_sources_are_read_in_the_trace_by_the_requests_names(tmp_path: Path) -> None:
     turns = tuple(TurnDone(n, 0, 0, 0, 100, 0, 1) for n in (1, 2))
     job = JobDone("a", 0, 1, turns)
     trace = tmp_path / "trace.jsonl"
+    first, second = (f"cmpl-{request_id('a', n)}-0-0123abcd" for n in (1, 2))
     lines = [
-        event(request_id("a", 1), 1, 1, 0),
-        event("a.10", 5, 5, 0),
-        '{"event": "gap"}',
-        json.dumps({"event": "turn", "request_id": "chatcmpl-other"}),
-        event(request_id("a", 1), 40, 30, 10),
-        event(request_id("a", 2), 1, 1, 1)[:50],
+        traced(first, 9.0, 40, 20, 10),
+        traced("cmpl-a.10-0-0123abcd", 9.0, 5, 5, 0),
+        traced("chatcmpl-other", 10.0, 1, 1, 1),
+        traced(first, 5.0, 1, 1, 0),
+        traced(second, 11.0, 1, 1, 1)[:50],
     ]
     trace.write_text("\n".join(lines))
     (told,) = with_sources([job], trace)

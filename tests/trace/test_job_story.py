@@ -1,0 +1,76 @@
+"""A job's story, as somebody reads it who asks what happened."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+
+from tests.trace.records import record, records
+from tiered_kv.trace.job_story import of_job, story
+from tiered_kv.trace.turn_record import (
+    GapStory,
+    PageMoves,
+    PinEnd,
+    PinStory,
+    PricedDecision,
+    StoryEnd,
+    TurnRecord,
+    TurnTimes,
+    TurnTokens,
+)
+
+
+def test_a_turn_that_was_held_pinned_and_came_back() -> None:
+    one = record(
+        turn=3,
+        arrived=1_790_000_000.5,
+        finish="FINISHED_STOPPED",
+        tool=("bash", "pytest <path>"),
+        times=TurnTimes(1.0, 0.5, 1.75, 2.0, 2.25, 12.0),
+        tokens=TurnTokens(4210, 3000, 900, 100, 210, 64, 300, 91),
+        decision=PricedDecision(
+            "pin", "fast", 60.0, q50_s=4.5, q90_s=7.0, benefit_s=2.5, vram_price=1
+        ),
+        pin=PinStory(134, 3.25, PinEnd.RETURNED),
+        pages=PageMoves(8, 1 << 20, 7),
+        gap=GapStory(StoryEnd.RETURNED, 3.25, True, 2.5, 3.25),
+    )
+    assert story(one) == [
+        "Turn 3 (r0) arrived at 2026-09-21 14:13:20.500 UTC.",
+        "It waited 1.75 s, 1 s as there was no room for a new job and 0.5 s for pages on their way "
+        "up.",
+        "Of its 4,210 prompt tokens 3,000 were in VRAM, 900 were in CPU memory, 100 were on SSD "
+        "and 210 had to be computed. 64 of them it had had before.",
+        "Its first token came after 2.25 s, it ended after 12 s with 91 tokens (FINISHED_STOPPED).",
+        "Then its tool ran: pytest <path>.",
+        "The next turn was expected after 4.5 s (1 in 2) and 7 s (9 in 10).",
+        "So its KV was pinned in VRAM for 60 s at most: that it is there saves 2.5 s, and a second "
+        "of VRAM costs 1 s.",
+        "134 blocks were pinned for 3.25 s, until the next turn came.",
+        "8 pages came up for it, and it used 7.",
+        "The next turn came after 3.25 s.",
+        "That saved 2.5 s and cost 3.25 s.",
+    ]
+
+
+def test_a_turn_that_was_never_admitted() -> None:
+    one = record(times=TurnTimes(end_s=30.0), decision=PricedDecision("cpu"))
+    assert story(one)[1:] == [
+        "It was never admitted, and ended after 30 s.",
+        "Nobody was waited for.",
+    ]
+
+
+def test_a_job_is_found_by_its_name_however_long_and_in_its_order() -> None:
+    name = "x" * 500
+    turns = [record(n, job=name, turn=n, arrived=float(n)) for n in (3, 1, 2)]
+    found = [TurnRecord.from_json(json.loads(one.to_line())) for one in turns]
+    assert [one.turn for one in of_job([record(9), *found], name)] == [1, 2, 3]
+
+
+@given(records)
+def test_any_story_is_one_line_that_does_nothing_to_a_terminal(one: TurnRecord) -> None:
+    told = " ".join(story(one))
+    assert told.isprintable()
+    assert told.startswith("Turn ")

@@ -1,0 +1,163 @@
+"""``tiered-kv trace``: analyze traces, tell a job's story, and export for other programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_kv.trace.analysis import Figures, analyze
+from tiered_kv.trace.comparison import Comparison, compare
+from tiered_kv.trace.job_story import of_job, story
+from tiered_kv.trace.perfetto import Event, perfetto_events
+from tiered_kv.trace.recorder_events import recorder_events
+from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.turn_table import TurnTable
+
+from .terminal import Command, one_sentence, print_json, refuse
+from .trace_report import print_comparison, print_figures
+
+app = typer.Typer(
+    help="Read what a server wrote to TIERED_KV_TRACE.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Where = Annotated[Path, typer.Argument(metavar="PATH", help="What TIERED_KV_TRACE names.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.callback()
+def trace() -> None:
+    """Read what a server wrote to TIERED_KV_TRACE."""
+
+
+@app.command("analyze", cls=Command, short_help="Say what the turns of a trace come to.")
+def analyze_command(
+    path: Where,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[PATH]", help="A trace of the same jobs.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="ID", help="Tell the story of this job instead.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Analyze a trace: jobs, waits, sources of prompts, pins, forecasts and decisions. With two
+    traces, compare their jobs. docs/trace.md has the definitions.
+
+    Exit code 1 if a line is no record.
+    """
+    paths = [path] if other is None else [path, other]
+    if job is not None and other is not None:
+        refuse("a job's story is told from one trace: leave the other out")
+    with one_sentence():
+        readers = [TraceReader(one) for one in paths]
+        if job is not None:
+            _tell(readers[0], job, as_json=as_json)
+        else:
+            tables = [TurnTable(reader) for reader in readers]
+            _say(paths, readers, tables, as_json=as_json)
+    if any(reader.bad_lines for reader in readers):
+        raise typer.Exit(1)
+
+
+def _say(
+    paths: list[Path], readers: list[TraceReader], tables: list[TurnTable], *, as_json: bool
+) -> None:
+    figures = [analyze(table) for table in tables]
+    compared = compare(*tables) if len(tables) == 2 else None
+    if as_json:
+        traces = [
+            {"path": str(path), **asdict(one), **_bad(reader)}
+            for path, one, reader in zip(paths, figures, readers, strict=True)
+        ]
+        print_json(traces[0] if compared is None else {"traces": traces, **asdict(compared)})
+        return
+    _say_text(paths, figures, compared)
+    _warn(readers)
+
+
+def _say_text(paths: list[Path], figures: list[Figures], compared: Comparison | None) -> None:
+    for path, one in zip(paths, figures, strict=True):
+        print_figures(str(path), one)
+    if compared is not None:
+        print_comparison(compared)
+
+
+def _bad(reader: TraceReader) -> dict[str, object]:
+    return {"bad_lines": reader.bad_lines, "bad": [str(one) for one in reader.bad]}
+
+
+def _warn(readers: list[TraceReader]) -> None:
+    for reader in readers:
+        for one in reader.bad:
+            typer.echo(f"no record: {one}", err=True)
+        if reader.bad_lines > len(reader.bad):
+            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more lines", err=True)
+
+
+def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
+    found = of_job(reader, job)
+    if not found:
+        refuse(f"{reader.path} holds no turn of {job!r} whose story is over")
+    told = [story(one) for one in found]
+    if as_json:
+        print_json({"path": str(reader.path), "job": job, "turns": told, **_bad(reader)})
+        return
+    for sentences in told:
+        typer.echo(" ".join(sentences))
+    _warn([reader])
+
+
+@app.command("export", cls=Command, short_help="Write a trace for another program.")
+def export_command(
+    path: Where,
+    perfetto: Annotated[
+        bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")
+    ] = False,
+    continuum: Annotated[
+        bool, typer.Option("--continuum", help="As Continuum's scheduler_timestamps.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="A file; else stdout.")
+    ] = None,
+) -> None:
+    """Write a trace as JSON for another program.
+
+    Exit code 1 if a line is no record.
+    """
+    if perfetto == continuum:
+        refuse("say for which program: --perfetto or --continuum")
+    reader = TraceReader(path)
+    with one_sentence():
+        texts = _chrome(perfetto_events(reader)) if perfetto else _recorder(reader)
+        first = next(texts)  # the trace is read before anything is written
+        if out is None:
+            sys.stdout.writelines(chain([first], texts))
+        else:
+            out.touch(mode=0o600)  # as private as the trace
+            with out.open("w", encoding="utf-8") as file:
+                file.writelines(chain([first], texts))
+    _warn([reader])
+    if reader.bad_lines:
+        raise typer.Exit(1)
+
+
+def _recorder(reader: TraceReader) -> Iterator[str]:
+    yield json.dumps(recorder_events(reader)) + "\n"
+
+
+def _chrome(events: Iterable[Event]) -> Iterator[str]:
+    """One JSON object, an event a line."""
+    before = '{"traceEvents":[\n'
+    for event in events:
+        yield before + json.dumps(event)
+        before = ",\n"
+    yield f"{before if before[0] == '{' else ''}\n]}}\n"

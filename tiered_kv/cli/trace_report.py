@@ -1,0 +1,125 @@
+"""Reports of ``tiered-kv trace``, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiered_kv.trace.analysis import Decisions, Figures, Spread
+from tiered_kv.trace.comparison import Comparison
+
+from .terminal import print_table, size
+
+_SPREAD = {"mean": True, "P50": True, "P90": True, "P95": True, "P99": True}
+_DECISIONS = {
+    "gaps": True,
+    "gap P50": True,
+    "P90": True,
+    "in VRAM": True,
+    "below q50": True,
+    "below q90": True,
+    "saved": True,
+    "cost": True,
+    "best": True,
+    "regret": True,
+}
+
+
+def print_figures(title: str, figures: Figures) -> None:
+    """Print the figures of one trace."""
+    jobs, prompts, moved = figures.jobs, figures.prompts, figures.promotions
+    waits, saved_s = figures.waits, figures.prompts.prefill_saved_s
+    rows = [
+        ["turns", f"{figures.turns:,} in {_s(figures.span_s)}, {figures.alone:,} of no job"],
+        ["jobs", f"{jobs.jobs:,}, {jobs.cut:,} begun before the trace, {jobs.waiting:,} open"],
+        ["prompts", f"{prompts.tokens:,} tokens: {_sources(figures)}"],
+        ["prefill saved", _s(saved_s)],
+        ["held", f"{_s(waits.held_s)} for room, {_s(waits.pages_s)} for pages"],
+        ["from below", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
+        ["sent down", f"{figures.demoted:,} pages"],
+    ]
+    print_table({title: False, "": False}, rows)
+    spreads = {
+        "job completion": jobs.completion_s,
+        "wait for admission": waits.queue_s,
+        "first token": waits.first_token_s,
+    }
+    rows = [[name, *_spread(spread)] for name, spread in spreads.items()]
+    print_table({"seconds": False, **_SPREAD}, rows)
+    rows = [[end, f"{one.pins:,}", *_spread(one.held_s)] for end, one in figures.pins.items()]
+    if rows:
+        print_table({"pins, seconds held": False, "pins": True, **_SPREAD}, rows)
+    every = {"all": figures.decisions}
+    for name, group in {"": every, "tool": figures.by_tool, "class": figures.by_class}.items():
+        _print_decisions(f"decisions by {name}" if name else "decisions", group)
+
+
+def _print_decisions(title: str, group: Mapping[str, Decisions]) -> None:
+    rows = [[name, *_decisions(one)] for name, one in group.items() if one.gaps]
+    if rows:
+        print_table({title: False, **_DECISIONS}, rows)
+
+
+def print_comparison(compared: Comparison) -> None:
+    """Print the differences of two traces."""
+    columns = {"first": True, "second": True, "difference": True, "95%": True}
+    only = f"{compared.only_first:,} and {compared.only_second:,}"
+    title = f"{compared.jobs:,} jobs in both, {only} in one"
+    rows = [
+        [
+            name,
+            f"{one.first:,.4g}",
+            f"{one.second:,.4g}",
+            f"{one.difference:+,.4g}",
+            f"{one.low:+,.4g} to {one.high:+,.4g}",
+        ]
+        for name, one in compared.differences.items()
+    ]
+    print_table({title: False, **columns}, rows)
+
+
+def _sources(figures: Figures) -> str:
+    prompts = figures.prompts
+    shares = {
+        "VRAM": prompts.vram,
+        "CPU memory": prompts.cpu,
+        "SSD": prompts.ssd,
+        "computed": prompts.recomputed,
+    }
+    said = ", ".join(f"{_percent(share)} {where}" for where, share in shares.items())
+    return f"{said} ({_percent(prompts.lost)} lost)"
+
+
+def _waste(figures: Figures) -> str:
+    moved = figures.promotions
+    return f"{moved.used:,} used, {_percent(moved.waste)} wasted"
+
+
+def _spread(spread: Spread | None) -> list[str]:
+    if spread is None:
+        return ["-"] * len(_SPREAD)
+    values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99)
+    return [f"{value:,.3f}" for value in values]
+
+
+def _decisions(one: Decisions) -> list[str]:
+    gap = one.gap_s
+    return [
+        f"{one.gaps:,}",
+        _s(gap.p50) if gap is not None else "-",
+        _s(gap.p90) if gap is not None else "-",
+        _percent(one.in_vram),
+        _percent(one.below_q50),
+        _percent(one.below_q90),
+        _s(one.saved_s),
+        _s(one.cost_s),
+        _s(one.best_s),
+        _s(one.regret_s),
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:,.3f} s" if seconds < 100 else f"{seconds:,.0f} s"

@@ -1,0 +1,1 @@
+"""The trace: what happened to every turn, as files of JSON lines."""

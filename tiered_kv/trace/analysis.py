@@ -1,0 +1,291 @@
+"""Analysis of a trace: what its turns, jobs, pins and decisions come to. See docs/trace.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .traced_jobs import TracedJobs
+from .turn_record import PinEnd, StoryEnd
+from .turn_table import Column, TurnTable
+
+MOST_TOOLS = 20
+"""Tools that are told apart, those with the most turns; the others are told together."""
+OTHERS, UNNAMED = "(others)", "(none)"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Distribution of some times, seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Column) -> Spread | None:
+        """The distribution of values that are no NaN; None if there are none."""
+        values = values[~np.isnan(values)].astype(float)
+        if not len(values):
+            return None
+        return cls(float(values.mean()), *np.quantile(values, [0.5, 0.9, 0.95, 0.99]).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """The jobs of a trace.
+
+    Attributes:
+        cut: jobs whose first turn is not in the trace; their completion times are not counted.
+        waiting: jobs that were still waited for when their engine ended; theirs are.
+        completion_s: from the arrival of the first turn to the end of the last one.
+    """
+
+    jobs: int
+    cut: int
+    waiting: int
+    completion_s: Spread | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Waits of turns, seconds.
+
+    Attributes:
+        queue_s: from arrival to admission.
+        held_s, pages_s: sums of what of that they were held as new jobs, or waited for pages.
+        first_token_s: from arrival to the first token.
+    """
+
+    queue_s: Spread | None
+    held_s: float
+    pages_s: float
+    first_token_s: Spread | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Tokens of prompts.
+
+    Attributes:
+        tokens: those of turns that were admitted.
+        vram, cpu, ssd: share of them that was found there; None without tokens.
+        recomputed: share of them that was computed.
+        lost: share of them that was computed though an earlier turn of the job had it.
+        prefill_saved_s: time that computing what was found would have taken: for each turn, its
+            share of ``recompute_s``, the time to compute the whole context.
+    """
+
+    tokens: int
+    vram: float | None
+    cpu: float | None
+    ssd: float | None
+    recomputed: float | None
+    lost: float | None
+    prefill_saved_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Pins that ended in one way.
+
+    Attributes:
+        held_s: the time that they were held.
+    """
+
+    pins: int
+    held_s: Spread | None
+
+
+@dataclass(frozen=True, slots=True)
+class Promotions:
+    """Pages that came up from the tiers below CPU memory.
+
+    Attributes:
+        pages: pages ordered up, for turns or ahead of them. nbytes: size of those for turns,
+            uncompressed, on one rank.
+        used: pages that a turn restored.
+        waste: share that none did; None without pages.
+    """
+
+    pages: int
+    nbytes: int
+    used: int
+    waste: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """Decisions, and the gaps that followed.
+
+    Attributes:
+        gaps: gaps that ended: the job returned, or was given up.
+        gap_s: length of those after which it returned.
+        in_vram: share of those whose pin was still there; None without any.
+        below_q50, below_q90: share of the forecast ones that were no longer than that quantile;
+            None without any. Of good forecasts it is 0.5 and 0.9.
+        saved_s, cost_s: sums over the gaps.
+        best_s: sum of what a clairvoyant would have gained: for each gap B - λ X if that is more
+            than 0, for one that the job did not return from 0.
+        regret_s: ``best_s`` less what was gained.
+    """
+
+    gaps: int
+    gap_s: Spread | None
+    in_vram: float | None
+    below_q50: float | None
+    below_q90: float | None
+    saved_s: float
+    cost_s: float
+    best_s: float
+    regret_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a trace.
+
+    Attributes:
+        turns: number of turns. alone: those of no job.
+        span_s: from the first arrival to the last end, seconds.
+        pins: pins by how they ended.
+        demoted: pages sent down by decisions.
+        by_tool, by_class: decisions by the tool that ran in the gap, and by class of the gap.
+    """
+
+    turns: int
+    alone: int
+    span_s: float
+    jobs: Jobs
+    waits: Waits
+    prompts: Prompts
+    pins: Mapping[str, Pins]
+    promotions: Promotions
+    demoted: int
+    decisions: Decisions
+    by_tool: Mapping[str, Decisions]
+    by_class: Mapping[str, Decisions]
+
+
+def analyze(table: TurnTable) -> Figures:
+    """Compute the figures of a trace."""
+    arrived = table["arrived"]
+    ended = arrived + table["times.end_s"]
+    everything = np.ones(len(table), bool)
+    return Figures(
+        turns=len(table),
+        alone=int((table.job < 0).sum()),
+        span_s=float(ended.max() - arrived.min()) if len(table) else 0.0,
+        jobs=_jobs(TracedJobs.of(table)),
+        waits=Waits(
+            queue_s=Spread.of(table["times.admitted_s"]),
+            held_s=_sum(table["times.held_s"]),
+            pages_s=_sum(table["times.pages_s"]),
+            first_token_s=Spread.of(table["times.first_token_s"]),
+        ),
+        prompts=_prompts(table),
+        pins=_pins(table),
+        promotions=_promotions(table),
+        demoted=int(table["pages.demoted"].sum()),
+        decisions=_decisions(table, everything),
+        by_tool=_by_tool(table),
+        by_class=_by_class(table),
+    )
+
+
+def _jobs(jobs: TracedJobs) -> Jobs:
+    whole = jobs.whole.astype(bool)
+    return Jobs(
+        jobs=len(whole),
+        cut=int((~whole).sum()),
+        waiting=int(jobs.waiting.sum()),
+        completion_s=Spread.of(jobs.completion_s[whole]),
+    )
+
+
+def _prompts(table: TurnTable) -> Prompts:
+    found = table["tokens.vram"].astype(float) + table["tokens.cpu"] + table["tokens.ssd"]
+    tokens = float(found.sum()) + _sum(table["tokens.recomputed"])
+    context = table["tokens.prompt"].astype(float) + table["tokens.output"]
+    saved = table["decision.recompute_s"] * found / np.maximum(context, 1.0)
+    return Prompts(
+        tokens=int(tokens),
+        vram=_share(_sum(table["tokens.vram"]), tokens),
+        cpu=_share(_sum(table["tokens.cpu"]), tokens),
+        ssd=_share(_sum(table["tokens.ssd"]), tokens),
+        recomputed=_share(_sum(table["tokens.recomputed"]), tokens),
+        lost=_share(_sum(table["tokens.lost"]), tokens),
+        prefill_saved_s=float(saved.sum()),
+    )
+
+
+def _pins(table: TurnTable) -> dict[str, Pins]:
+    found = dict[str, Pins]()
+    for end in PinEnd:
+        held_s = table["pin.held_s"][table.says("pin.end", end.value)]
+        if len(held_s):
+            found[end.value] = Pins(len(held_s), Spread.of(held_s))
+    return found
+
+
+def _promotions(table: TurnTable) -> Promotions:
+    pages = int(table["pages.promoted"].sum() + table["pages.ahead"].sum())
+    used = int(table["pages.used"].sum())
+    waste = _share(pages - min(used, pages), pages)
+    return Promotions(pages, int(table["pages.promoted_bytes"].sum()), used, waste)
+
+
+def _decisions(table: TurnTable, among: Column) -> Decisions:
+    returned = among & table.says("gap.end", StoryEnd.RETURNED.value)
+    over = returned | (among & table.says("gap.end", StoryEnd.GIVEN_UP.value))
+    gap_s = table["gap.gap_s"].astype(float)
+    forecast = returned & ~np.isnan(table["decision.q50_s"])
+    q90_s = np.nan_to_num(table["decision.q90_s"], nan=np.inf)  # beyond the grid
+    price = table["decision.vram_price"].astype(float)
+    best = np.maximum(table["decision.benefit_s"] - price * gap_s, 0.0)[returned].sum()
+    saved_s, cost_s = _sum(table["gap.saved_s"][over]), _sum(table["gap.cost_s"][over])
+    return Decisions(
+        gaps=int(over.sum()),
+        gap_s=Spread.of(gap_s[returned]),
+        in_vram=_share(float(table["gap.in_vram"][returned].sum()), int(returned.sum())),
+        below_q50=_share(
+            int((gap_s <= table["decision.q50_s"])[forecast].sum()), int(forecast.sum())
+        ),
+        below_q90=_share(int((gap_s <= q90_s)[forecast].sum()), int(forecast.sum())),
+        saved_s=saved_s,
+        cost_s=cost_s,
+        best_s=float(best),
+        regret_s=float(best) - (saved_s - cost_s),
+    )
+
+
+def _by_tool(table: TurnTable) -> dict[str, Decisions]:
+    counts = np.bincount(table.tool, minlength=len(table.tools.of))
+    places = np.argsort(-counts, kind="stable")
+    found = {
+        table.tools.of[place] or UNNAMED: _decisions(table, table.tool == place)
+        for place in places[:MOST_TOOLS]
+    }
+    if len(places) > MOST_TOOLS:
+        found[OTHERS] = _decisions(table, np.isin(table.tool, places[MOST_TOOLS:]))
+    return found
+
+
+def _by_class(table: TurnTable) -> dict[str, Decisions]:
+    words = table.words["decision.gap_class"].of
+    return {
+        word or UNNAMED: _decisions(table, table.says("decision.gap_class", word))
+        for word in sorted(words)
+    }
+
+
+def _sum(values: Column) -> float:
+    return float(values.sum(dtype=float))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,129 @@
+"""A job's story in sentences, from its records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+
+from .json_fields import cut
+from .turn_record import JOB_ROOM, PinEnd, StoryEnd, TurnRecord
+
+_PIN_ENDS = {
+    PinEnd.RETURNED: "the next turn came",
+    PinEnd.EXPIRED: "its time was up",
+    PinEnd.PRESSURE: "a request needed the blocks more",
+    PinEnd.REVISED: "the tool call was read, and did not warrant it",
+    PinEnd.GIVEN_UP: "the job was given up",
+    PinEnd.RESET: "all pins were given up",
+    PinEnd.CLOSED: "the engine ended",
+}
+_ENDS = {
+    StoryEnd.RETURNED: "The next turn came after {gap}.",
+    StoryEnd.OVER: "The client said that no turn follows.",
+    StoryEnd.GIVEN_UP: "The job was given up after {gap} of silence.",
+    StoryEnd.CLOSED: "The engine ended {gap} later.",
+    StoryEnd.NO_GAP: "Nobody was waited for.",
+}
+_TIERS = {
+    "pin": "pinned in VRAM for {ttl} at most",
+    "cpu": "left to CPU memory",
+    "store": "sent to the tiers below CPU memory",
+    "drop": "kept nowhere",
+}
+
+
+def of_job(records: Iterable[TurnRecord], job: str) -> list[TurnRecord]:
+    """The records of a job by that name, of any client, in the order of arrival."""
+    name = cut(job, JOB_ROOM)
+    return sorted((one for one in records if one.job == name), key=lambda one: one.arrived)
+
+
+def story(one: TurnRecord) -> list[str]:
+    """A turn's story, a sentence each."""
+    return [*_beginning(one), *_prompt(one), *_answer(one), *_decision(one), *_what_came(one)]
+
+
+def _beginning(one: TurnRecord) -> Iterator[str]:
+    times = one.times
+    yield f"Turn {one.turn} ({_plain(one.request)}) arrived at {_moment(one.arrived)}."
+    if times.admitted_s is None:
+        yield f"It was never admitted, and ended after {_s(times.end_s)}."
+        return
+    reasons = []
+    if times.held_s:
+        reasons.append(f"{_s(times.held_s)} as there was no room for a new job")
+    if times.pages_s:
+        reasons.append(f"{_s(times.pages_s)} for pages on their way up")
+    of_that = f", {' and '.join(reasons)}" if reasons else ""
+    yield f"It waited {_s(times.admitted_s)}{of_that}."
+
+
+def _prompt(one: TurnRecord) -> Iterator[str]:
+    tokens = one.tokens
+    if one.times.admitted_s is None:
+        return
+    sources = {"in VRAM": tokens.vram, "in CPU memory": tokens.cpu, "on SSD": tokens.ssd}
+    found = [f"{count:,} were {where}" for where, count in sources.items() if count]
+    found += [f"{tokens.recomputed:,} had to be computed"]
+    lost = f" {tokens.lost:,} of them it had had before." if tokens.lost else ""
+    yield f"Of its {tokens.prompt:,} prompt tokens {_list(found)}.{lost}"
+
+
+def _answer(one: TurnRecord) -> Iterator[str]:
+    times, tokens = one.times, one.tokens
+    if times.admitted_s is None:
+        return
+    first = f"Its first token came after {_s(times.first_token_s)}" if times.first_token_s else ""
+    end = f"it ended after {_s(times.end_s)} with {tokens.output:,} tokens ({_plain(one.finish)})"
+    yield f"{first}, {end}." if first else f"{end[0].upper()}{end[1:]}."
+
+
+def _decision(one: TurnRecord) -> Iterator[str]:
+    made = one.decision
+    if one.tool:
+        yield f"Then its tool ran: {_plain(one.tool[-1])}."
+    if one.gap.end in (StoryEnd.OVER, StoryEnd.NO_GAP) or not made.tier:
+        return
+    if made.q50_s is not None:
+        later = f" and {_s(made.q90_s)} (9 in 10)" if made.q90_s is not None else ""
+        yield f"The next turn was expected after {_s(made.q50_s)} (1 in 2){later}."
+    where = _TIERS.get(made.tier, "kept elsewhere").format(ttl=_s(made.ttl_s))
+    yield (
+        f"So its KV was {where}: that it is there saves {_s(made.benefit_s)}, "
+        f"and a second of VRAM costs {made.vram_price:g} s."
+    )
+
+
+def _what_came(one: TurnRecord) -> Iterator[str]:
+    pin, pages, gap = one.pin, one.pages, one.gap
+    if pin.end is not None:
+        yield f"{pin.blocks:,} blocks were pinned for {_s(pin.held_s)}, until {_PIN_ENDS[pin.end]}."
+    if pages.promoted or pages.used:
+        yield f"{pages.promoted:,} pages came up for it, and it used {pages.used:,}."
+    if pages.demoted:
+        yield f"{pages.demoted:,} pages went down."
+    if pages.ahead:
+        yield f"{pages.ahead:,} pages came up before the next turn."
+    yield _ENDS[gap.end].format(gap=_s(gap.gap_s or 0.0))
+    if gap.saved_s or gap.cost_s:
+        yield f"That saved {_s(gap.saved_s)} and cost {_s(gap.cost_s)}."
+
+
+def _list(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _moment(seconds: float) -> str:
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # of no year that there is
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+    return f"{seconds:g} s after 1970"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _plain(text: str) -> str:
+    """A text of a client's that does nothing to a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)

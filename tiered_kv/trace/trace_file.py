@@ -1,0 +1,119 @@
+"""The newest file of a trace, appended to. Several processes may write to one trace.
+
+They are replicas of one server, with the same settings. Each takes the lock of the file for a
+write; who finds that the file was moved meanwhile goes on with the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from .rotation import FILE_BYTES, make_room
+
+TRIES = 100
+"""Times that a file is opened anew because it was moved. Where files have no lasting numbers, they
+would all seem to be."""
+
+
+class TraceFile:
+    """Appends lines. One thread. Private to its owner.
+
+    Args:
+        header: line that begins each file, and what this process adds to one.
+        most_bytes: size that a file does not exceed; no more than a write, if that is larger.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, header: str, most_bytes: int = FILE_BYTES) -> None:
+        self._path = path
+        self._header = header.encode("ascii") + b"\n"
+        self._most_bytes = most_bytes
+        self._fd: int | None = None
+        self._open()
+
+    def _open(self) -> None:
+        self.close()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(self._path, flags, 0o600)
+        self._plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        self._introduced = False
+        self._torn = self._plain and _is_torn(self._path)
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Write ASCII lines, in a new file if this one would grow too large. May block.
+
+        Raises:
+            OSError: some were not written. The next ones begin a line of their own.
+        """
+        data = "".join(f"{line}\n" for line in lines).encode("ascii")
+        if self._fd is None:
+            self._open()
+        with contextlib.ExitStack() as held:
+            if self._plain:
+                held.callback(self._unlock)
+                self._lock()
+                if self._is_full(len(data)):
+                    make_room(self._path)
+                    self._lock()
+            self._write(data)
+
+    def _is_full(self, more: int) -> bool:
+        """True if the file has lines, and no room for so many bytes more."""
+        there = os.fstat(self._fd_now).st_size
+        header = 0 if self._introduced else len(self._header)
+        return there > 0 and there + header + more > self._most_bytes
+
+    @property
+    def _fd_now(self) -> int:
+        assert self._fd is not None
+        return self._fd
+
+    def _lock(self) -> None:
+        """Take the lock of the newest file, whichever that is now."""
+        for _ in range(TRIES):
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(self._fd_now, fcntl.LOCK_EX)
+            ours = os.fstat(self._fd_now)
+            with contextlib.suppress(FileNotFoundError):
+                newest = self._path.stat()
+                if (newest.st_dev, newest.st_ino) == (ours.st_dev, ours.st_ino):
+                    return
+            self._open()  # closing the old one gave its lock back
+
+    def _unlock(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _write(self, data: bytes) -> None:
+        if not self._introduced:
+            data = self._header + data
+        if self._torn:
+            data = b"\n" + data
+        self._torn = True  # until all of it is there
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._fd_now, left) :]
+        self._torn, self._introduced = False, True
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _is_torn(path: Path) -> bool:
+    """True if a file does not end with a line's end."""
+    with contextlib.suppress(PermissionError), path.open("rb") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    return False

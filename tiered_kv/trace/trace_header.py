@@ -1,0 +1,66 @@
+"""Header of a trace: the first line of each file, and of each engine that writes to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from .json_fields import cut, read, said
+
+SCHEMA = 1
+"""Version of the records' schema. A later one may have more fields, but none of another meaning."""
+
+_MODEL_ROOM, _WORD_ROOM, _MOST_TIERS = 256, 48, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """The engine whose turns follow.
+
+    Attributes:
+        version: version of tiered-kv.
+        started: when the engine began with its trace, seconds since the epoch. Equal in all files
+            of one engine.
+        clock: its monotonic clock then, seconds: vLLM's own times are told by it.
+        model: name or folder of the model.
+        policy: the policy that chooses tiers.
+        replica: index of the engine among data-parallel ones.
+        block_size: tokens of a block.
+        vram_blocks: blocks that requests can have.
+        tiers_bytes: sizes of the tiers outside VRAM, all ranks together, bytes; 0 for a tier
+            without a known end.
+    """
+
+    version: str
+    started: float
+    clock: float
+    model: str = ""
+    policy: str
+    replica: int = 0
+    block_size: int
+    vram_blocks: int
+    tiers_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def to_line(self) -> str:
+        """The header as a line of less than 1 KiB, its end not included."""
+        tiers = list(self.tiers_bytes.items())[:_MOST_TIERS]
+        short = replace(
+            self,
+            version=cut(self.version, _WORD_ROOM),
+            model=cut(self.model, _MODEL_ROOM),
+            policy=cut(self.policy, _WORD_ROOM),
+            tiers_bytes={cut(name, _WORD_ROOM): nbytes for name, nbytes in tiers},
+        )
+        written = {"schema": SCHEMA} | said(short)
+        written |= {"started": round(self.started, 3), "clock": round(self.clock, 3)}
+        return json.dumps(written, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, found: object) -> TraceHeader:
+        """Read a header; fields that are not known are passed over.
+
+        Raises:
+            ValueError: it is none; the message tells why.
+        """
+        return read(cls, found)

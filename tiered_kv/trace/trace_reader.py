@@ -1,0 +1,106 @@
+"""Reader of a trace: its records from the oldest file to the newest, also while it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .rotation import files_of
+from .trace_header import TraceHeader
+from .turn_record import TurnRecord
+
+MOST_NAMED = 20
+"""Bad lines that are named; more are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is no record.
+
+    Attributes:
+        line: number of the line in its file, from 1.
+    """
+
+    file: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}: {self.reason}"
+
+
+class TraceReader:
+    """The records of a trace, once each, in the order in which they were written.
+
+    A last line that was cut off is passed over. Records of later schemas are read as far as this
+    version knows their fields.
+
+    Args:
+        path: what ``TIERED_KV_TRACE`` names, or one file of a trace.
+
+    Attributes:
+        headers: headers seen so far, one for each engine and file.
+        bad: the first bad lines so far. bad_lines: their number.
+
+    Raises:
+        FileNotFoundError: when it is iterated: there is no such trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.headers: list[TraceHeader] = []
+        self.bad: list[BadLine] = []
+        self.bad_lines = 0
+
+    def __iter__(self) -> Iterator[TurnRecord]:
+        with ExitStack() as opened:
+            for path, file in reversed(self._open_all(opened)):
+                yield from self._records(path, file)
+
+    def _open_all(self, opened: ExitStack) -> list[tuple[Path, IO[bytes]]]:
+        """The files, the newest first: one that is moved meanwhile is met again, and left out."""
+        files, seen = list[tuple[Path, IO[bytes]]](), set[tuple[int, int]]()
+        for path in files_of(self.path):
+            try:
+                file = opened.enter_context(path.open("rb"))
+            except FileNotFoundError:
+                continue
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) not in seen:
+                seen.add((found.st_dev, found.st_ino))
+                files.append((path, file))
+        if not files:
+            raise FileNotFoundError(2, "there is no trace", str(self.path))
+        return files
+
+    def _records(self, path: Path, file: IO[bytes]) -> Iterator[TurnRecord]:
+        for number, line in enumerate(file, start=1):
+            if line == b"\n":
+                continue
+            try:
+                found = json.loads(line)
+                if isinstance(found, dict) and "schema" in found:
+                    self.headers.append(TraceHeader.from_json(found))
+                    continue
+                record = TurnRecord.from_json(found)
+            except (ValueError, RecursionError) as error:
+                if line.endswith(b"\n"):
+                    self._note(BadLine(path, number, _reason(error)))
+                continue
+            yield record
+
+    def _note(self, bad: BadLine) -> None:
+        self.bad_lines += 1
+        if len(self.bad) < MOST_NAMED:
+            self.bad.append(bad)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+        return "it is no JSON"
+    return str(error)

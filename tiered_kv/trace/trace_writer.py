@@ -1,0 +1,97 @@
+"""Writer of the trace: a thread that appends records to the newest file.
+
+The scheduler must not wait for a disk, so ``write`` only queues. When the writer is more than
+``MAX_QUEUED`` records behind, or the file fails, records are dropped and counted. Serving has
+precedence over the trace.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from pathlib import Path
+
+from .trace_file import TraceFile
+from .trace_header import TraceHeader
+from .turn_record import TurnRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 10_000
+AT_ONCE = 256
+"""Most records of one write."""
+
+
+class TraceWriter:
+    """Appends records to the trace at ``path``, whose files are readable by their owner alone.
+
+    Attributes:
+        dropped: records that were not written so far.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader) -> None:
+        self.path = path
+        self.dropped = 0
+        self._queue: queue.Queue[TurnRecord | threading.Event | None] = queue.Queue(MAX_QUEUED)
+        self._file = TraceFile(path, header.to_line())
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-trace", daemon=True)
+        self._thread.start()
+
+    def write(self, record: TurnRecord) -> None:
+        """Queue a record. Never blocks, never raises."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def drain(self, timeout_s: float = 5.0) -> bool:
+        """Wait until every record queued so far is in the file. Returns False on timeout."""
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=timeout_s)
+        except queue.Full:
+            return False
+        return written.wait(timeout_s)
+
+    def close(self) -> None:
+        """Write the queued records and stop the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            records, waiting = list[TurnRecord](), list[threading.Event]()
+            item = self._queue.get()
+            while True:
+                if item is None:
+                    going_on = False
+                    break
+                if isinstance(item, threading.Event):
+                    waiting.append(item)
+                else:
+                    records.append(item)
+                if len(records) == AT_ONCE or self._queue.empty():
+                    break
+                item = self._queue.get()
+            self._append(records)
+            for one in waiting:
+                one.set()
+        self._file.close()
+
+    def _append(self, records: list[TurnRecord]) -> None:
+        if not records:
+            return
+        try:
+            self._file.append([record.to_line() for record in records])
+        except Exception as error:
+            self.dropped += len(records)
+            if not self._failing:
+                self._failing = True
+                logger.warning("trace %s cannot be written: %s", self.path, error)

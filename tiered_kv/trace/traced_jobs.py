@@ -1,0 +1,73 @@
+"""Jobs of a trace: what their turns come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .turn_record import StoryEnd
+from .turn_table import Column, TurnTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedJobs:
+    """Jobs, ordered by name and then by their start. All columns have shape (jobs,).
+
+    A job is what one engine took for one: a name that begins again with turn 1 is another job.
+
+    Attributes:
+        name: place in ``TurnTable.jobs``.
+        number: 0 for the first job of that name, 1 for the next.
+        whole: True if its first turn is in the trace.
+        waiting: True if it was still waited for when its engine ended.
+        turns: number of its turns.
+        completion_s: from the arrival of its first turn to the end of its last one, seconds.
+        queue_s, first_token_s: sums over its turns, seconds.
+        recomputed: prompt tokens that were computed.
+    """
+
+    name: Column
+    number: Column
+    whole: Column
+    waiting: Column
+    turns: Column
+    completion_s: Column
+    queue_s: Column
+    first_token_s: Column
+    recomputed: Column
+
+    @classmethod
+    def of(cls, table: TurnTable) -> TracedJobs:
+        """The jobs of a trace, without the turns of none."""
+        rows = np.flatnonzero(table.job >= 0)
+        arrived, turn = table["arrived"], table["turn"]
+        rows = rows[np.lexsort((turn[rows], arrived[rows], table.job[rows]))]
+        name, turn, arrived = table.job[rows], turn[rows], arrived[rows]
+        other = np.ones(len(rows), bool)
+        other[1:] = name[1:] != name[:-1]
+        first = other.copy()
+        first[1:] |= turn[1:] <= turn[:-1]
+        begins = np.flatnonzero(first)
+        ends = np.append(begins[1:], len(rows)) - 1 if len(rows) else begins
+        names = np.flatnonzero(other[begins])  # the first job of each name
+        number = np.arange(len(begins)) - np.repeat(names, np.diff(np.append(names, len(begins))))
+
+        def total(values: Column) -> Column:
+            found: Column = np.add.reduceat(np.nan_to_num(values), begins)
+            return found
+
+        ended = arrived + table["times.end_s"][rows]
+        if not len(rows):
+            return cls(*[np.zeros(0)] * 9)
+        return cls(
+            name=name[begins],
+            number=number,
+            whole=turn[begins] == 1,
+            waiting=table.says("gap.end", StoryEnd.CLOSED.value)[rows][ends],
+            turns=ends - begins + 1,
+            completion_s=np.maximum.reduceat(ended, begins) - arrived[begins],
+            queue_s=total(table["times.admitted_s"][rows].astype(float)),
+            first_token_s=total(table["times.first_token_s"][rows].astype(float)),
+            recomputed=total(table["tokens.recomputed"][rows].astype(float)),
+        )
