@@ -51,7 +51,7 @@ class CommitsBeforeAllRanks(OrderBook):
 
 class IgnoresFailures(OrderBook):
     def _finish(self, flight: Any, report: OrderReport) -> Settled:
-        return super()._finish(flight, frozenset())
+        return super()._finish(flight, replace(report, failed=frozenset()))
 
 
 class ForgetsAFailureOfTheOtherRank(OrderBook):

@@ -110,7 +110,7 @@ def read(kind: type[Part], found: object) -> Part:
                 continue
             plain, reader = readers[name]
             # Most values are what they should be, and there may be millions of them.
-            if type(value) is plain and (plain is not float or math.isfinite(value)):
+            if type(value) is plain and (plain is not float or math.isfinite(found[name])):
                 values[name] = value
             else:
                 values[name] = reader(value)
