@@ -250,8 +250,8 @@ def make_compressor(
     spare = spare_cores(facts.ranks)
     if not spare:
         logger.warning(
-            "CPU memory is not compressed: its %d cores are needed to drive the model; give it more"
-            " than one a rank",
+            "CPU memory is not compressed, since all cores that the server may use (%d) drive the"
+            " model: give it more than one a rank",
             usable_cores(),
         )
         return None
