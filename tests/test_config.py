@@ -83,6 +83,11 @@ def test_what_kubernetes_says_of_a_service_of_that_name_is_no_setting() -> None:
     assert load_config(said) == TierConfig()
 
 
+def test_the_token_of_the_routes_is_no_setting_and_not_kept() -> None:
+    assert load_config({"TIERED_KV_ADMIN_TOKEN": "s3cret"}) == TierConfig()
+    assert "unknown setting" in refusal(extra={"admin_token": "s3cret"})
+
+
 def test_a_strange_key_is_refused_with_the_keys_there_are() -> None:
     sentence = refusal(extra={"colour": "blue"})
     assert "unknown setting 'colour'" in sentence
