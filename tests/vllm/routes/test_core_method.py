@@ -106,7 +106,8 @@ def test_a_failure_is_logged_once(
     with caplog.at_level(logging.ERROR):
         for _ in range(50):
             assert call(core, STATUS) == {"error": core_method.FAILED}
-    assert len([one for one in caplog.records if one.name == core_method.__name__]) == 1
+    # Our log goes to vLLM's handlers too, so caplog may have the same record twice.
+    assert len({one for one in caplog.records if one.name == core_method.__name__}) == 1
     monkeypatch.undo()
     assert call(core, STATUS)["counters"]["hook_errors"] == 50
 
