@@ -32,9 +32,9 @@ def says(**found: str) -> str:
 GOOD = ok("disk", "fast")
 
 
-def children() -> list[str]:
+def children() -> set[str]:
     """Processes that this one has started and not ended."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def test_this_machine_is_examined_with_the_server_s_environment(tmp_path: Path) -> None:
@@ -60,12 +60,13 @@ def test_modules_of_the_present_folder_are_not_imported(
 
 
 def test_a_check_that_hangs_is_named_and_its_process_ended() -> None:
+    before = children()
     command = script(says(begins="SSD"), says(**GOOD.as_json()), "time.sleep(600)")
-    findings = list(examine(BASE, command, silence_s=0.3))
+    findings = list(examine(BASE, command, silence_s=5))
     assert findings[0] == GOOD
     assert (findings[1].check, findings[1].verdict.value) == ("SSD", "fail")
-    assert findings[1].seen == "no answer in 0.3 s"
-    assert not children()
+    assert findings[1].seen == "no answer in 5 s"
+    assert children() <= before
 
 
 def test_a_check_that_ends_with_an_error_is_named() -> None:
@@ -76,10 +77,11 @@ def test_a_check_that_ends_with_an_error_is_named() -> None:
 
 
 def test_a_reader_that_has_seen_enough_leaves_no_process() -> None:
+    before = children()
     findings = examine(BASE, script(says(**GOOD.as_json()), "time.sleep(600)"))
     assert next(findings) == GOOD
     findings.close()
-    assert not children()
+    assert children() <= before
 
 
 def test_a_finding_is_the_same_behind_json() -> None:

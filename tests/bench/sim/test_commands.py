@@ -53,4 +53,6 @@ def test_an_unknown_machine_is_refused_with_those_that_there_are(
     with pytest.raises(SystemExit) as ended:
         app(["run", "--gpu", "abacus"])
     assert ended.value.code == 2
-    assert "abacus is none of rtx4090-24" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "abacus is none of l4-24, " in said
+    assert " rtx4090-24, " in said
