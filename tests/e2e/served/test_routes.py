@@ -56,7 +56,7 @@ def test_a_job_is_followed_from_its_first_turn_to_its_last(client: httpx.Client)
     assert (waiting["id"], waiting["turn"], waiting["state"]) == (ODD, 1, "waiting")
     assert waiting["context_tokens"] == 304
     assert waiting["decision"]["tier"] in ("pin", "cpu")
-    assert 0 < waiting["forecast"]["q10_s"] <= waiting["forecast"]["q50_s"]
+    assert 0 <= waiting["forecast"]["q10_s"] <= waiting["forecast"]["q50_s"]
     assert waiting["gap"]["tool"] == ["(no tool)"]
     in_vram = waiting["kv"]["where"] == "vram"
     assert in_vram == (waiting["decision"]["tier"] == "pin")
