@@ -13,7 +13,7 @@ import pytest
 
 from tiered_kv.codecs import autotune
 from tiered_kv.codecs.base import Bytes, EncodedPage
-from tiered_kv.connectors.runtime.worker import compressor, worker
+from tiered_kv.connectors.runtime.worker import worker
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache import compression
@@ -41,9 +41,8 @@ class Waits(StatelessPolicy):
 
 @pytest.fixture
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are compressed by fours, since contexts are short here; nothing is measured for longer
-    than it takes, and there are cores enough for two ranks."""
-    monkeypatch.setattr(compressor, "spare_cores", lambda _: 4)
+    """Pages are compressed by fours, since contexts are short here; and nothing is measured for
+    longer than it takes."""
     monkeypatch.setattr(compression, "BUNDLE_BYTES", 4 * PAGE)
     monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
     monkeypatch.setattr(worker, "measure_flops", lambda *_: 0.0)

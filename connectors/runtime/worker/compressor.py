@@ -27,7 +27,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
-from tiered_kv.machine.affinity import CORES, spare_cores, usable_cores
+from tiered_kv.machine.affinity import CORES, spare_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
 from tiered_kv.pages.cpu_index import cold_place
 from tiered_kv.policies.cache.compression import staging_slots, worth_compressing
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CORES_SHARE = 4
-"""One spare core in this many may encode, and one decode."""
+"""One spare core in this many may encode, and one decode; a single one where none is to spare."""
 NICE = 10
 """Niceness of packing."""
 
@@ -247,15 +247,7 @@ def make_compressor(
     staging = staging_slots(len(slots))
     if not staging:
         return None
-    spare = spare_cores(facts.ranks)
-    if not spare:
-        logger.warning(
-            "CPU memory is not compressed, since all cores that the server may use (%d) drive the"
-            " model: give it more than one a rank",
-            usable_cores(),
-        )
-        return None
-    threads = max(1, spare // facts.ranks // CORES_SHARE)
+    threads = max(1, spare_cores(facts.ranks) // facts.ranks // CORES_SHARE)
     groups = dict[int, Bundles]()
     for at, group in enumerate(facts.groups):
         state = group.reach.kind is KvKind.STATE

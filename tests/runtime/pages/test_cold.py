@@ -24,7 +24,6 @@ from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.conftest import MakeRig
 from tests.runtime.groups.kinds import MODELS
 from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
-from tiered_kv.connectors.runtime.worker import compressor
 from tiered_kv.orders import LoadOrder
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
@@ -227,20 +226,6 @@ def test_without_vram_restores_fail_and_their_tokens_are_computed(rig: Rig) -> N
     rig.run()
     assert rig.outputs["again"] == expected(prompt(0), 4)
     settle(rig)
-    rig.check_clean()
-
-
-def test_where_no_core_is_to_spare_nothing_is_compressed_and_the_log_says_so(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compressor, "spare_cores", lambda _: 0)
-    rig = make_rig(extra=cold_settings())
-    assert any("CPU memory is not compressed" in line for line in caplog.messages)
-    assert rig.worker_half.compressor is None
-    assert rig.index.num_slots == SLOTS
-    fill_cpu(rig, JOBS)
-    assert rig.index.evictions > 0
-    assert len(rig.index.cold) == 0
     rig.check_clean()
 
 
