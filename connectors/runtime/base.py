@@ -267,6 +267,14 @@ class EngineFacts:
             computed > 0 and group.needs(computed) != group.needs(tokens) for group in states
         )
 
+    def blocks_on_the_way(self, computed: int, tokens: int) -> int:
+        """The most blocks that a context takes while it goes on from so many tokens computed to
+        ``tokens``: those of windows are let go only behind what no longer needs them."""
+        narrow = (group for group in self.groups if group.reach.kind is not KvKind.STATE)
+        return self.blocks_to_go_on(computed, tokens) + sum(
+            max(0, group.needs(tokens).start - group.needs(computed).start) for group in narrow
+        )
+
     @cached_property
     def blocks_per_token(self) -> float:
         """Blocks by which a context grows with each token."""

@@ -154,6 +154,8 @@ class SchedulerHalf:
             return None, False
         below = promotions.in_pieces(turn)
         restores.find(turn, num_computed, self.turns.running, below)
+        if admission.pressure.comes_behind(restores.holding, turn, num_computed, self.step):
+            return None, False
         return restores.answer(turn)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:

@@ -31,6 +31,7 @@ class Restores:
 
     Attributes:
         policy: chooses how a restore is made; may be replaced between two of them.
+        holding: turns that have blocks for an async restore and have not gone on since.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Restores:
         self._pages = 0  # of those
         self.refused: list[FailLoad] = []  # not sent yet
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
+        self.holding: set[Turn] = set()
         self._unlucky: set[Turn] = set()  # some of whose restore did not come, without blocks since
 
     def take(self) -> tuple[LoadOrder, ...]:
@@ -90,6 +92,7 @@ class Restores:
 
     def loaded(self, turn: Turn) -> None:
         """End the turn's restore: whoever loaded into its blocks is done."""
+        self.holding.discard(turn)
         self._unlucky.discard(turn)
         turn.restore.loading, turn.restore.broken = 0, False
         turn.restore.promised = turn.restore.failed = False
@@ -106,6 +109,7 @@ class Restores:
         if not restore.promised:
             return False
         restore.promised, restore.failed = False, True
+        self.holding.discard(turn)
         return True
 
     def on_failed(self, turn: Turn) -> None:
@@ -114,6 +118,7 @@ class Restores:
 
     def on_ended(self, turn: Turn) -> None:
         """Forget a turn that is over."""
+        self.holding.discard(turn)
         self._unlucky.discard(turn)
 
     def answer(self, turn: Turn) -> tuple[int | None, bool]:
@@ -195,6 +200,8 @@ class Restores:
         else:
             self._order_whole(turn, hit, tokens)
         turn.restore.promised = turn.restore.loading > 0
+        if turn.restore.promised:
+            self.holding.add(turn)
         turn.restore.hit = None
         self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
         return lacking

@@ -12,13 +12,14 @@ a restored one cannot be scheduled and never asks again (``for_restored``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.metrics import Counters
+from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.patience import (
@@ -148,6 +149,27 @@ class PinPressure:
     def _wanted(self, turn: Turn, num_computed: int) -> int:
         return self._blocks(turn, num_computed) + self._pool.watermark
 
+    def comes_behind(
+        self, holding: Collection[Turn], turn: Turn, num_computed: int, step: int
+    ) -> bool:
+        """True if a turn's async restore must wait for others that hold blocks and wait to go on.
+
+        vLLM reserves nothing for these in groups of windows, and looks at none behind one that
+        lacks blocks: two that wait for each other's would do so for ever.
+        """
+        hit, whole = turn.restore.hit, self._facts.blocks_on_the_way
+        if hit is None or hit.mode is not RestoreMode.ASYNC:
+            return False
+        if not holding or not self._facts.narrow:
+            return False
+        beside = 0
+        for one in holding:
+            own = sum(not block.is_null for block in self._pool.blocks_of(one.request_id))
+            request = one.request
+            beside += max(0, whole(request.num_computed_tokens, request.num_tokens) - own)
+        wanted = whole(num_computed + hit.tokens, turn.request.num_tokens) + self._pool.watermark
+        return wanted + beside > self._free(step)
+
     def for_restored(self, turns: Sequence[Turn], step: int, *, idle: bool) -> None:
         """Release pins until each restored request has the blocks it lacks.
 
@@ -155,15 +177,18 @@ class PinPressure:
             idle: nothing was scheduled, so that those which are there since before were refused.
         """
         for turn in turns:
-            own = self._pool.blocks_of(turn.request_id)
-            wanted = self._blocks(turn, turn.request.num_computed_tokens)
-            lack = wanted - sum(not block.is_null for block in own)
-            released = self._release_until_free(lack + self._pool.watermark, step)
+            released = self._release_until_free(self._lack(turn) + self._pool.watermark, step)
             refused = turn.pressure.restored_at == step - 1
             turn.pressure.restored_at = step if idle else None
             stuck = self._facts.narrow and idle
             if needs_one_more(None, refused=refused, released=released, stuck=stuck):
                 self._release_one(None)
+
+    def _lack(self, turn: Turn) -> int:
+        """Blocks that a restored turn needs to go on, beyond those that it has."""
+        own = self._pool.blocks_of(turn.request_id)
+        wanted = self._blocks(turn, turn.request.num_computed_tokens)
+        return wanted - sum(not block.is_null for block in own)
 
     def _release_until_free(self, wanted: int, step: int) -> int:
         released = self._pins.make_room(lambda: self._free(step) >= wanted)

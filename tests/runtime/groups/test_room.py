@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.testing.vllm.rig import Rig
@@ -82,3 +84,43 @@ def test_a_long_prompt_is_not_refused_for_ever_beside_a_pin(
     prompt = text(504, seed=9)
     assert rig.ask("long", prompt) == expected(prompt, 4)
     assert rig.count("watchdog_barks") == 0
+
+
+SMALL_WINDOW = GroupSpec(KvKind.WINDOW, 16, 32)
+
+
+@pytest.mark.parametrize("seed", range(60, 76))
+def test_restored_turns_do_not_wait_for_each_others_blocks(make_rig: MakeRig, seed: int) -> None:
+    """Six agents and five groups of windows, in a pool for two contexts."""
+    rng = random.Random(seed)
+    rig = make_rig(
+        groups=(FULL, *[SMALL_WINDOW] * 5),
+        blocks=64,
+        max_model_len=320,
+        max_num_seqs=8,
+        max_batched_tokens=64,
+        in_job_order=True,
+        extra={"cpu_gib": 0.02},
+    )
+    contexts = [text(rng.randrange(60, 140), seed=100 * seed + agent) for agent in range(6)]
+    turns, begins = [0] * 6, [rng.randrange(30) for _ in contexts]
+    asked: list[str | None] = [None] * 6
+    while min(turns) < 5:
+        for agent, name in enumerate(asked):
+            if name is None and turns[agent] < 5 and rig.steps >= begins[agent]:
+                asked[agent] = name = f"{agent} {turns[agent]}"
+                job = {"job_id": f"{agent}", "is_last_step": turns[agent] == 4}
+                rig.add(name, contexts[agent], max_tokens=rng.randrange(4, 12), params=job)
+            elif name in rig.finished:
+                news = text(rng.randrange(4, 40), seed=1000 * seed + 10 * agent + turns[agent])
+                contexts[agent] = [*contexts[agent], *rig.outputs[name], *news][:300]
+                turns[agent] += 1
+                asked[agent], begins[agent] = None, rig.steps + rng.randrange(30)
+        rig.step()
+        rig.now += 0.05
+        if rng.random() < 0.3:
+            rig.wait_for_worker()
+        assert rig.steps < 3000, "they stand still"
+    rig.run()
+    rig.half.release_all()
+    rig.check_clean()
