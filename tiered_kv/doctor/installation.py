@@ -84,7 +84,7 @@ def _cupy(found: str | None) -> Finding:
 
 
 def _plugin(env: Mapping[str, str]) -> Finding:
-    """Whether vLLM finds the connector by its name."""
+    """Check that vLLM finds the connector by its name."""
     named = {entry.name for entry in entry_points(group="vllm.general_plugins")}
     if PLUGIN not in named:
         advice = "pip install . in this project: vLLM finds connectors by installed entry points."

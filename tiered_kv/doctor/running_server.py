@@ -76,7 +76,7 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _work(found: Mapping[str, float]) -> Finding:
-    """Whether the connector sees turns, and where their prompts came from."""
+    """Check that the connector sees turns, and tell where their prompts came from."""
     turns, requests = _count(found, "turns"), found.get(REQUESTS, 0.0)
     if not turns:
         if requests:

@@ -107,7 +107,7 @@ def _space(config: TierConfig, path: Path) -> Finding:
 
 
 def _direct(path: Path) -> Finding:
-    """Whether files can be written past the page cache."""
+    """Check that files can be written past the page cache."""
     descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=path)
     os.close(descriptor)
     try:

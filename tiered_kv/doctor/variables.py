@@ -63,7 +63,7 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
 
 
 def _wrong(name: str, value: str) -> str | None:
-    """What is wrong with a variable of ours by itself; None if nothing is, or it is not ours."""
+    """Mistake in a variable of ours by itself; None if there is none, or it is not ours."""
     if not name.startswith(ENV_PREFIX):
         return None
     try:
@@ -74,7 +74,7 @@ def _wrong(name: str, value: str) -> str | None:
 
 
 def _meant(name: str) -> str:
-    """What somebody may have meant who set a variable that does not exist."""
+    """Name that somebody may have meant who set a variable that does not exist."""
     close = difflib.get_close_matches(name, KNOWN, n=1)
     if close:
         return f"There is no such setting: did you mean {close[0]}?"

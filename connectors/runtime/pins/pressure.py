@@ -69,6 +69,8 @@ class PinPressure:
         self._coming_at: int | None = None
         self._saves_over, self._waits_since = 0, 0.0
         self._waited_at: int | None = None
+        self._holding: tuple[int, frozenset[Turn]] | None = None
+        self._held_back = 0  # blocks that those need
 
     def freed_late(self, blocks: int, step: int) -> None:
         """Count blocks of a turn that has ended and that are free only once the step scheduled
@@ -162,13 +164,20 @@ class PinPressure:
             return False
         if not holding or not self._facts.narrow:
             return False
-        beside = 0
-        for one in holding:
-            own = sum(not block.is_null for block in self._pool.blocks_of(one.request_id))
-            request = one.request
-            beside += max(0, whole(request.num_computed_tokens, request.num_tokens) - own)
+        now = step, frozenset(holding)
+        if self._holding != now:  # many may ask in a step, and to count blocks takes time
+            self._holding = now
+            self._held_back = sum(
+                max(0, whole(request.num_computed_tokens, request.num_tokens) - self._own(one))
+                for one in holding
+                for request in (one.request,)
+            )
         wanted = whole(num_computed + hit.tokens, turn.request.num_tokens) + self._pool.watermark
-        return wanted + beside > self._free(step)
+        return wanted + self._held_back > self._free(step)
+
+    def _own(self, turn: Turn) -> int:
+        """Blocks that a turn has."""
+        return sum(not block.is_null for block in self._pool.blocks_of(turn.request_id))
 
     def for_restored(self, turns: Sequence[Turn], step: int, *, idle: bool) -> None:
         """Release pins until each restored request has the blocks it lacks.
@@ -186,9 +195,7 @@ class PinPressure:
 
     def _lack(self, turn: Turn) -> int:
         """Blocks that a restored turn needs to go on, beyond those that it has."""
-        own = self._pool.blocks_of(turn.request_id)
-        wanted = self._blocks(turn, turn.request.num_computed_tokens)
-        return wanted - sum(not block.is_null for block in own)
+        return self._blocks(turn, turn.request.num_computed_tokens) - self._own(turn)
 
     def _release_until_free(self, wanted: int, step: int) -> int:
         released = self._pins.make_room(lambda: self._free(step) >= wanted)

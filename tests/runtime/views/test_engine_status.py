@@ -67,7 +67,7 @@ def test_a_job_between_two_turns_is_seen_in_every_tier(make_rig: MakeRig, tmp_pa
 
 
 def test_counters_are_those_of_the_metrics(make_rig: MakeRig) -> None:
-    """Those that components keep themselves are up to date, and nothing is taken from the
+    """Counters that components keep themselves are up to date, and nothing is taken from the
     metrics."""
     rig = make_rig(blocks=24, max_model_len=256, extra={"cpu_gib": 40 * 16 * CELL / 2**30})
     for at in range(6):
