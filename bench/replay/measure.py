@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from tiered_kv.bench.common.server import (
 )
 from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive
 from tiered_kv.bench.replay.play.sources import with_sources
+from tiered_kv.trace.rotation import files_of
 
 from .ab import NotStarted
 from .jobs import Job, arrivals
@@ -76,7 +78,7 @@ class Replay:
     """The measuring that ``Harness`` asks for, on real servers.
 
     Args:
-        folder: gets a log of every run.
+        folder: gets a log of every run, and its trace if the server wrote one.
         on_turn: called after every turn that is measured.
         on_wait: see ``VllmServer``.
         look: called with the server right before what is measured, and right after it.
@@ -121,6 +123,7 @@ class Replay:
             if trace.exists():
                 jobs = with_sources(kept.run.jobs, trace)
                 kept = replace(kept, run=replace(kept.run, jobs=jobs))
+                keep_trace(trace, self._folder / "traces" / f"{load}-{number}-{kind.name}")
         return kept
 
     def _warm_up(self, server: VllmServer, kind: Kind) -> None:
@@ -205,6 +208,14 @@ class Replay:
         if any(job.error == INTERRUPTED for job in done):
             raise KeyboardInterrupt
         return done
+
+
+def keep_trace(trace: Path, folder: Path) -> None:
+    """Copy a run's trace, with its older files, in place of what ``folder`` held."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in filter(Path.exists, files_of(trace)):
+        shutil.copy(file, folder / file.name)
 
 
 def resident_bytes(group: int) -> int:
