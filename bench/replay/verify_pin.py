@@ -27,7 +27,7 @@ TOOL = {"tool_name": "bash", "tool_command": "ls"}
 """Tool that runs in the gaps, as a client names it: Continuum pins no turn without one."""
 READINGS = 3
 USAGE = "vllm:kv_cache_usage_perc"
-HANDED_OVER = "vllm:tiered_kv_pins_handed_over_total"
+HANDED_OVER = "vllm:tiered_kv_pins_ended_total"
 
 
 @dataclass(frozen=True, slots=True)
