@@ -74,9 +74,11 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "transfer_seconds",
             _C,
-            "Seconds that moving pages took, on the slowest rank. A restore with compressed pages "
-            "counts as one from cpu_compressed.",
+            "Seconds that moving pages took, on the slowest rank.",
         ),
+        Family("decompressed_pages", _C, COUNTERS["pages_decompressed"]),
+        Family("decompressed_bytes", _C, COUNTERS["bytes_decompressed"]),
+        Family("decompression_seconds", _C, COUNTERS["decompression_seconds"]),
         Family("ssd_io_bytes", _C, "Bytes written to and read from SSD, as stored."),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
         Family("restores", _C, "Restores made before the forward pass, and beside it."),
@@ -102,6 +104,8 @@ FAMILIES: Mapping[str, Family] = {
         Family("tier_bytes", _G, "Bytes that a tier's pages take there, over all ranks."),
         Family("tier_uncompressed_bytes", _G, "Bytes that they would take uncompressed."),
         Family("tier_capacity_bytes", _G, "Size of a tier, over all ranks."),
+        Family("cpu_slots", _G, GAUGES["cpu_slots"]),
+        Family("cpu_slots_compressed", _G, GAUGES["cpu_slots_compressed"]),
         Family("pinned_blocks", _G, GAUGES["pinned_blocks"]),
         Family("orders_in_flight", _G, GAUGES["orders_in_flight"]),
         Family("known_jobs", _G, GAUGES["jobs"]),
@@ -152,9 +156,8 @@ SERIES: Mapping[str, Series] = {
     **_moved("pages_saved", "bytes_saved", "save_seconds", "vram", "cpu"),
     **_moved("pages_restored", "bytes_restored", "restore_seconds", "cpu", "vram"),
     **_moved(
-        "pages_decompressed", "bytes_decompressed", "decompression_seconds", "cpu_compressed", "vram"
+        "pages_compressed", "bytes_compressed", "compression_seconds", "cpu", "cpu_compressed"
     ),
-    **_moved("pages_compressed", "bytes_compressed", "compression_seconds", "cpu", "cpu_compressed"),
     **_moved("pages_demoted", "bytes_demoted", "demotion_seconds", "cpu", "ssd"),
     **_moved("pages_promoted", "bytes_promoted", "promotion_seconds", "ssd", "cpu"),
     **_by("ssd_io_bytes", "operation", {"ssd_bytes_written": "write", "ssd_bytes_read": "read"}),
@@ -208,6 +211,9 @@ SERIES: Mapping[str, Series] = {
     },
     **_plain("turns", "restores_in_pieces", "pins", "pins_refused", "hints_ignored"),
     **_plain("jobs_inferred", "answers_unread", "concurrent_turns", "resets"),
+    "pages_decompressed": Series("decompressed_pages", {}),
+    "bytes_decompressed": Series("decompressed_bytes", {}),
+    "decompression_seconds": Series("decompression_seconds", {}),
     "slot_bytes_unused": Series("unused_slot_bytes", {}),
     "pages_not_saved": Series("unsaved_pages", {}),
     "pages_promoted_ahead": Series("promoted_ahead_pages", {}),
@@ -232,28 +238,23 @@ SERIES: Mapping[str, Series] = {
         },
     ),
     **_by("tier_capacity_bytes", "tier", {"cpu_bytes_most": "cpu", "ssd_bytes_most": "ssd"}),
-    **_plain("pinned_blocks", "orders_in_flight", "room_ratio", "hold_seconds"),
+    **_plain("cpu_slots", "cpu_slots_compressed", "pinned_blocks", "orders_in_flight"),
+    **_plain("room_ratio", "hold_seconds"),
     "jobs": Series("known_jobs", {}),
     "jobs_begun": Series("begun_jobs", {}),
     "jobs_waiting_for_room": Series("held_jobs", {}),
-    **_by(
-        "forecast_error_ratio", "forecast", {"gap_over_median": "median", "gap_over_p90": "p90"}
-    ),
+    **_by("forecast_error_ratio", "forecast", {"gap_over_median": "median", "gap_over_p90": "p90"}),
 }
 """The series of each event, measurement and observation."""
 
 PART_OF: Mapping[str, str] = {
     "prompt_tokens_ssd": "prompt_tokens_cpu",
-    "pages_decompressed": "pages_restored",
-    "bytes_decompressed": "bytes_restored",
-    "decompression_seconds": "restore_seconds",
     "cpu_pages_compressed": "cpu_pages",
     "cpu_bytes_compressed": "cpu_bytes",
     "cpu_bytes_whole_compressed": "cpu_bytes_whole",
 }
 """Events that count in another as well, and measurements that are part of another. Both are told
 together, always."""
-
 
 
 def _labels_of_families() -> dict[str, dict[str, tuple[str, ...]]]:

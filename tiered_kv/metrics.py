@@ -94,7 +94,9 @@ COUNTERS: Mapping[str, str] = {
     "trace_dropped": "Turns missing in the trace because its writer was behind or failing.",
     "resets": "Cache resets; each starts a new generation of pages.",
     **{
-        decision_event(tier, gap_class): f"Gaps of class {gap_class} whose KV was to wait in {tier}."
+        decision_event(
+            tier, gap_class
+        ): f"Gaps of class {gap_class} whose KV was to wait in {tier}."
         for gap_class in GAP_CLASSES
         for tier in DECIDED
     },
@@ -102,6 +104,8 @@ COUNTERS: Mapping[str, str] = {
 
 GAUGES: Mapping[str, str] = {
     "cpu_pages": "Pages in CPU memory or on their way there.",
+    "cpu_slots": "Page slots of the CPU tier.",
+    "cpu_slots_compressed": "Of the page slots, those that hold compressed pages.",
     "cpu_pages_compressed": "Of the pages in CPU memory, those that are kept compressed.",
     "cpu_bytes": "Bytes of CPU slots in use, over all ranks.",
     "cpu_bytes_compressed": "Of these bytes, those of slots that hold compressed pages.",

@@ -86,6 +86,8 @@ class Stats:
         return {
             "cpu_pages": len(index),
             "cpu_pages_compressed": cold,
+            "cpu_slots": index.num_slots,
+            "cpu_slots_compressed": index.cold.num_slots,
             "cpu_bytes": used * slot_bytes,
             "cpu_bytes_compressed": cold_slots * slot_bytes,
             "cpu_bytes_whole": (used - cold_slots + cold) * slot_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
