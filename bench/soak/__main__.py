@@ -180,7 +180,7 @@ def admission(metrics: str) -> dict[str, float]:
 
 
 def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
-    """What the connector counts and measures, by name."""
+    """Counters and gauges of the connector, by name."""
     found = events(metrics)
     return {name: int(found[name]) for name in names}
 

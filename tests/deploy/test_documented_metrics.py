@@ -43,7 +43,7 @@ def documented() -> dict[str, Metric]:
 
 
 class Exported:
-    """What vLLM makes of the connector's metrics for two engines."""
+    """The connector's metrics as vLLM makes them, for two engines."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

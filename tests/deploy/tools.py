@@ -18,7 +18,7 @@ RULES, CONFIG, COMPOSE = (DEPLOY / name for name in ("rules.yml", "prometheus.ym
 SELECTOR = re.compile(r"(?P<name>vllm:\w+)(?:\{(?P<matchers>[^}]*)\})?")
 """A metric in a query; every metric of vLLM and of the connector begins so."""
 VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$engine": ".*"}
-"""What Grafana puts in place of the variables of the dashboard."""
+"""Values that Grafana puts in place of the variables of the dashboard."""
 
 
 def program(name: str) -> str:
@@ -30,7 +30,7 @@ def program(name: str) -> str:
 
 
 def promtool(*args: str | Path, text: str | None = None) -> str:
-    """What promtool says, whatever it thinks of it."""
+    """Output of promtool, whatever it thinks of what it is given."""
     command = [program("promtool"), *map(str, args)]
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=120, check=False

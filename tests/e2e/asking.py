@@ -58,7 +58,7 @@ def metric(client: httpx.Client, name: str) -> float:
 
 
 def count(client: httpx.Client, name: str) -> float:
-    """What the connector counts or measures under that name, on ``/metrics``."""
+    """The counter or gauge of that name, as ``/metrics`` has it."""
     return events(client.get("/metrics").text)[name]
 
 

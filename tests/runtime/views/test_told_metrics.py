@@ -1,4 +1,4 @@
-"""What an engine tells its metrics is what happened."""
+"""Metrics that an engine tells are what happened."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def listen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     heard, take = TieredStats({}), rig.half.stats.take
 
     def hear() -> dict[str, Any]:
-        taken = take()
+        taken: dict[str, Any] = take()
         heard.aggregate(TieredStats(taken))
         return taken
 
     monkeypatch.setattr(rig.half.stats, "take", hear)
-    return heard.data
+    data: dict[str, Any] = heard.data
+    return data
 
 
 def counted(rig: Rig, begin: str) -> dict[str, float]:
