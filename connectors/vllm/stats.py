@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -53,26 +54,14 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        metrics = {name: self._make(family, labelnames) for name, family in FAMILIES.items()}
+        metrics = {
+            name: _make(family, metric_types, labelnames) for name, family in FAMILIES.items()
+        }
         self._bound = {
             (engine, event): metrics[series.family].labels(*values, *series.labels.values())
             for engine, values in per_engine_labelvalues.items()
             for event, series in SERIES.items()
         }
-
-    def _make(self, family: Family, labelnames: list[str]) -> Any:
-        given: dict[str, Any] = {
-            "name": PREFIX + family.name,
-            "documentation": family.text,
-            "labelnames": [*labelnames, *family.labels],
-        }
-        match family.kind:
-            case MetricType.COUNTER:
-                return self._counter_cls(**given)
-            case MetricType.GAUGE:
-                return self._gauge_cls(**given, multiprocess_mode="mostrecent")
-            case MetricType.HISTOGRAM:
-                return self._histogram_cls(**given, buckets=family.buckets)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         data = dict(transfer_stats_data)
@@ -88,3 +77,18 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             else:
                 for one in value:
                     metric.observe(one)
+
+
+def _make(family: Family, metric_types: dict[Any, Any], labelnames: list[str]) -> Any:
+    given: dict[str, Any] = {
+        "name": PREFIX + family.name,
+        "documentation": family.text,
+        "labelnames": [*labelnames, *family.labels],
+    }
+    match family.kind:
+        case MetricType.COUNTER:
+            return metric_types[Counter](**given)
+        case MetricType.GAUGE:
+            return metric_types[Gauge](**given, multiprocess_mode="mostrecent")
+        case MetricType.HISTOGRAM:
+            return metric_types[Histogram](**given, buckets=family.buckets)
