@@ -28,7 +28,6 @@ from typing import Annotated
 
 import httpx
 import typer
-from prometheus_client.parser import text_string_to_metric_families
 
 from tiered_kv.bench.common.model import small_model
 from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
@@ -40,6 +39,7 @@ from tiered_kv.bench.common.server import (
     machine_dtype,
 )
 from tiered_kv.bench.restore import answer, first_token_ms, texts
+from tiered_kv.doctor.metrics_page import events
 
 CONTEXTS, ROOM = 20, 15.5
 """Contexts that are asked for, and those that CPU memory has room for as they are."""
@@ -123,33 +123,32 @@ class Trial:
         """Ask for the contexts in turn, round after round."""
         with self._server(ROOM, self._tokens, env) as (server, client):
             prompts = texts(client, CONTEXTS, self._tokens)
-            times, before = list[float](), dict[str, float]()
+            times, before = list[float](), events("")
             for number in range(ROUNDS):
                 if number == 1:
-                    before = metrics(server)
+                    before = events(server.metrics_text())
                 for prompt in prompts:
                     self._tell(f"round {number + 1}")
                     took = first_token_ms(client, prompt) / 1e3
                     if number:
                         times.append(took)
                     time.sleep(GAP_S)
-            after = metrics(server)
+            after = events(server.metrics_text())
             token_ms = self._decode(client, prompts)
             for prompt in prompts[1 : 1 + MORE]:
                 self._tell("more than fits")
                 first_token_ms(client, [*reversed(prompt)])
                 time.sleep(GAP_S)
-            full = metrics(server)
+            full = events(server.metrics_text())
             return Seen(
                 pages_ratio=full["cpu_pages"] / full["cpu_slots"],
                 recomputed=int(
-                    after["prompt_tokens_recomputed_total"]
-                    - before["prompt_tokens_recomputed_total"]
+                    after["prompt_tokens_recomputed"] - before["prompt_tokens_recomputed"]
                 ),
                 mean_s=statistics.mean(times),
                 median_s=statistics.median(times),
                 token_ms=token_ms,
-                compressed=int(full["pages_compressed_total"]),
+                compressed=int(full["pages_compressed"]),
                 decode_rate=decode_rate(server.log_text()),
             )
 
@@ -203,16 +202,6 @@ def decode_rate(log: str) -> float:
     """The speed at which a server said it decodes pages, bytes a second; 0 if it said nothing."""
     said = re.search(r"decodes (\S+) GB/s on each of (\d+) threads", log)
     return float(said[1]) * 1e9 * int(said[2]) if said else 0.0
-
-
-def metrics(server: VllmServer) -> dict[str, float]:
-    """The connector's metrics, by the name behind its prefix; 0 for what was not counted yet."""
-    prefix, found = "vllm:tiered_kv_", {"pages_compressed_total": 0.0}
-    for family in text_string_to_metric_families(server.metrics_text()):
-        for sample in family.samples:
-            if sample.name.startswith(prefix):
-                found[sample.name.removeprefix(prefix)] = sample.value
-    return found
 
 
 def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | int]:

@@ -12,7 +12,6 @@ else is an error, not a number.
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import sysconfig
@@ -36,6 +35,7 @@ from tiered_kv.bench.common.server import (
     VllmServer,
     machine_dtype,
 )
+from tiered_kv.doctor.metrics_page import events
 
 CONTEXTS = 8
 FIRST = 2
@@ -141,7 +141,7 @@ def warm_up_ssd(client: httpx.Client, prompts: Sequence[Sequence[int]]) -> None:
     for prompt in prompts:
         first_token_ms(client, prompt)
     until = time.monotonic() + 60
-    while not re.search(r"^vllm:tiered_kv_ssd_pages\S* [1-9]", client.get("/metrics").text, re.M):
+    while not events(client.get("/metrics").text).get("ssd_pages"):
         if time.monotonic() > until:
             raise TimeoutError("no page went down to SSD")
         first_token_ms(client, list(range(100, 200)))  # an idle engine hears of nothing

@@ -1,14 +1,22 @@
-"""Counters count up, and hand over what was added."""
+"""Counters count up, and hand over what was added; observations go once."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.metrics import COUNTERS, GAUGES, Counters
+from tiered_kv.metrics import (
+    COUNTERS,
+    DECIDED,
+    GAP_CLASSES,
+    GAUGES,
+    HISTOGRAMS,
+    MOST_OBSERVED,
+    Counters,
+)
+from tiered_kv.policies.base import GapClass, Tier
+from tiered_kv.trace.turn_record import PinEnd
 
 
 def test_take_hands_over_what_was_added_since_the_last_time() -> None:
@@ -39,7 +47,7 @@ def test_a_counter_nobody_declared_is_an_error() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(COUNTERS)), st.integers(0, 9), st.booleans())))
 def test_the_differences_add_up_to_the_totals(events: list[tuple[str, int, bool]]) -> None:
-    counters, taken = Counters(), dict.fromkeys(COUNTERS, 0)
+    counters, taken = Counters(), dict.fromkeys(COUNTERS, 0.0)
     for name, amount, look in events:
         counters.add(name, amount)
         if look:
@@ -50,8 +58,33 @@ def test_the_differences_add_up_to_the_totals(events: list[tuple[str, int, bool]
     assert taken == counters.totals
 
 
-def test_every_metric_has_a_name_for_prometheus_and_a_sentence() -> None:
-    assert not set(COUNTERS) & set(GAUGES)
-    for name, text in {**COUNTERS, **GAUGES}.items():
-        assert re.fullmatch(r"[a-z][a-z_]*[a-z]", name)
-        assert text.endswith(".")
+def test_what_was_observed_is_handed_over_once() -> None:
+    counters = Counters()
+    for seconds in (3.0, 1.0):
+        counters.observe("hold_seconds", seconds)
+    assert counters.take_observed() == {"hold_seconds": [3.0, 1.0]}
+    assert counters.take_observed() == {}
+    with pytest.raises(KeyError):
+        counters.observe("held_for", 1.0)
+
+
+def test_an_engine_whose_statistics_nobody_takes_keeps_the_latest_observations() -> None:
+    counters = Counters()
+    for at in range(3 * MOST_OBSERVED):
+        counters.observe("gap_over_median", at)
+    assert counters.take_observed()["gap_over_median"] == [
+        *range(2 * MOST_OBSERVED, 3 * MOST_OBSERVED)
+    ]
+
+
+def test_everything_has_one_name_and_a_sentence() -> None:
+    whole = {**COUNTERS, **GAUGES, **HISTOGRAMS}
+    assert len(whole) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
+    assert all(text.endswith(".") for text in whole.values())
+
+
+def test_decisions_and_pins_are_counted_by_what_policies_and_pins_know() -> None:
+    assert GAP_CLASSES[:-1] == tuple(one.value for one in GapClass)
+    assert tuple(one.value for one in Tier) == DECIDED
+    ends = {f"pins_ended_{one.value}" for one in PinEnd}
+    assert ends == {name for name in COUNTERS if name.startswith("pins_ended_")}

@@ -1,14 +1,27 @@
-"""Counters and gauges of pages, pins, jobs and hints.
+"""Events that are counted, and what is measured: pages, pins, jobs, decisions and failures.
 
 A ``Counters`` only counts up; ``take`` returns the increments since the last call, which the
-engine's metrics are updated with.
+engine's metrics are updated with. Names here are those of the code and of ``/tiered_kv/status``;
+``metric_families`` has the names on ``/metrics``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from .tiers import TierId
+
+GAP_CLASSES = ("fast", "slow", "uncertain", "unclassed")
+"""Classes of gaps; the last one is of policies that know none."""
+DECIDED = ("pin", "cpu", "store", "drop")
+"""Places where a turn's KV is to wait, as policies decide."""
+
+
+def decision_event(tier: str, gap_class: str) -> str:
+    """Name of the event that a gap of this class was decided so."""
+    return f"decided_{tier}_{gap_class}"
+
 
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens_vram": "Prompt tokens whose KV was found in VRAM.",
@@ -21,23 +34,34 @@ COUNTERS: Mapping[str, str] = {
     "bytes_saved": "Bytes saved, over all ranks.",
     "slot_bytes_unused": "Bytes of CPU slots that saved pages left unused, over all ranks.",
     "bytes_restored": "Bytes restored, over all ranks.",
+    "save_seconds": "Seconds that saves took, on the slowest rank.",
+    "restore_seconds": "Seconds that restores took, on the slowest rank.",
     "restores_sync": "Restores made before the forward pass.",
     "restores_async": "Restores made beside the forward passes.",
     "restores_in_pieces": "Those of contexts that CPU memory had no room for at once.",
     "pages_evicted": "Pages evicted from CPU memory.",
     "pages_compressed": "Pages of CPU memory that were compressed.",
     "pages_decompressed": "Of the pages restored, those that were compressed.",
-    "compression_ms": "Milliseconds that compressing took, on the slowest rank.",
-    "decompression_ms": "Milliseconds that restores of compressed pages took, on the slowest rank.",
+    "bytes_compressed": "Bytes of these pages before they were compressed, over all ranks.",
+    "bytes_decompressed": "Of the bytes restored, those of compressed pages, over all ranks.",
+    "compression_seconds": "Seconds that compressing took, on the slowest rank.",
+    "decompression_seconds": "Seconds that restores with compressed pages took, on the slowest "
+    "rank.",
     "compression_failures": "Pages lost because they could not be compressed.",
     "save_failures": "Pages whose copy to CPU memory failed.",
     "restore_failures": "Pages whose copy to VRAM failed; their tokens were recomputed.",
     "pages_not_saved": "Pages not saved because no slot was free.",
     "pages_demoted": "Pages written from CPU memory to SSD.",
     "pages_promoted": "Pages read from SSD into CPU memory.",
+    "bytes_demoted": "Bytes of pages written to SSD, over all ranks, before compression.",
+    "bytes_promoted": "Bytes of pages read from SSD, over all ranks, once decompressed.",
+    "demotion_seconds": "Seconds that writing pages to SSD took, on the slowest rank.",
+    "promotion_seconds": "Seconds that reading pages from SSD took, on the slowest rank.",
     "pages_promoted_ahead": "Of the pages read from SSD, those ordered before their job came back.",
     "pages_promoted_used": "Of the pages read from SSD, those that were then restored to VRAM.",
     "pages_promoted_wasted": "Of the pages read from SSD, those evicted before they were restored.",
+    "bytes_promoted_used": "Bytes of pages read from SSD that were then restored to VRAM.",
+    "bytes_promoted_wasted": "Bytes of pages read from SSD that were evicted before that.",
     "demotion_failures": "Pages that could not be written to SSD.",
     "promotion_failures": "Pages that could not be read from SSD, or were bad there.",
     "promotions_refused": "Promotions not made because computing is faster.",
@@ -51,10 +75,13 @@ COUNTERS: Mapping[str, str] = {
     "ssd_pages_reclaimed": "Pages that died with their segment, over all ranks.",
     "ssd_errors": "Reads and writes of the SSD that failed.",
     "pins": "Turns pinned in VRAM.",
-    "pins_handed_over": "Pins taken over by the job's next turn.",
-    "pins_expired": "Pins whose time ran out.",
-    "pins_released": "Pins given up early: blocks were needed, the tool call that was read did not "
-    "warrant one, its job was over, or the cache was reset.",
+    "pins_ended_returned": "Pins that the job's next turn took over.",
+    "pins_ended_expired": "Pins whose time ran out.",
+    "pins_ended_pressure": "Pins given up for a request that needed the blocks more.",
+    "pins_ended_revised": "Pins given up as the tool call that was read did not warrant them.",
+    "pins_ended_given_up": "Pins given up as their job is not waited for any longer.",
+    "pins_ended_reset": "Pins given up with all others: a cache reset, the watchdog, a failure.",
+    "pins_ended_closed": "Pins given up as the engine ended.",
     "pins_refused": "Pins not made, or made smaller, for want of budget.",
     "hints_ignored": "Values from clients that could not be used.",
     "jobs_inferred": "Jobs begun by requests whose client named none.",
@@ -66,45 +93,83 @@ COUNTERS: Mapping[str, str] = {
     "hook_errors": "Exceptions kept from the engine; each is logged once.",
     "trace_dropped": "Turns missing in the trace because its writer was behind or failing.",
     "resets": "Cache resets; each starts a new generation of pages.",
+    **{
+        decision_event(
+            tier, gap_class
+        ): f"Gaps of class {gap_class} whose KV was to wait in {tier}."
+        for gap_class in GAP_CLASSES
+        for tier in DECIDED
+    },
 }
 
 GAUGES: Mapping[str, str] = {
     "cpu_pages": "Pages in CPU memory or on their way there.",
     "cpu_slots": "Page slots of the CPU tier.",
-    "cpu_pages_compressed": "Of the pages in CPU memory, those that are kept compressed.",
     "cpu_slots_compressed": "Of the page slots, those that hold compressed pages.",
+    "cpu_pages_compressed": "Of the pages in CPU memory, those that are kept compressed.",
+    "cpu_bytes": "Bytes of CPU slots in use, over all ranks.",
+    "cpu_bytes_compressed": "Of these bytes, those of slots that hold compressed pages.",
+    "cpu_bytes_whole": "Bytes that the pages in CPU memory would take uncompressed.",
+    "cpu_bytes_whole_compressed": "Of these bytes, those of the pages that are kept compressed.",
+    "cpu_bytes_most": "Size of the CPU tier, over all ranks.",
     "ssd_pages": "Pages on SSD.",
     "ssd_bytes": "Bytes that pages take on SSD, over all ranks.",
+    "ssd_bytes_whole": "Bytes that the pages on SSD would take uncompressed, over all ranks.",
+    "ssd_bytes_most": "Size of the SSD tier, over all ranks.",
     "pinned_blocks": "VRAM blocks under a pin.",
     "orders_in_flight": "Orders not yet reported by every rank.",
     "jobs": "Jobs remembered.",
     "jobs_begun": "Jobs that have begun and take room, or will again.",
-    "room_percent": "Share of the KV pool that new jobs are let in for; 100 without admission.",
+    "jobs_waiting_for_room": "New jobs that are held until there is room for them.",
+    "room_ratio": "Share of the KV pool that new jobs are let in for; 1 without admission.",
 }
+
+HISTOGRAMS: Mapping[str, str] = {
+    "gap_over_median": "Length of a gap over the median that was forecast for it.",
+    "gap_over_p90": "Length of a gap over the 90th percentile that was forecast for it.",
+    "hold_seconds": "Seconds that a new job was held, told when its first turn ends.",
+}
+
+MOST_OBSERVED = 4096
+"""Observations that are kept until they are taken: an engine without statistics takes none."""
 
 
 class Counters:
-    """One number for each name in ``COUNTERS``. Not thread-safe."""
+    """One number for each name in ``COUNTERS``, and observations by the names in ``HISTOGRAMS``.
+    Not thread-safe."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self._fresh: dict[str, int] = {}
+        self.totals: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._fresh: dict[str, float] = {}
+        self._observed: dict[str, deque[float]] = {}
         self._tiers: dict[TierId, TierCounters] = {}
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def add(self, name: str, amount: float = 1) -> None:
         """Count up. Raises KeyError for a name that is not in ``COUNTERS``."""
         if amount:
             self.totals[name] += amount
             self._fresh[name] = self._fresh.get(name, 0) + amount
 
+    def observe(self, name: str, value: float) -> None:
+        """Note a value for a histogram; the oldest are forgotten if nobody takes them. Raises
+        KeyError for a name that is not in ``HISTOGRAMS``."""
+        if name not in HISTOGRAMS:
+            raise KeyError(name)
+        self._observed.setdefault(name, deque(maxlen=MOST_OBSERVED)).append(value)
+
     def of_tier(self, tier: TierId) -> TierCounters:
         """Counters of one tier; they count here too."""
         return self._tiers.setdefault(tier, TierCounters(self))
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[str, float]:
         """Return the increments since the last call; empty if there were none."""
         fresh, self._fresh = self._fresh, {}
         return fresh
+
+    def take_observed(self) -> dict[str, list[float]]:
+        """Return what was observed since the last call, by name; empty if nothing was."""
+        observed, self._observed = self._observed, {}
+        return {name: list(values) for name, values in observed.items()}
 
 
 class TierCounters:
@@ -115,10 +180,10 @@ class TierCounters:
     """
 
     def __init__(self, counters: Counters) -> None:
-        self.totals: dict[str, int] = {}
+        self.totals: dict[str, float] = {}
         self._counters = counters
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def add(self, name: str, amount: float = 1) -> None:
         """Count up. Raises KeyError for a name that is not in ``COUNTERS``."""
         self._counters.add(name, amount)
         if amount:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tiered_kv.metric_families import event_of
+
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 COMPUTED, RESTORED = "local_compute", "external_kv_transfer"
 PREEMPTIONS = "vllm:num_preemptions_total"
-STUCK = "vllm:tiered_kv_watchdog_barks_total"
+STUCK = "watchdog_barks"
 
 _GROUPS = re.compile(r"kv cache group sizes \(([0-9, ]+)\)")
 
@@ -56,7 +58,7 @@ def read_counts(metrics: str) -> Counts:
                 sources[source] = sources.get(source, 0.0) + sample.value
             elif sample.name == PREEMPTIONS:
                 preempted += sample.value
-            elif sample.name == STUCK:
+            elif event_of(sample.name, sample.labels) == STUCK:
                 stuck += sample.value
     if COMPUTED not in sources:
         raise ValueError(f"the server's metrics lack {BY_SOURCE}")

@@ -18,6 +18,7 @@ import httpx
 
 from tiered_kv.bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.doctor.metrics_page import events
 
 from .kinds import BLOCK
 
@@ -27,7 +28,7 @@ TOOL = {"tool_name": "bash", "tool_command": "ls"}
 """Tool that runs in the gaps, as a client names it: Continuum pins no turn without one."""
 READINGS = 3
 USAGE = "vllm:kv_cache_usage_perc"
-HANDED_OVER = "vllm:tiered_kv_pins_handed_over_total"
+HANDED_OVER = "pins_ended_returned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Prober:
         self._ticks = itertools.count()
 
     def play(self) -> Verdict:
-        handed_over = self._metric(HANDED_OVER)
+        handed_over = self._handed_over()
         context = texts(self._client, 1, FIRST_TOKENS)[0]
         gaps = []
         for turn in range(1, TURNS + 1):
@@ -101,7 +102,7 @@ class Prober:
             answer = self._ask(context, 4, hints)
             context = context + answer + [700 + turn * 100 + i for i in range(ADDED_TOKENS)]
             gaps.append(Gap(self._held(), self._held()))
-        return Verdict(tuple(gaps), int(self._metric(HANDED_OVER) - handed_over))
+        return Verdict(tuple(gaps), int(self._handed_over() - handed_over))
 
     def _ask(
         self, prompt: Sequence[int], max_tokens: int, hints: dict[str, object] | None = None
@@ -129,6 +130,10 @@ class Prober:
             time.sleep(0.02)  # /metrics follows the answer
             readings.append(self._metric(USAGE))
         return round(min(readings) * (BLOCKS - 1))  # one block is vLLM's own
+
+    def _handed_over(self) -> float:
+        """Pins that a turn took over. None is counted by a server without the connector."""
+        return events(self._client.get("/metrics").raise_for_status().text).get(HANDED_OVER, 0)
 
     def _metric(self, name: str) -> float:
         text = self._client.get("/metrics").raise_for_status().text

@@ -32,7 +32,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import sys
 import tempfile
 import time
@@ -62,6 +61,7 @@ from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
 from tiered_kv.bench.replay.measure import resident_bytes
 from tiered_kv.bench.replay.play.drive import KEEPALIVE_S
 from tiered_kv.bench.soak.clients import MAX_LEN, Tally, all_clients
+from tiered_kv.doctor.metrics_page import events
 
 POOL_TOKENS = 6_400
 CPU_GIB, SSD_GIB = 0.25, 0.5
@@ -104,18 +104,9 @@ async def soak(
     return tallies
 
 
-def reported(text: str, name: str) -> int:
-    """The connector's number of that name on ``/metrics``; 0 if there is none."""
-    values = re.findall(rf"^vllm:tiered_kv_{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-    return int(float(values[0])) if values else 0
-
-
 def holdings(server: VllmServer) -> dict[str, int]:
     """Holdings of the server now, by name."""
-    text = server.metrics_text()
-    found = {}
-    for name in GAUGES:
-        found[name] = reported(text, name)
+    found = counted(server.metrics_text(), GAUGES)
     threads = descriptors = 0
     for pid in group_members(server.pid or 0):
         with contextlib.suppress(OSError):
@@ -182,15 +173,16 @@ def medians(values: Sequence[float]) -> list[float]:
     return [round(float(np.median(part)), 3) for part in parts if len(part)]
 
 
-def admission(metrics: str) -> dict[str, int]:
+def admission(metrics: str) -> dict[str, float]:
     """Jobs held so far, and the room that is given out."""
-    names = ("jobs_held_total", "room_percent")
-    return {name.removesuffix("_total"): reported(metrics, name) for name in names}
+    found = events(metrics)
+    return {name: found[name] for name in ("jobs_held", "room_ratio")}
 
 
 def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
-    """Counters of the connector, by name."""
-    return {name: reported(metrics, f"{name}_total") for name in names}
+    """Counters and gauges of the connector, by name."""
+    found = events(metrics)
+    return {name: int(found[name]) for name in names}
 
 
 def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:

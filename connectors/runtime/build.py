@@ -187,7 +187,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             saves,
             restores,
             pieces,
-            Compression(book, given.fingerprints.group_of, engine.counters),
+            Compression(book, given.fingerprints.group_of, engine.counters, facts.ranks),
             tiers,
             failed_restores=FailedRestores(pool, saves, restores),
             turns=engine.turns.by_id,
@@ -224,7 +224,7 @@ def build_admission(
     return AdmissionGroup(
         pins=pins,
         boundaries=boundaries,
-        pressure=PinPressure(facts, pins, boundaries, pages.saves, engine.counters, pool, clock),
+        pressure=PinPressure(facts, pins, boundaries, pages.saves, pool, clock),
         gate=gate,
         queue=JobQueue(
             engine.turns,
@@ -251,8 +251,8 @@ def build_gaps(
         ConfigError: the trace cannot be written.
     """
     facts, clock, pool = given.facts, given.clock, engine.pool
-    log = TurnLog(engine.counters, _trace(given), gaps, engine.turns)
-    admission.pins.on_end = log.trace.pin_ended
+    log = TurnLog(engine.counters, _trace(given), gaps, engine.turns, clock)
+    admission.pins.on_end = log.pin_ended
     costs = CostModel(
         facts,
         pages.book,

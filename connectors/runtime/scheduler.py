@@ -175,8 +175,8 @@ class SchedulerHalf:
         if fresh:
             self._on_admitted(turn, num_external)
         pages.promotions.claimed(turn)
-        if turn.job is not None and self.admission.pins.release(turn.job.key):
-            self.counters.add("pins_handed_over")
+        if turn.job is not None:
+            self.admission.pins.release(turn.job.key)
         if num_external > 0:
             pages.dispatch.restore(turn, num_external)
         if fresh:
@@ -251,8 +251,8 @@ class SchedulerHalf:
                 gaps.manager.poll()
         if self._answers:
             gaps.manager.apply_tool_calls()
-        if admission.pins and (late := admission.pins.expire(self._clock())):
-            self.counters.add("pins_expired", late)
+        if admission.pins:
+            admission.pins.expire(self._clock())
         if restored := pages.dispatch.restored:
             # Of the step that was just scheduled: what is on its way is there in the next.
             admission.pressure.for_restored([*restored.values()], self.step - 1, idle=not scheduled)
@@ -356,7 +356,7 @@ class SchedulerHalf:
 
     def release_all(self) -> None:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
-        self.counters.add("pins_released", self.admission.pins.release_all())
+        self.admission.pins.release_all()
         self.admission.boundaries.release_all()
         self.pages.tiers.invalidate(self.pages.saves.drop_all())
 

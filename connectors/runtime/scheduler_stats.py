@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tiered_kv.metrics import Counters
 
 from .base import BlockPool
@@ -22,18 +24,19 @@ class Stats:
         gaps: GapGroup,
     ) -> None:
         self._tools = given.tools
+        self._facts = given.facts
         self._counters = counters
         self._pages = pages
         self._admission = admission
         self._gaps = gaps
         self._gauges_told = False
 
-    def take(self) -> dict[str, int]:
-        """Counters added since the last call, with the gauges; empty if nothing happened. The
-        first time, the gauges at least."""
+    def take(self) -> dict[str, Any]:
+        """Counters added and values observed since the last call, with the gauges; empty if
+        nothing happened. The first time, the gauges at least."""
         for name, total in self._kept().items():
             self._counters.add(name, total - self._counters.totals[name])
-        fresh = self._counters.take()
+        fresh: dict[str, Any] = self._counters.take() | self._counters.take_observed()
         if fresh or not self._gauges_told:
             self._gauges_told = True
             fresh |= self.gauges()
@@ -53,17 +56,19 @@ class Stats:
             "active jobs": self._admission.gate.num_active,
         }
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, float]:
         """Every counter, since the start."""
         return self._counters.totals | self._kept()
 
-    def _kept(self) -> dict[str, int]:
+    def _kept(self) -> dict[str, float]:
         """Counters that the components keep themselves, since the start."""
-        gate = self._admission.gate
+        gate, promoted, ranks = self._admission.gate, self._pages.index.promoted, self._facts.ranks
         return {
             "pages_evicted": self._pages.index.evictions,
-            "pages_promoted_used": self._pages.index.promoted.used,
-            "pages_promoted_wasted": self._pages.index.promoted.wasted,
+            "pages_promoted_used": promoted.used,
+            "pages_promoted_wasted": promoted.wasted,
+            "bytes_promoted_used": promoted.used_bytes * ranks,
+            "bytes_promoted_wasted": promoted.wasted_bytes * ranks,
             "pages_not_saved": self._pages.book.unsaved,
             "trace_dropped": self._gaps.log.trace.dropped,
             "jobs_held": gate.refused,
@@ -71,18 +76,28 @@ class Stats:
             "tool_read_errors": self._tools.errors,
         }
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """Gauges, as they are now."""
         index, gate = self._pages.index, self._admission.gate
+        slot_bytes = self._facts.slot_bytes * self._facts.ranks
+        cold, used = len(index.cold), index.num_slots - index.free_slots
+        # Pages that are being compressed have a slot each.
+        cold_slots = max(0, index.cold.num_slots - (len(index.cold.pages) - cold))
         return {
             "cpu_pages": len(index),
+            "cpu_pages_compressed": cold,
             "cpu_slots": index.num_slots,
-            "cpu_pages_compressed": len(index.cold),
             "cpu_slots_compressed": index.cold.num_slots,
+            "cpu_bytes": used * slot_bytes,
+            "cpu_bytes_compressed": cold_slots * slot_bytes,
+            "cpu_bytes_whole": (used - cold_slots + cold) * slot_bytes,
+            "cpu_bytes_whole_compressed": cold * slot_bytes,
+            "cpu_bytes_most": index.num_slots * slot_bytes,
             **self._pages.tiers.gauges(),
             "pinned_blocks": self._admission.pins.held_blocks,
             "orders_in_flight": self._pages.book.in_flight,
             "jobs": len(self._gaps.manager.jobs),
             "jobs_begun": gate.num_active,
-            "room_percent": round(100 * gate.share),
+            "jobs_waiting_for_room": len(gate.held),
+            "room_ratio": gate.share,
         }

@@ -1,22 +1,23 @@
-"""Counters and gauges on vLLM's log line and on ``/metrics``."""
+"""Counters, gauges and histograms on vLLM's log line and on ``/metrics``."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from tiered_kv.metrics import COUNTERS, GAUGES
-
-PREFIX = "vllm:tiered_kv_"
+from tiered_kv.metric_families import FAMILIES, PART_OF, PREFIX, SERIES, Family, MetricType
+from tiered_kv.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
 
 class TieredStats(KVConnectorStats):
-    """Stats whose ``data`` maps ``COUNTERS`` to increments, and ``GAUGES`` to values."""
+    """Stats whose ``data`` maps ``COUNTERS`` to increments, ``GAUGES`` to values, and
+    ``HISTOGRAMS`` to lists of values."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -26,18 +27,24 @@ class TieredStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> TieredStats:
         for name, value in other.data.items():
-            if name in COUNTERS:
-                self.data[name] = self.data.get(name, 0) + value
+            if name in GAUGES:
+                self.data[name] = value
+            elif name in self.data:
+                self.data[name] = self.data[name] + value  # a list is another's as well
             else:
                 self.data[name] = value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        said: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            mean = math.fsum(value) / len(value) if name in HISTOGRAMS else value
+            said[name] = round(mean, 3)
+        return said
 
 
 class TieredPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus metric for each name, with the engine's labels."""
+    """Prometheus' metrics: one for each family, with the engine's labels before its own."""
 
     def __init__(
         self,
@@ -47,31 +54,41 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counters = {
-            name: metric_types[Counter](
-                name=PREFIX + name, documentation=text, labelnames=labelnames
-            )
-            for name, text in COUNTERS.items()
-        }
-        gauges = {
-            name: metric_types[Gauge](
-                name=PREFIX + name,
-                documentation=text,
-                labelnames=labelnames,
-                multiprocess_mode="mostrecent",
-            )
-            for name, text in GAUGES.items()
+        metrics = {
+            name: _make(family, metric_types, labelnames) for name, family in FAMILIES.items()
         }
         self._bound = {
-            (engine, name): metric.labels(*values)
+            (engine, event): metrics[series.family].labels(*values, *series.labels.values())
             for engine, values in per_engine_labelvalues.items()
-            for name, metric in {**counters, **gauges}.items()
+            for event, series in SERIES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
+        data = dict(transfer_stats_data)
+        for part, whole in PART_OF.items():  # series do not overlap
+            if part in data:
+                data[whole] = max(0, data.get(whole, 0) - data[part])
+        for name, value in data.items():
             metric = self._bound[engine_idx, name]
             if name in COUNTERS:
                 metric.inc(value)
-            else:
+            elif name in GAUGES:
                 metric.set(value)
+            else:
+                for one in value:
+                    metric.observe(one)
+
+
+def _make(family: Family, metric_types: dict[Any, Any], labelnames: list[str]) -> Any:
+    given: dict[str, Any] = {
+        "name": PREFIX + family.name,
+        "documentation": family.text,
+        "labelnames": [*labelnames, *family.labels],
+    }
+    match family.kind:
+        case MetricType.COUNTER:
+            return metric_types[Counter](**given)
+        case MetricType.GAUGE:
+            return metric_types[Gauge](**given, multiprocess_mode="mostrecent")
+        case MetricType.HISTOGRAM:
+            return metric_types[Histogram](**given, buckets=family.buckets)

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from tiered_kv.doctor.running_server import PREFIX, REQUESTS
+from tiered_kv.doctor.running_server import REQUESTS
+from tiered_kv.metric_families import FAMILIES, PART_OF, PREFIX, SERIES, MetricType
 from tiered_kv.metrics import COUNTERS, GAUGES
 
 Write = Callable[[bytes], object]
@@ -61,15 +62,22 @@ def serve(pages: Mapping[str, Page]) -> Iterator[str]:
 
 
 def metrics(requests: int = 10, **values: float) -> str:
-    """The page of a vLLM server with the connector, with these values of its metrics."""
+    """The page of a vLLM server with the connector, which counts so, by the names of events."""
     registry = CollectorRegistry()
     labels = ("model_name", "engine")
     answered = REQUESTS.removesuffix("_total")
     Counter(answered, "Answered.", labels, registry=registry).labels("m", "0").inc(requests)
-    for name, words in COUNTERS.items():
-        made = Counter(PREFIX + name, words, labels, registry=registry)
-        made.labels("m", "0").inc(values.get(name, 0))
-    for name, words in GAUGES.items():
-        gauge = Gauge(PREFIX + name, words, labels, registry=registry)
-        gauge.labels("m", "0").set(values.get(name, 0))
+    assert values.keys() <= COUNTERS.keys() | GAUGES.keys()
+    for part, whole in PART_OF.items():
+        values[whole] = values.get(whole, 0) - values.get(part, 0)
+    kinds = {MetricType.COUNTER: Counter, MetricType.GAUGE: Gauge}
+    made = {
+        name: kinds[one.kind](PREFIX + name, one.text, (*labels, *one.labels), registry=registry)
+        for name, one in FAMILIES.items()
+        if one.kind in kinds
+    }
+    for event, series in SERIES.items():
+        if series.family in made:
+            bound = made[series.family].labels("m", "0", *series.labels.values())
+            bound.inc(values.get(event, 0))
     return generate_latest(registry).decode()

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.doctor.metrics_page import events
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_record import TurnRecord
 
@@ -57,7 +58,8 @@ def metric(client: httpx.Client, name: str) -> float:
 
 
 def count(client: httpx.Client, name: str) -> float:
-    return metric(client, f"vllm:tiered_kv_{name}_total")
+    """The counter or gauge of that name, as ``/metrics`` has it."""
+    return events(client.get("/metrics").text)[name]
 
 
 def tick(client: httpx.Client) -> None:

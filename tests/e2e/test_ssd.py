@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, metric, tick
+from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, tick
 from tiered_kv.bench.common.load import group_members
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from tiered_kv.bench.restore import texts
@@ -37,7 +37,7 @@ def settle(client: httpx.Client) -> None:
     """Wait until everything that was ordered is done."""
     by = time.monotonic() + EVENT_S
     tick(client)
-    while metric(client, "vllm:tiered_kv_orders_in_flight") and time.monotonic() < by:
+    while count(client, "orders_in_flight") and time.monotonic() < by:
         tick(client)
 
 
@@ -75,17 +75,17 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         assert count(client, "prompt_tokens_ssd") == 0
         assert answers(client, prompts) == right
         assert count(client, "prompt_tokens_ssd") > 0.8 * CONTEXTS * TOKENS
-        assert metric(client, "vllm:tiered_kv_ssd_bytes") > 0
+        assert count(client, "ssd_bytes") > 0
         prompts.append(late)
         right.append(answers(client, [late, late])[1])
     assert "flushed" in server.log_text(), "the last context was in CPU memory only"
 
     with server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         told_by = time.monotonic() + EVENT_S
-        while not metric(client, "vllm:tiered_kv_ssd_pages") and time.monotonic() < told_by:
+        while not count(client, "ssd_pages") and time.monotonic() < told_by:
             time.sleep(0.05)
-        assert metric(client, "vllm:tiered_kv_ssd_pages") >= (CONTEXTS + 1) * (TOKENS // 32)
-        assert metric(client, "vllm:tiered_kv_ssd_bytes") > 0
+        assert count(client, "ssd_pages") >= (CONTEXTS + 1) * (TOKENS // 32)
+        assert count(client, "ssd_bytes") > 0
         assert answers(client, prompts) == right
         late_or_dear = {
             name: count(client, name) for name in ("promotions_overdue", "promotions_refused")

@@ -8,18 +8,19 @@ A, B, C = (PageKey(bytes([n] * 32)) for n in range(3))
 
 def test_what_is_restored_was_used_once_and_what_goes_before_was_wasted() -> None:
     pages = PromotedPages()
-    pages.came_up([A, B])
+    pages.came_up([A, B], 10)
     pages.read([A, C])
     pages.read([A])
     pages.gone([A, B, C])
     assert (pages.used, pages.wasted) == (1, 1)
+    assert (pages.used_bytes, pages.wasted_bytes) == (10, 10)
 
 
 def test_a_page_that_comes_up_again_counts_again() -> None:
     pages = PromotedPages()
     for _ in range(3):
-        pages.came_up([A])
+        pages.came_up([A], 10)
         pages.gone([A])
-    pages.came_up([A])
+    pages.came_up([A], 10)
     pages.read([A])
     assert (pages.used, pages.wasted) == (1, 3)

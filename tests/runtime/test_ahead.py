@@ -74,7 +74,7 @@ def test_blocks_that_are_free_a_step_later_cost_no_pin(
     who waits for them waits that step."""
     prompt = text(260, seed=3)
     rig = tight(make_rig, in_job_order, saved=prompt if saved else ())
-    before = rig.count("pins_released")
+    before = rig.count("pins_ended_pressure")
     one_that_stops(rig)
     run_until_it_stops(rig)
     rig.add("waits", prompt, params={"job_id": "new"})
@@ -82,7 +82,7 @@ def test_blocks_that_are_free_a_step_later_cost_no_pin(
 
     assert rig.outputs["waits"] == expected(prompt, 4)
     assert rig.count("restores_async") == saved
-    assert rig.count("pins_released") == before
+    assert rig.count("pins_ended_pressure") == before
     rig.half.release_all()
     rig.check_clean()
 
@@ -94,10 +94,10 @@ def test_a_running_request_waits_a_step_for_blocks_rather_than_take_a_pin(
     one_that_stops(rig)
     run_until_it_stops(rig)
     assert rig.half.release_for_running(), "vLLM need not preempt"
-    assert rig.count("pins_released") == 0
+    assert rig.count("pins_ended_pressure") == 0
     rig.step()
     assert rig.half.release_for_running()
-    assert rig.count("pins_released") == 1, "now they are there, and were not enough"
+    assert rig.count("pins_ended_pressure") == 1, "now they are there, and were not enough"
     rig.run()
 
 
@@ -114,9 +114,9 @@ def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
     taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks() - 10)
     room.freed_late(short + 30, step=7)
     room.for_restored([turn], 7, idle=False)
-    assert rig.count("pins_released") == 0
+    assert rig.count("pins_ended_pressure") == 0
     room.for_restored([turn], 8, idle=False)
-    assert rig.count("pins_released") == 1
+    assert rig.count("pins_ended_pressure") == 1
     rig.pool.free_blocks(taken)
 
 

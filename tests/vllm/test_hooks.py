@@ -154,4 +154,4 @@ def test_counters_reach_vllms_stats(make_rig: MakeRig) -> None:
     assert told["turns"] == 1
     assert told["pages_saved"] == 7
     assert told["prompt_tokens_recomputed"] == 100
-    assert told["cpu_slots"] == rig.index.num_slots
+    assert told["cpu_bytes_most"] == rig.index.num_slots * rig.half.facts.slot_bytes

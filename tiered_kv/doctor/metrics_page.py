@@ -11,6 +11,9 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tiered_kv.metric_families import PART_OF, event_of
 
 MAX_BYTES = 32 << 20
 CONNECT_S, WHOLE_S = 5.0, 15.0
@@ -69,10 +72,32 @@ def totals(page: str) -> Mapping[str, float]:
         UnreachableError: the page is none of Prometheus's.
     """
     found: dict[str, float] = defaultdict(float)
+    for sample in _samples(page):
+        found[sample.name] += sample.value
+    return found
+
+
+def events(page: str) -> Mapping[str, float]:
+    """Counters and gauges of the connector by the names of events, summed over engines: all that
+    the page has.
+
+    Raises:
+        UnreachableError: the page is none of Prometheus's.
+    """
+    found: dict[str, float] = defaultdict(float)
+    for sample in _samples(page):
+        event = event_of(sample.name, sample.labels)
+        if event is not None:
+            found[event] += sample.value
+    for part, whole in PART_OF.items():
+        if part in found:
+            found[whole] += found[part]
+    return dict(found)
+
+
+def _samples(page: str) -> list[Sample]:
     try:
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                found[sample.name] += sample.value
+        families = text_string_to_metric_families(page)
+        return [sample for family in families for sample in family.samples]
     except (ValueError, KeyError, IndexError) as error:
         raise UnreachableError(f"no page of Prometheus: {error}") from error
-    return found

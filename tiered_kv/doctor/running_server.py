@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS
 
 from .finding import Finding, fail, ok, warn
-from .metrics_page import UnreachableError, base_of, fetch, totals
+from .metrics_page import UnreachableError, base_of, events, fetch, totals
 
-PREFIX = "vllm:tiered_kv_"
 REQUESTS = "vllm:request_success_total"
 """Requests that vLLM has answered."""
 
@@ -43,7 +43,8 @@ def check_server(url: str) -> Iterator[Finding]:
         return
     yield ok("server", f"{base} is up")
     try:
-        found = totals(fetch(f"{base}/metrics"))
+        page = fetch(f"{base}/metrics")
+        found = {**totals(page), **events(page)}
     except UnreachableError as error:
         advice = "Ask the server itself, not a router: vLLM has its metrics there."
         yield fail("metrics", f"{base}/metrics: {error}", advice)
@@ -55,7 +56,7 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
     """Check what a server counts.
 
     Args:
-        found: sums of its metrics, by name.
+        found: sums of its metrics, by name, and of what the connector counts, by event.
     """
     if not any(name.startswith(PREFIX) for name in found):
         if any(name.startswith("vllm:") for name in found):
@@ -90,15 +91,15 @@ def _work(found: Mapping[str, float]) -> Finding:
         f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} was "
         "computed"
     )
-    if found.get(f"{PREFIX}cpu_slots", 0.0) and not _count(found, "pages_saved"):
+    if _gauge(found, "cpu_slots") and not _count(found, "pages_saved"):
         advice = "See the server's log: turns shorter than a block of KV have nothing to save."
         return warn("connector", f"{words}; no page was saved", advice)
     return ok("connector", words)
 
 
 def _tiers(found: Mapping[str, float]) -> Finding:
-    slots = found.get(f"{PREFIX}cpu_slots", 0.0)
-    pages, below = (found.get(f"{PREFIX}{name}", 0.0) for name in ("cpu_pages", "ssd_pages"))
+    slots = _gauge(found, "cpu_slots")
+    pages, below = (_gauge(found, name) for name in ("cpu_pages", "ssd_pages"))
     if not slots:
         advice = "Set TIERED_KV_CPU_GIB, unless pins alone are meant."
         return warn("tiers", "CPU memory is off", advice)
@@ -107,4 +108,8 @@ def _tiers(found: Mapping[str, float]) -> Finding:
 
 
 def _count(found: Mapping[str, float], name: str) -> float:
-    return found.get(f"{PREFIX}{name}_total", 0.0)
+    return found.get(name, 0.0)
+
+
+def _gauge(found: Mapping[str, float], name: str) -> float:
+    return found.get(name, 0.0)

@@ -367,7 +367,8 @@ class OrderBook:
         self.index.commit_all(keys, slots)
         if not isinstance(order, PromoteOrder) or flight.abandoned:
             return
-        self.index.promoted.came_up(filter(self.index.readable, keys))
+        nbytes = self.page_bytes[order.store.group]
+        self.index.promoted.came_up(filter(self.index.readable, keys), nbytes)
         for key in flight.keys:
             self._promoting.pop(key, None)
         tier = self.stores[order.store]

@@ -17,28 +17,34 @@ class PromotedPages:
     Attributes:
         used: pages that were restored so far.
         wasted: pages that were gone from CPU memory before that.
+        used_bytes, wasted_bytes: the same in bytes, on one rank.
     """
 
     def __init__(self) -> None:
         self.used = 0
         self.wasted = 0
-        self._unused: set[PageKey] = set()
+        self.used_bytes = 0
+        self.wasted_bytes = 0
+        self._unused: dict[PageKey, int] = {}  # bytes by page
 
-    def came_up(self, keys: Iterable[PageKey]) -> None:
-        """Pages came up, and are readable."""
-        self._unused.update(keys)
+    def came_up(self, keys: Iterable[PageKey], page_bytes: int) -> None:
+        """Pages of that size came up, and are readable."""
+        self._unused.update(dict.fromkeys(keys, page_bytes))
 
     def read(self, keys: Collection[PageKey]) -> None:
         """Pages are restored to VRAM."""
-        self.used += self._leave(keys)
+        pages, nbytes = self._leave(keys)
+        self.used += pages
+        self.used_bytes += nbytes
 
     def gone(self, keys: Collection[PageKey]) -> None:
         """Pages are no longer in CPU memory."""
-        self.wasted += self._leave(keys)
+        pages, nbytes = self._leave(keys)
+        self.wasted += pages
+        self.wasted_bytes += nbytes
 
-    def _leave(self, keys: Collection[PageKey]) -> int:
+    def _leave(self, keys: Collection[PageKey]) -> tuple[int, int]:
         if not self._unused:
-            return 0
-        left = self._unused.intersection(keys)
-        self._unused -= left
-        return len(left)
+            return 0, 0
+        left = self._unused.keys() & keys
+        return len(left), sum(map(self._unused.pop, left))

@@ -64,12 +64,13 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Demotion:
-    """A demotion under way: pages before ``done`` are written, or have ``failed``."""
+    """A demotion under way: pages before ``done`` are written in ``seconds``, or ``failed``."""
 
     order: DemoteOrder
     epoch: int
     done: int = 0
     failed: set[int] = field(default_factory=set)
+    seconds: float = 0.0
 
 
 class IoThread:
@@ -374,18 +375,19 @@ class IoThread:
         """Write one group; the rest of the order goes to the head of the queue again."""
         order, start = demotion.order, demotion.done
         demotion.done = stop = min(start + self._group, len(order.keys))
-        bad = frozenset(range(stop - start))
+        bad, began = frozenset(range(stop - start)), time.perf_counter()
         try:
             bad, _ = self._put(list(zip(order.keys, order.slots, strict=True))[start:stop])
         finally:
             demotion.failed |= {start + i for i in bad}
+            demotion.seconds += time.perf_counter() - began
             with self._changed:
                 if demotion.epoch != self._epoch:
                     self._report(order, frozenset(range(len(order.keys))), 0.0)
                 elif stop < len(order.keys):
                     self._demotions.appendleft(demotion)
                 else:
-                    self._report(order, frozenset(demotion.failed), 0.0)
+                    self._report(order, frozenset(demotion.failed), demotion.seconds)
         if demotion.epoch == self._epoch:
             self._proposal = self.store.proposal()
 
@@ -393,7 +395,5 @@ class IoThread:
         return put_pages(self.store, pages, self._slots, self._cold)
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:
-        good = len(order.keys) - len(failed)
-        self._reports[order.order_id] = OrderReport(
-            1, failed, good * int(self._slots.shape[1]), seconds
-        )
+        nbytes = (len(order.keys) - len(failed)) * int(self._slots.shape[1])
+        self._reports[order.order_id] = OrderReport(1, failed, nbytes, seconds)

@@ -123,6 +123,8 @@ class GapManager:
         if back is None:
             return Arrival(job)
         gap, gap_s = back
+        self._gap_over(gap)
+        self._log.returned(gap, gap_s)
         self.jobs.gap_ended(job, gap.decision)
         self._trace.over(key, gap_s, StoryEnd.RETURNED, in_vram=key in self._pins)
         self._pins.on_arrived(key)
@@ -131,7 +133,7 @@ class GapManager:
             sketch = PrefixSketch.of(request.block_hashes)
             shared = gap.sketch.common_blocks(sketch)
             if not shared and gap.sketch.hashes and sketch.hashes:
-                self._release(key, PinEnd.RETURNED)  # or another text would wait for its pin
+                self._pins.release(key, PinEnd.RETURNED)  # or another text would wait for its pin
         kept = was_to_stay(gap.decision, gap_s, pinned=gap.pinned > 0, saved=gap.saved)
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
 
@@ -181,7 +183,7 @@ class GapManager:
             if away:
                 gap.pinned = self._act(job, turn, gap)
                 if not gap.unread:
-                    self._placement.settle(gap)
+                    self._settle(gap)
             self._follow_up(job, turn, end, pages)
         return gap
 
@@ -198,7 +200,7 @@ class GapManager:
             return self._pin(job, turn, gap, provisional_s(decision.ttl_s))
         if decision.tier is Tier.PIN:
             return self._pin(job, turn, gap, decision.ttl_s)
-        self._release(job.key, PinEnd.REVISED)
+        self._pins.release(job.key, PinEnd.REVISED)
         self._send_down(gap)
         return 0
 
@@ -210,9 +212,6 @@ class GapManager:
         self._counters.add("pins", pinned > 0)
         self._counters.add("pins_refused", pinned < len(blocks))
         return pinned
-
-    def _release(self, job: JobKey, why: PinEnd) -> None:
-        self._counters.add("pins_released", self._pins.release(job, why))
 
     def _send_down(self, gap: OpenGap) -> None:
         """Send pages to the tiers below, if that was decided, and up again in time."""
@@ -231,7 +230,7 @@ class GapManager:
             self._cost_model.memoryfulness.observe(job.turns)
             self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])
         elif not job.running and not turn.source.admitted:
-            self._release(job.key, PinEnd.GIVEN_UP)  # what the job's last turn left for it
+            self._pins.release(job.key, PinEnd.GIVEN_UP)  # what the job's last turn left for it
             self._placement.on_lost(job.key)
 
     def give_up(
@@ -242,11 +241,12 @@ class GapManager:
         Args:
             own: pages of its last turn that no other job begins with.
         """
-        self._release(job, PinEnd.CLOSED if why is StoryEnd.CLOSED else PinEnd.GIVEN_UP)
+        self._pins.release(job, PinEnd.CLOSED if why is StoryEnd.CLOSED else PinEnd.GIVEN_UP)
         self._gate.on_over(job)
         self.prefetch.forget(job)
         if (found := self._placement.on_over(job, own)) is not None:
             gap, gap_s = found
+            self._gap_over(gap)
             self._cost_model.memoryfulness.observe(gap.end.turn)
             self._trace.over(job, gap_s, why)
 
@@ -263,9 +263,19 @@ class GapManager:
                 value = pin_value(made.forecast, gap.costs, made.ttl_s)
                 self._pins.revise(gap.end.job, gap.since + made.ttl_s, value)
             else:
-                self._release(gap.end.job, PinEnd.REVISED)
+                self._pins.release(gap.end.job, PinEnd.REVISED)
                 self._send_down(gap)
-            self._placement.settle(gap)
+            self._settle(gap)
+
+    def _settle(self, gap: OpenGap) -> None:
+        """Take in that a gap was decided for good."""
+        self._placement.settle(gap)
+        self._log.decided(gap)
+
+    def _gap_over(self, gap: OpenGap) -> None:
+        """Count what was decided of a gap that ended before its tool call was read."""
+        if gap.unread:
+            self._log.decided(gap)
 
     def poll(self) -> None:
         """See to what need not be looked at in every step."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.metrics import Counters
-from tiered_kv.trace.turn_record import TurnTokens
+from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event
+from tiered_kv.policies.base import JobKey
+from tiered_kv.trace.turn_record import PinEnd, TurnTokens
 
 from .open_gaps import OpenGap, OpenGaps
-from .turn_trace import NoTrace, TurnTrace
+from .turn_trace import NoTrace, TurnTrace, held_s
 
 
 class TurnLog:
-    """Reports turns that ended. Owns the trace.
+    """Reports turns that ended, and what came of what was decided. Owns the trace.
 
     Args:
         turns: the live requests.
@@ -24,12 +27,18 @@ class TurnLog:
     """
 
     def __init__(
-        self, counters: Counters, trace: TurnTrace | NoTrace, gaps: OpenGaps, turns: LiveTurns
+        self,
+        counters: Counters,
+        trace: TurnTrace | NoTrace,
+        gaps: OpenGaps,
+        turns: LiveTurns,
+        clock: Callable[[], float],
     ) -> None:
         self.trace = trace
         self._counters = counters
         self._gaps = gaps
         self._turns = turns
+        self._clock = clock
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a turn that ended; returns the answer to its client, if that named a job."""
@@ -44,11 +53,33 @@ class TurnLog:
         self._counters.add("turns")
         for name, count in came_from.items():
             self._counters.add(f"prompt_tokens_{name}", count)
+        if turn.hold.refused:
+            self._counters.observe("hold_seconds", held_s(turn, self._clock()))
         self.trace.ended(turn, gap, tokens, waits=self._gaps.holds(gap))
         if turn.hints.job_id is None:
             return None
         explained = {f"{name}_tokens": count for name, count in came_from.items()}
         return {"tiered_kv": {"prompt_tokens": tokens.prompt, **explained}}
+
+    def pin_ended(self, job: JobKey, why: PinEnd) -> None:
+        """Report that a job's pin has ended."""
+        self._counters.add(f"pins_ended_{why.value}")
+        self.trace.pin_ended(job, why)
+
+    def decided(self, gap: OpenGap) -> None:
+        """Report where a turn's KV waits, decided for good. Once for each gap."""
+        made = gap.decision
+        gap_class = made.gap_class.value if made.gap_class is not None else GAP_CLASSES[-1]
+        self._counters.add(decision_event(made.tier.value, gap_class))
+
+    def returned(self, gap: OpenGap, gap_s: float) -> None:
+        """Report how long a gap was that ended with a turn, beside what was forecast."""
+        forecast = gap.decision.forecast
+        if forecast is None or gap.end.aborted:  # what follows then is a client that tries again
+            return
+        for name, part in (("gap_over_median", 0.5), ("gap_over_p90", 0.9)):
+            if 0 < (predicted := forecast.quantile(part)) < math.inf:
+                self._counters.observe(name, gap_s / predicted)
 
     def close(self) -> None:
         """Write what is known of turns that did not end, and stop the trace. Idempotent."""

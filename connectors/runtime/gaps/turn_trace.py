@@ -183,16 +183,23 @@ class NoTrace:
         pass
 
 
+def held_s(turn: Turn, now: float) -> float:
+    """Time that a turn was held as the first of a new job, seconds; 0 if it was not."""
+    if not turn.hold.refused:
+        return 0.0
+    until = turn.hold.let_in_at
+    if until is None:  # another turn of its job came first, or everybody was let in
+        until = turn.source.admitted_at if turn.source.admitted else now
+    return until - turn.arrived_at
+
+
 def _times(turn: Turn, now: float) -> TurnTimes:
-    arrived, source, hold, start = turn.arrived_at, turn.source, turn.hold, turn.start
-    held_until = hold.let_in_at
-    if held_until is None:  # another turn of its job came first, or everybody was let in
-        held_until = source.admitted_at if source.admitted else now
+    arrived, source, start = turn.arrived_at, turn.source, turn.start
     first_token = start.first_token_at
     if first_token is None and turn.request.num_output_tokens > 0:
         first_token = now  # no step was made between it and the end
     return TurnTimes(
-        held_s=held_until - arrived if hold.refused else 0.0,
+        held_s=held_s(turn, now),
         pages_s=turn.tiers.waited_s,
         admitted_s=source.admitted_at - arrived if source.admitted else None,
         scheduled_s=start.scheduled_at - arrived if start.scheduled_at is not None else None,

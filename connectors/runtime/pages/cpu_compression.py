@@ -24,12 +24,18 @@ class Compression:
 
     Args:
         group_of: gives the group of a page; None if that is not known.
+        ranks: number of ranks.
     """
 
     def __init__(
-        self, book: OrderBook, group_of: Callable[[PageKey], int | None], counters: Counters
+        self,
+        book: OrderBook,
+        group_of: Callable[[PageKey], int | None],
+        counters: Counters,
+        ranks: int,
     ) -> None:
         self._book = book
+        self._ranks = ranks
         self._index = book.index
         self._group_of = group_of
         self._counters = counters
@@ -93,8 +99,12 @@ class Compression:
     def on_settled(self, done: Settled) -> None:
         """Take in that a bundle is packed, or lost."""
         self._under_way -= 1
-        self._counters.add("compression_ms", round(1e3 * done.seconds))
+        assert isinstance(done.order, PackOrder)
+        self._counters.add("compression_seconds", done.seconds)
         failed = len(done.failed)
         if not done.abandoned:
-            self._counters.add("pages_compressed", len(done.keys) - failed)
+            good = len(done.keys) - failed
+            page_bytes = self._book.page_bytes[done.order.group] * self._ranks
+            self._counters.add("pages_compressed", good)
+            self._counters.add("bytes_compressed", good * page_bytes)
             self._counters.add("compression_failures", failed)

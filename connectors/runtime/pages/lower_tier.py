@@ -40,6 +40,9 @@ class LowerTier:
         chance: probability that a waiting job comes back for a page.
         group_of: gives the group of a page; None if that is not known.
         clock: monotonic seconds.
+
+    Attributes:
+        page_bytes: size of a page, over all ranks.
     """
 
     def __init__(
@@ -63,9 +66,9 @@ class LowerTier:
         self._group_of = group_of
         self.counters = counters
         self._clock = clock
-        page_bytes = facts.groups[store.group].page_bytes
+        self.page_bytes = facts.ranks * facts.groups[store.group].page_bytes
         holds = spec.capacity_bytes
-        pages = None if holds is None else holds // (facts.ranks * page_bytes)
+        pages = None if holds is None else holds // self.page_bytes
         self._look_ahead = LookAhead.of(self._index.num_slots, pages)
         self._looked_at = -self._look_ahead.window  # slots taken then
         self._ahead = 0  # pages demoted ahead
@@ -230,12 +233,17 @@ class LowerTier:
     def on_settled(self, done: Settled) -> None:
         """Take in a store's order that is over on every rank."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
+        nbytes = good * self.page_bytes
         if isinstance(done.order, PromoteOrder):
             self.counters.add("pages_promoted", good)
+            self.counters.add("bytes_promoted", nbytes)
+            self.counters.add("promotion_seconds", done.seconds)
             self.counters.add("promotion_failures", 0 if done.abandoned else failed)
             self._lose(done)
         elif isinstance(done.order, DemoteOrder):
             self.counters.add("pages_demoted", good)
+            self.counters.add("bytes_demoted", nbytes)
+            self.counters.add("demotion_seconds", done.seconds)
             if failed and not done.abandoned:
                 self.counters.add("demotion_failures", failed)
                 self._pause_until = self._clock() + self._pause_s

@@ -141,7 +141,10 @@ class LowerTiers:
         if not self._tiers:
             return {}
         tiers = self._tiers.values()
+        specs = [tier.spec for tier in tiers]  # one tier's groups share its space
         return {
             "ssd_pages": sum(len(tier.pages.index) for tier in tiers),
             "ssd_bytes": sum(sum(tier.stored_bytes.values()) for tier in tiers),
+            "ssd_bytes_whole": sum(len(tier.pages.index) * tier.page_bytes for tier in tiers),
+            "ssd_bytes_most": sum({one.tier: one.capacity_bytes or 0 for one in specs}.values()),
         }

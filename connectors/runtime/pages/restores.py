@@ -319,13 +319,16 @@ class Restores:
         """
         assert isinstance(done.order, LoadOrder)
         good = len(done.keys) - len(done.failed)
+        page_bytes = self._facts.groups[done.order.group].page_bytes * self._facts.ranks
         self._counters.add("pages_restored", good)
+        self._counters.add("bytes_restored", good * page_bytes)
+        self._counters.add("restore_seconds", done.seconds)
         if done.order.cold:
             bad = sum(done.order.slots[i] < 0 for i in done.failed)
-            self._counters.add("pages_decompressed", len(done.order.cold) - bad)
-            self._counters.add("decompression_ms", round(1e3 * done.seconds))
-        page_bytes = self._facts.groups[done.order.group].page_bytes
-        self._counters.add("bytes_restored", good * page_bytes * self._facts.ranks)
+            cold = len(done.order.cold) - bad
+            self._counters.add("pages_decompressed", cold)
+            self._counters.add("bytes_decompressed", cold * page_bytes)
+            self._counters.add("decompression_seconds", done.seconds)
         self._counters.add("restore_failures", len(done.failed))
         if done.failed:
             logger.warning("%d pages could not be restored and are recomputed", len(done.failed))

@@ -254,6 +254,7 @@ class Saves:
         page_bytes = self._facts.groups[done.order.group].page_bytes
         unused = self._facts.slot_bytes - page_bytes
         self._counters.add("bytes_saved", good * page_bytes * self._facts.ranks)
+        self._counters.add("save_seconds", done.seconds)
         self._counters.add("slot_bytes_unused", good * unused * self._facts.ranks)
         self._give_up(done.order.blocks)
 

@@ -18,7 +18,6 @@ from functools import partial
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.base import JobKey
@@ -49,7 +48,6 @@ class PinPressure:
         pins: PinTable,
         boundaries: BoundaryBlocks,
         saves: Saves,
-        counters: Counters,
         pool: BlockPool,
         clock: Callable[[], float],
     ) -> None:
@@ -58,7 +56,6 @@ class PinPressure:
         self._pins = pins
         self._boundaries = boundaries
         self._saves = saves
-        self._counters = counters
         self._pool = pool
         self._clock = clock
         self.defer_new = False
@@ -133,7 +130,6 @@ class PinPressure:
         )
         enough = partial(self.fits, turn, num_computed, step)
         released = self._pins.make_room(enough, spare, waiter)
-        self._counters.add("pins_released", released)
         mode = turn.restore.hit.mode if turn.restore.hit is not None else None
         stuck = self._facts.narrow and not somebody_runs
         if needs_one_more(mode, refused=asked_before, released=released, stuck=stuck):
@@ -198,21 +194,18 @@ class PinPressure:
         return self._blocks(turn, turn.request.num_computed_tokens) - self._own(turn)
 
     def _release_until_free(self, wanted: int, step: int) -> int:
-        released = self._pins.make_room(lambda: self._free(step) >= wanted)
-        self._counters.add("pins_released", released)
-        return released
+        return self._pins.make_room(lambda: self._free(step) >= wanted)
 
     def _blocks(self, turn: Turn, computed: int) -> int:
         return self._facts.blocks_to_go_on(computed, turn.request.num_tokens)
 
     def _release_one(self, spare: JobKey | None, waiter: float | None = None) -> bool:
         before = self._pool.num_free()
-        released = self._pins.make_room(
+        self._pins.make_room(
             lambda: self._pool.num_free() > before or self._saves.free_some(),
             spare,
             waiter,
         )
-        self._counters.add("pins_released", released)
         return self._pool.num_free() > before
 
     def _held_hits(self, turn: Turn, num_computed: int) -> int:

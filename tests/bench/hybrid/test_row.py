@@ -24,8 +24,9 @@ vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 20.0
 vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 3.0
 # TYPE vllm:num_preemptions counter
 vllm:num_preemptions_total{engine="0"} 2.0
-# TYPE vllm:tiered_kv_watchdog_barks counter
-vllm:tiered_kv_watchdog_barks_total{engine="0"} 1.0
+# TYPE vllm:tiered_kv_faults counter
+vllm:tiered_kv_faults_total{engine="0",kind="hook"} 7.0
+vllm:tiered_kv_faults_total{engine="0",kind="watchdog"} 1.0
 """
 
 

@@ -43,7 +43,7 @@ def test_a_five_turn_job_holds_its_blocks_until_its_last_turn(client: httpx.Clie
     assert held[:4] == sorted(set(held[:4])), "rises turn by turn"
     assert held[0] > 0
     assert held[4] == 0, "nothing is held after the last turn"
-    assert count(client, "pins_handed_over") >= 4
+    assert count(client, "pins_ended_returned") >= 4
 
 
 def test_a_turn_that_ends_by_a_stop_string_is_waited_for(client: httpx.Client) -> None:
@@ -140,7 +140,7 @@ def test_resets_pause_and_sleep_work_while_pins_and_saves_are_pending(
             client.post("/wake_up").raise_for_status()
         assert ask(client, prompt, **job("resting", last=True))["choices"]
     assert count(client, "resets") >= 1
-    assert count(client, "pins_released") >= 1
+    assert count(client, "pins_ended_reset") >= 1
 
 
 def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: VllmServer) -> None:
@@ -195,7 +195,7 @@ def test_at_the_end_nothing_is_held_and_no_hook_has_failed(
 ) -> None:
     drain(client)
     assert usage_in_gap(client) == 0
-    assert metric(client, "vllm:tiered_kv_pinned_blocks") == 0
+    assert count(client, "pinned_blocks") == 0
     assert count(client, "hook_errors") == 0
     assert count(client, "save_failures") == count(client, "restore_failures") == 0
     server.check()

@@ -160,7 +160,7 @@ def test_a_client_that_says_nothing_is_known_by_its_prompts(rig: Rig) -> None:
     assert len(set(names)) == 3
     assert all(name is not None and name.name.startswith(INFERRED_PREFIX) for name in names)
     assert policy(rig).seen == [(1, 1.0, True)]
-    assert rig.count("pins_handed_over") == 1
+    assert rig.count("pins_ended_returned") == 1
     assert rig.count("jobs_inferred") == 3
 
 
@@ -241,8 +241,8 @@ def test_a_pin_is_held_while_the_next_turn_queues(make_rig: MakeRig) -> None:
         rig.step()
     assert pinned(rig) == 20, "its time is up, but its job has come"
     rig.run()
-    assert rig.count("pins_expired") == 0
-    assert rig.count("pins_handed_over") == 1
+    assert rig.count("pins_ended_expired") == 0
+    assert rig.count("pins_ended_returned") == 1
     rig.half.release_all()
     rig.check_clean()
 

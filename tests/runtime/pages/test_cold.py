@@ -65,12 +65,20 @@ def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> N
     fill_cpu(rig, jobs)
     assert len(rig.index) > SLOTS
     assert rig.count("pages_compressed") == len(rig.index.cold) > SLOTS // 2
+    page, told = rig.half.facts.slot_bytes, rig.half.stats.totals() | rig.half.stats.gauges()
+    assert told["bytes_compressed"] == told["pages_compressed"] * page
+    assert told["cpu_bytes_whole_compressed"] == len(rig.index.cold) * page
+    assert told["cpu_bytes_compressed"] == rig.index.cold.num_slots * page
+    assert told["cpu_bytes_whole"] > told["cpu_bytes_most"] >= told["cpu_bytes"]
+    assert told["compression_seconds"] > 0
     orders = cold_restores(rig)
     for job in range(jobs):
         assert come_back(rig, job) == CONTEXT
         settle(rig)  # before the next one takes slots
     assert any(len(order.cold) < len(order.slots) for order in orders), "none partly compressed"
-    assert rig.count("pages_decompressed") == sum(len(order.cold) for order in orders)
+    cold = sum(len(order.cold) for order in orders)
+    assert rig.count("pages_decompressed") == cold
+    assert rig.count("bytes_decompressed") == cold * page < rig.count("bytes_restored")
     staging = rig.worker_half.compressor.staging
     assert any(len(order.cold) > staging for order in orders), "all fit at once"
     assert rig.count("restore_failures") == rig.count("compression_failures") == 0

@@ -72,6 +72,9 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
     assert rig.outputs["a"] == expected(CONTEXT, 4)
     assert rig.count("pages_promoted_used") == rig.count("pages_promoted") > 0
     assert rig.count("pages_promoted_wasted") == 0
+    promoted = rig.half.stats.totals()
+    assert promoted["bytes_promoted_used"] == promoted["bytes_promoted"] > 0
+    assert promoted["promotion_seconds"] > 0
     rig.check_clean()
 
 

@@ -34,7 +34,7 @@ def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(
         held.append(after)
     assert held[:5] == sorted(set(held[:5])), "each turn holds more than the one before"
     assert held[5] == 0
-    assert rig.count("pins_handed_over") == 4
+    assert rig.count("pins_ended_returned") == 4
     rig.check_clean()
 
 
@@ -46,7 +46,7 @@ def test_a_pin_ends_when_its_time_is_up(make_engine: MakeEngine) -> None:
     rig.now += 2.1
     rig.ask("tick", text(1, seed=2), max_tokens=1)
 
-    assert rig.count("pins_expired") == 1
+    assert rig.count("pins_ended_expired") == 1
     rig.check_clean()
 
 
@@ -95,7 +95,7 @@ def test_a_running_request_takes_from_pins_before_it_preempts(make_engine: MakeE
 
     assert rig.outputs["grows"] == expected(text(60, seed=50), 300)
     assert rig.outputs["late"] == expected(text(100, seed=51), 100)
-    assert rig.count("pins_released") > 0
+    assert rig.count("pins_ended_pressure") > 0
     assert rig.preemptions("grows") == 0
 
 
@@ -104,7 +104,7 @@ def test_no_more_pins_go_than_a_running_request_needs(make_engine: MakeEngine) -
     for i in range(3):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
     assert rig.ask("grows", text(60, seed=50), max_tokens=300)
-    assert rig.count("pins_released") > 0
+    assert rig.count("pins_ended_pressure") > 0
     assert len(rig.pins) > 0
 
 
