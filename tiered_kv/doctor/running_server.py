@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from tiered_kv.metrics import COUNTERS
 
+from .cold_memory import ColdPages, check_cold_pages
 from .finding import Finding, fail, ok, warn
 from .metrics_page import UnreachableError, base_of, fetch, totals
 
@@ -16,7 +17,7 @@ REQUESTS = "vllm:request_success_total"
 FAILURES: Mapping[str, str] = {
     "save_failures": "See the server's log for the failed copies.",
     "restore_failures": "See the server's log for the failed copies.",
-    "compression_failures": "See the server's log for the pages.",
+    "compression_failures": "See the server's log for the pages. TIERED_KV_CODEC=raw keeps others.",
     "demotion_failures": "Look at the disk: tiered-kv doctor beside the server does.",
     "promotion_failures": "Look at the disk: tiered-kv store verify reads every page.",
     "ssd_pages_bad": "Look at the disk: tiered-kv store verify reads every page.",
@@ -66,6 +67,9 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
         return
     yield _work(found)
     yield _tiers(found)
+    cold = _cold_pages(found)
+    if cold.slots:
+        yield check_cold_pages(cold)
     counts = {name: _count(found, name) for name in FAILURES if name in COUNTERS}
     for name, count in counts.items():
         if count:
@@ -90,15 +94,15 @@ def _work(found: Mapping[str, float]) -> Finding:
         f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} was "
         "computed"
     )
-    if found.get(f"{PREFIX}cpu_slots", 0.0) and not _count(found, "pages_saved"):
+    if _gauge(found, "cpu_slots") and not _count(found, "pages_saved"):
         advice = "See the server's log: turns shorter than a block of KV have nothing to save."
         return warn("connector", f"{words}; no page was saved", advice)
     return ok("connector", words)
 
 
 def _tiers(found: Mapping[str, float]) -> Finding:
-    slots = found.get(f"{PREFIX}cpu_slots", 0.0)
-    pages, below = (found.get(f"{PREFIX}{name}", 0.0) for name in ("cpu_pages", "ssd_pages"))
+    slots = _gauge(found, "cpu_slots")
+    pages, below = (_gauge(found, name) for name in ("cpu_pages", "ssd_pages"))
     if not slots:
         advice = "Set TIERED_KV_CPU_GIB, unless pins alone are meant."
         return warn("tiers", "CPU memory is off", advice)
@@ -106,5 +110,22 @@ def _tiers(found: Mapping[str, float]) -> Finding:
     return ok("tiers", words)
 
 
+def _cold_pages(found: Mapping[str, float]) -> ColdPages:
+    return ColdPages(
+        pages=_gauge(found, "cpu_pages"),
+        slots=_gauge(found, "cpu_slots"),
+        cold=_gauge(found, "cpu_pages_compressed"),
+        cold_slots=_gauge(found, "cpu_slots_compressed"),
+        compressed=_count(found, "pages_compressed"),
+        evicted=_count(found, "pages_evicted"),
+        encoding_s=_count(found, "compression_ms") / 1e3,
+        decoding_s=_count(found, "decompression_ms") / 1e3,
+    )
+
+
 def _count(found: Mapping[str, float], name: str) -> float:
     return found.get(f"{PREFIX}{name}_total", 0.0)
+
+
+def _gauge(found: Mapping[str, float], name: str) -> float:
+    return found.get(f"{PREFIX}{name}", 0.0)
