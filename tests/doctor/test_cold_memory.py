@@ -115,7 +115,7 @@ def test_full_memory_without_compression_is_asked_about() -> None:
 
 def asked(**values: float) -> dict[str, Finding]:
     """Findings about a server that counts so."""
-    page = metrics(turns=4, pages_saved=9, **values)
+    page = metrics(10, turns=4, pages_saved=9, **values)
     with serve({"/health": text(""), "/metrics": text(page)}) as url:
         return by_check(check_server(url))
 
