@@ -19,7 +19,7 @@ machine."""
 
 
 def verify(unit: Path) -> str:
-    """What ``systemd-analyze verify`` says of a unit; empty if all is well."""
+    """Complaints of ``systemd-analyze verify`` about a unit; empty if all is well."""
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("systemd is not installed")

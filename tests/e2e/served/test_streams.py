@@ -106,7 +106,7 @@ def test_openai_s_client_reads_it_beside_the_rest(server: VllmServer) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(client: httpx.Client, server: VllmServer) -> None:
-    """What listens to an answer passes on that its client has left."""
+    """The listener to an answer passes on that its client has left."""
     body = {"model": MODEL_NAME, "prompt": [7] * 200, "max_tokens": 1500, "ignore_eos": True}
     turns = count(client, "turns")
     with (
