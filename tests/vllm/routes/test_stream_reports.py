@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Sequence
@@ -13,6 +14,8 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from starlette.responses import StreamingResponse
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
 from tiered_kv.connectors.vllm.routes.stream_reports import listen
@@ -185,6 +188,16 @@ def test_only_what_the_connector_says_is_passed_on() -> None:
     got, _ = answer(CHAT, [chunk("", "stop")], [params])
     said = json.loads(got[0].removeprefix("data: "))
     assert said["kv_transfer_params"] == SAID["kv_transfer_params"]
+
+
+def test_vllm_tells_the_report_with_the_outputs_of_its_engine_client() -> None:
+    assert inspect.isasyncgenfunction(AsyncLLM.generate)
+    assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
+    client: Any = object.__new__(AsyncLLM)
+    listen(client)
+    assert client.generate is not AsyncLLM.generate
+    outputs = client.generate("prompt", None, "id")
+    assert outputs.ag_code is AsyncLLM.generate.__code__, "outside of a request nothing changes"
 
 
 def test_other_requests_are_not_listened_to() -> None:
