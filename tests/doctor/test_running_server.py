@@ -34,7 +34,7 @@ def asked(page: str) -> dict[str, Finding]:
 def test_a_server_at_work_is_well() -> None:
     found = asked(metrics(**BUSY))
     assert verdicts(found.values()) == dict.fromkeys(
-        ("server", "connector", "tiers", "failures"), "ok"
+        ("server", "connector", "tiers", "cold pages", "failures"), "ok"
     )
     assert "50% was in VRAM, 30% came from CPU memory, 20% was computed" in found["connector"].seen
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")

@@ -11,6 +11,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.cli.test_documented_commands import BLOCK, DOCUMENTS
+from tests.deploy.unit import FOLDER, STATE, command, environment
 from tiered_kv.config import load_config
 
 cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")  # elsewhere in others
@@ -26,11 +27,25 @@ def servers() -> list[str]:
     return found
 
 
+def deployed() -> list[str]:
+    """Blocks that begin a server as ``deploy/`` has it: the service, and the container."""
+    variables = [f"{name}={value}" for name, value in environment().items()]
+    _, *words = command()
+    said = (FOLDER / "Containerfile").read_text().partition("FROM ")[0]
+    lines = said.replace("\\\n#", " ").splitlines()
+    (run,) = (line for line in lines if line.startswith("#   docker run "))
+    settings, _, server = run.partition(" tiered-kv ")
+    return [
+        "\n".join((*variables, shlex.join(["vllm", *words]))),
+        f"{settings}\nvllm serve {server}",
+    ]
+
+
 def test_there_are_servers_in_the_documents() -> None:
     assert servers()
 
 
-@pytest.mark.parametrize("block", servers())
+@pytest.mark.parametrize("block", [*servers(), *deployed()])
 def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: Path) -> None:
     line = next(line for line in block.split("\n") if line.startswith("vllm serve "))
     parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(line)[2:])
@@ -41,5 +56,7 @@ def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: 
     if isinstance(parsed.scheduler_cls, str):
         module, _, name = parsed.scheduler_cls.rpartition(".")
         assert hasattr(importlib.import_module(module), name)
-    here = block.replace("/nvme", str(tmp_path))
+    here = block
+    for folder in ("/nvme", "=/pages", STATE):
+        here = here.replace(folder, folder.partition("/")[0] + str(tmp_path))
     load_config(dict(one.split("=", 1) for one in SETTINGS.findall(here)))

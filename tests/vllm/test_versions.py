@@ -26,6 +26,7 @@ CONTRACT = [
     "vllm/test_kv_reach.py",
     "vllm/routes/test_core_method.py",
     "vllm/routes/test_endpoints.py",
+    "vllm/routes/test_stream_reports.py",
     "testing/vllm/test_group_rigs.py",
 ]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from tiered_kv.machine.affinity import usable_cores
 from tiered_kv.machine.memory import system_memory
 
+from .cold_memory import check_spare_cores
 from .examination import BESIDE
 from .finding import Finding
 from .installation import check_installation
@@ -35,18 +36,20 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
     yield "settings", check_variables(env)
     yield "LMCache's settings", check_lmcache(env, max(1, count_gpus(env)))
     config = read_settings(env)
+    gpus, usable = count_gpus(env), usable_cores()
     total, available = system_memory()
     yield "PYTHONHASHSEED", [check_hash_seed(env, config)]
     yield (
         "cores and memory",
         check_resources(
             config,
-            gpus=count_gpus(env),
-            usable=usable_cores(),
+            gpus=gpus,
+            usable=usable,
             memory=(total, total if beside else available),
             locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         ),
     )
+    yield "compression", [check_spare_cores(config, env, gpus, usable)]
     yield "SSD", check_ssd(config)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS
 
+from .cold_memory import ColdPages, check_cold_pages
 from .finding import Finding, fail, ok, warn
 from .metrics_page import UnreachableError, base_of, events, fetch, totals
 
@@ -16,7 +17,7 @@ REQUESTS = "vllm:request_success_total"
 FAILURES: Mapping[str, str] = {
     "save_failures": "See the server's log for the failed copies.",
     "restore_failures": "See the server's log for the failed copies.",
-    "compression_failures": "See the server's log for the pages.",
+    "compression_failures": "See the server's log for the pages. TIERED_KV_CODEC=raw keeps others.",
     "demotion_failures": "Look at the disk: tiered-kv doctor beside the server does.",
     "promotion_failures": "Look at the disk: tiered-kv store verify reads every page.",
     "ssd_pages_bad": "Look at the disk: tiered-kv store verify reads every page.",
@@ -67,6 +68,9 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
         return
     yield _work(found)
     yield _tiers(found)
+    cold = _cold_pages(found)
+    if cold.slots:
+        yield check_cold_pages(cold)
     counts = {name: _count(found, name) for name in FAILURES if name in COUNTERS}
     for name, count in counts.items():
         if count:
@@ -105,6 +109,19 @@ def _tiers(found: Mapping[str, float]) -> Finding:
         return warn("tiers", "CPU memory is off", advice)
     words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
     return ok("tiers", words)
+
+
+def _cold_pages(found: Mapping[str, float]) -> ColdPages:
+    return ColdPages(
+        pages=_gauge(found, "cpu_pages"),
+        slots=_gauge(found, "cpu_slots"),
+        cold=_gauge(found, "cpu_pages_compressed"),
+        cold_slots=_gauge(found, "cpu_slots_compressed"),
+        compressed=_count(found, "pages_compressed"),
+        evicted=_count(found, "pages_evicted"),
+        encoding_s=_count(found, "compression_seconds"),
+        decoding_s=_count(found, "decompression_seconds"),
+    )
 
 
 def _count(found: Mapping[str, float], name: str) -> float:

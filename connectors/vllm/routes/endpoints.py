@@ -1,6 +1,7 @@
 """The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``.
 
-vLLM loads it only if ``VLLM_PLUGINS`` names it. It adds the middleware of job hints as well.
+vLLM loads it only if ``VLLM_PLUGINS`` names it. It adds the middleware of job hints as well, and
+reports in streamed answers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .access import Access
 from .engine_calls import EngineCalls
 from .queries import Cursor, read_nothing, read_page
 from .refusals import Refusal
+from .stream_reports import ReportMiddleware, listen
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +78,11 @@ class TieredEndpoints:
             app.add_api_route(path, self._guarded(answer), methods=["GET"], include_in_schema=False)
         if MIDDLEWARE not in app.state.args.middleware:
             app.add_middleware(JobMiddleware)
+        app.add_middleware(ReportMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Take the way to the engine, and the rule of who may ask."""
+        """Take the way to the engine, and the rule of who may ask; listen to its answers."""
+        listen(engine_client)
         self._engines = EngineCalls(engine_client)
         self._access = Access.of(os.environ, args)
         if self._access.token is not None:

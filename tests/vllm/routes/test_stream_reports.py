@@ -1,0 +1,234 @@
+"""Reports in streamed answers: in the last event, at once, and in nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from httpx import ASGITransport, AsyncClient
+from starlette.responses import StreamingResponse
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
+from tiered_kv.connectors.vllm.routes.stream_reports import listen
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+OURS = {"prompt_tokens": 90, "vram_tokens": 64, "cpu_tokens": 0, "recomputed_tokens": 26}
+SAID = {"kv_transfer_params": {"tiered_kv": OURS}}
+TRAP = '"finish_reason":"stop"},"kv_transfer_params":{}'
+
+
+def chunk(text: str, finish: str | None = None) -> str:
+    """A chunk as vLLM writes it."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    return f"data: {json.dumps({'id': 'x', 'choices': [choice]}, separators=(',', ':'))}\n\n"
+
+
+def event(name: str, **said: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **said}, separators=(',', ':'))}\n\n"
+
+
+class Engine:
+    """An engine client whose requests say what a test tells, one output for each event.
+
+    Attributes:
+        closed: True once the outputs of a request were closed before their end.
+    """
+
+    def __init__(self, reports: Sequence[Any]) -> None:
+        self._reports = reports
+        self.closed = False
+
+    async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+        try:
+            for params in self._reports:
+                await asyncio.sleep(0)
+                yield SimpleNamespace(kv_transfer_params=params)
+        except GeneratorExit:
+            self.closed = True
+            raise
+
+
+def answer(
+    path: str, events: Sequence[str], reports: Sequence[Any], prompts: int = 1
+) -> tuple[list[str], list[int]]:
+    """Events as a client gets them, and how many had been made by the time that each was sent."""
+    engine: Any = Engine(reports)
+    app = FastAPI()
+    app.state.args = Namespace(middleware=[], host="127.0.0.1")
+    plugin = TieredEndpoints()
+    plugin.attach_router(app)
+    made = 0
+
+    @app.post(path)
+    async def ask() -> StreamingResponse:
+        first, *_ = [engine.generate("prompt") for _ in range(prompts)]
+
+        async def stream() -> AsyncGenerator[str, None]:
+            nonlocal made
+            at = 0
+            async for _ in first:
+                made += 1
+                yield events[at]
+                at += 1
+            for rest in events[at:]:
+                made += 1
+                yield rest
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    got, when = list[str](), list[int]()
+
+    body = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in body:
+            return message
+        return await asyncio.Future()  # the client stays
+
+    async def send(message: Any) -> None:
+        if body := message.get("body"):
+            got.append(body.decode())
+            when.append(made)
+
+    async def run() -> None:
+        await plugin.init_state(engine, app.state, app.state.args)
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1",
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+            "state": {},
+        }
+        await app(scope, receive, send)
+
+    asyncio.run(run())
+    return got, when
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_last_chunk_of_an_answer_has_the_report(path: str) -> None:
+    events = [chunk("a"), chunk(TRAP), chunk("", "stop"), "data: [DONE]\n\n"]
+    got, when = answer(path, events, [None, None, SAID["kv_transfer_params"]])
+    assert [got[0], got[1], got[3]] == [events[0], events[1], events[3]]
+    last = json.loads(got[2].removeprefix("data: "))
+    assert last == {**json.loads(events[2].removeprefix("data: ")), **SAID}
+    assert got[2].endswith("}\n\n")
+    assert when == [1, 2, 3, 4], "each goes on before the next is made"
+
+
+def test_messages_have_it_in_the_event_that_tells_why_they_end() -> None:
+    text = event("content_block_delta", delta={"text": TRAP.replace("finish", "stop")})
+    end = event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 2})
+    events = [event("message_start"), text, end, event("message_stop")]
+    got, _ = answer(MESSAGES, events, [None, SAID["kv_transfer_params"]])
+    assert [got[0], got[1], got[3]] == [events[0], events[1], events[3]]
+    name, data, *rest = got[2].split("\n")
+    assert (name, rest) == ("event: message_delta", ["", ""])
+    said = json.loads(data.removeprefix("data: "))
+    assert said["kv_transfer_params"] == SAID["kv_transfer_params"]
+    assert said["usage"] == {"output_tokens": 2}
+
+
+def test_text_that_looks_like_an_end_is_no_end() -> None:
+    """The last tokens may come before the chunk that ends the answer."""
+    events = [chunk(TRAP), chunk(TRAP, "stop"), "data: [DONE]\n\n"]
+    got, _ = answer(CHAT, events, [SAID["kv_transfer_params"]])
+    assert got[0] == events[0]
+    said = json.loads(got[1].removeprefix("data: "))
+    assert said["kv_transfer_params"] == SAID["kv_transfer_params"]
+    assert said["choices"][0]["delta"]["content"] == TRAP
+
+
+@pytest.mark.parametrize(
+    "reports", [[None, None], [None, {}], [None, {"remote_block_ids": [1]}]], ids=str
+)
+def test_an_answer_without_a_report_is_left_as_it_is(reports: list[Any]) -> None:
+    events = [chunk("a"), chunk("", "stop"), "data: [DONE]\n\n"]
+    assert answer(CHAT, events, reports)[0] == events
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        chunk("", "stop").replace("data: ", "data:"),
+        chunk("", "stop").replace("\n\n", "\r\n\r\n"),
+        chunk("", "stop") + chunk("", "stop"),
+        chunk("", "stop").replace("}\n\n", ',"kv_transfer_params":null}\n\n'),
+        ": keep-alive\n\n",
+        'data: {"error":{"message":"no"}}\n\n',
+    ],
+)
+def test_an_event_of_another_form_is_left_as_it_is(last: str) -> None:
+    assert answer(CHAT, [last], [SAID["kv_transfer_params"]])[0] == [last]
+
+
+def test_several_prompts_in_one_request_are_not_told_apart() -> None:
+    events = [chunk("", "stop"), "data: [DONE]\n\n"]
+    assert answer(COMPLETIONS, events, [SAID["kv_transfer_params"]], prompts=2)[0] == events
+
+
+def test_only_what_the_connector_says_is_passed_on() -> None:
+    params = {**SAID["kv_transfer_params"], "remote_host": "10.0.0.1"}
+    got, _ = answer(CHAT, [chunk("", "stop")], [params])
+    said = json.loads(got[0].removeprefix("data: "))
+    assert said["kv_transfer_params"] == SAID["kv_transfer_params"]
+
+
+def test_vllm_tells_the_report_with_the_outputs_of_its_engine_client() -> None:
+    assert inspect.isasyncgenfunction(AsyncLLM.generate)
+    assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
+    client: Any = object.__new__(AsyncLLM)
+    listen(client)
+    assert client.generate is not AsyncLLM.generate
+    outputs = client.generate("prompt", None, "id")
+    assert outputs.ag_code is AsyncLLM.generate.__code__, "outside of a request nothing changes"
+
+
+def test_other_requests_are_not_listened_to() -> None:
+    engine: Any = Engine([SAID["kv_transfer_params"]])
+    listen(engine)
+    listen(engine)
+    assert engine.generate().ag_code is Engine.generate.__code__
+    listen(None)
+    listen(object())
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    engine: Any = Engine([None, None, None])
+    app = FastAPI()
+    app.state.args = Namespace(middleware=[], host="127.0.0.1")
+    plugin = TieredEndpoints()
+    plugin.attach_router(app)
+    wrapped = list[str]()
+
+    @app.post(CHAT)
+    async def ask() -> dict[str, Any]:
+        outputs = engine.generate("prompt")
+        wrapped.append(outputs.ag_code.co_name)
+        await anext(outputs)
+        await outputs.aclose()
+        return {"closed": engine.closed}
+
+    async def run() -> None:
+        await plugin.init_state(engine, app.state, app.state.args)
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+            assert (await client.post(CHAT, json={})).json() == {"closed": True}
+
+    asyncio.run(run())
+    assert wrapped == ["_listen"], "the outputs that were listened to were closed"
