@@ -128,8 +128,8 @@ def test_a_running_server_is_read_by_the_names_of_its_metrics() -> None:
         cpu_slots_compressed=600,
         pages_compressed=5000,
         pages_evicted=40,
-        compression_ms=12_500,
-        decompression_ms=3_000,
+        compression_seconds=12.5,
+        decompression_seconds=3,
         compression_failures=2,
     )
     assert found[PAGES_CHECK] == check_cold_pages(FULL)

@@ -1,4 +1,4 @@
-"""What a run of a real server leaves behind."""
+"""Traces that runs of a real server leave behind."""
 
 from __future__ import annotations
 
