@@ -37,6 +37,7 @@ from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 from .placement import KvPlacement
 from .policy_state import PolicyUpkeep
 from .prefetch_queue import PrefetchQueue
+from .recent_decisions import RecentDecisions
 from .tools import ToolCalls
 from .turn_log import TurnLog
 
@@ -66,6 +67,7 @@ class GapManager:
         jobs: the jobs that have been seen.
         open: their open gaps.
         prefetch: contexts in the tiers below that are to come up in time.
+        decided: what was decided of late, for good.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class GapManager:
         self.jobs = JobTable()
         self.open = gaps
         self.prefetch = PrefetchQueue()
+        self.decided = RecentDecisions()
         self._facts = facts
         self._lineage = lineage
         self._placement = placement
@@ -181,7 +184,7 @@ class GapManager:
             if away:
                 gap.pinned = self._act(job, turn, gap)
                 if not gap.unread:
-                    self._placement.settle(gap)
+                    self._settle(gap)
             self._follow_up(job, turn, end, pages)
         return gap
 
@@ -265,7 +268,11 @@ class GapManager:
             else:
                 self._release(gap.end.job, PinEnd.REVISED)
                 self._send_down(gap)
-            self._placement.settle(gap)
+            self._settle(gap)
+
+    def _settle(self, gap: OpenGap) -> None:
+        self._placement.settle(gap)
+        self.decided.add(gap.decision, self._clock())
 
     def poll(self) -> None:
         """See to what need not be looked at in every step."""
