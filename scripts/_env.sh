@@ -98,6 +98,30 @@ install_older_vllm() {
   done
 }
 
+# Programs that some tests run, from Debian's packages. Those tests skip where they are missing.
+debian_tools=(
+  tmux # drives tiered-kv top
+)
+install_debian_tools() {
+  local package missing=() log
+  command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]] || return 0
+  for package in "${debian_tools[@]}"; do
+    dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' \
+      || missing+=("$package")
+  done
+  ((${#missing[@]})) || return 0
+  say "Installing ${missing[*]} for the tests"
+  log="$(mktemp)"
+  if ! { apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+    apt-get -qq install -y --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
+    say "could not install them, so their tests skip: $(tail -n 1 "$log")"
+  fi
+  rm -f "$log"
+  for package in "${missing[@]}"; do # a package may have started a service of its name
+    systemctl disable --now --quiet "$package" >/dev/null 2>&1 || true
+  done
+}
+
 # Only what vLLM's environment does not have. The tools get the versions of the lock; what vLLM
 # itself uses stays as it is.
 install_over_system() {

@@ -54,8 +54,8 @@ def test_a_long_one_is_read_on_where_the_look_before_ended() -> None:
     for _ in range(2):
         sweep.go_on()
     assert server.asked == FIRST_PAGES + 2, "a page each"
-    assert sweep.whole
     assert numbers(sweep.jobs()) == list(range(1, 10 * FIRST_PAGES + 16))
+    assert [sweep.whole] == [True]
 
 
 def test_jobs_that_come_and_go_are_seen_within_a_round() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -134,7 +134,7 @@ class EngineReading:
     jobs: JobCounts
     transfers: Mapping[str, Transfer]
     decided: Decided
-    counters: Mapping[str, int]
+    counters: Mapping[str, float]
 
 
 class State(Enum):
@@ -197,11 +197,10 @@ def add_up(engines: Sequence[EngineReading]) -> EngineReading:
     """Several engines as one. There is at least one."""
     if len(engines) == 1:
         return engines[0]
-    kinds, counters = Counter[Kind](), Counter[str]()
+    kinds = Counter[Kind]()
     transfers, below = dict[str, Transfer](), dict[str, LowerReading]()
     for one in engines:
         kinds.update(one.decided.counts)
-        counters.update(one.counters)
         for name, more in one.transfers.items():
             had = transfers.get(name, Transfer(0, 0))
             transfers[name] = Transfer(had.orders + more.orders, had.pages + more.pages)
@@ -241,8 +240,17 @@ def add_up(engines: Sequence[EngineReading]) -> EngineReading:
         ),
         transfers=transfers,
         decided=Decided(min(begins, default=None), kinds),
-        counters=counters,
+        counters=summed(one.counters for one in engines),
     )
+
+
+def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Counters added up by name."""
+    found = dict[str, float]()
+    for part in parts:
+        for name, amount in part.items():
+            found[name] = found.get(name, 0) + amount
+    return found
 
 
 def _both(one: LowerReading, other: LowerReading) -> LowerReading:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .readings import EngineReading, JobReading, add_up
+from .readings import EngineReading, JobReading, add_up, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +13,7 @@ class Growth:
     """Growth of an engine's counters over a time, seconds."""
 
     over_s: float
-    counters: Mapping[str, int]
+    counters: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,5 @@ class Snapshot:
 def _together(growths: Sequence[Growth]) -> Growth | None:
     if not growths:
         return None
-    counters = Counter[str]()
-    for one in growths:
-        counters.update(one.counters)
-    return Growth(max(one.over_s for one in growths), counters)
+    over_s = max(one.over_s for one in growths)
+    return Growth(over_s, summed(one.counters for one in growths))

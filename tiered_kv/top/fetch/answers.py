@@ -125,7 +125,7 @@ def _engine(found: Any) -> EngineReading:
             for kind, one in _part(said, "transfers").items()
         },
         decided=_decided(_part(said, "decisions")),
-        counters={name: _int(_part(said, "counters"), name) for name in _part(said, "counters")},
+        counters=_numbers(_part(said, "counters")),
     )
 
 
@@ -242,6 +242,10 @@ def _number(said: Object, name: str) -> float:
     if isinstance(found, float):
         raise AnswerError(f"{name} is no number")
     return float(_int(said, name))
+
+
+def _numbers(said: Object) -> dict[str, float]:
+    return {name: _number(said, name) for name in said}
 
 
 def _moment(said: Object, name: str) -> float | None:

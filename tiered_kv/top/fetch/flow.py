@@ -16,7 +16,7 @@ class Flow:
     """The readings of one engine in the last minute. One thread."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, Mapping[str, int]]] = deque()
+        self._seen: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def add(self, reading: EngineReading) -> Growth | None:
         """Take in a reading; returns the growth since the oldest one, None if there is no other."""

@@ -130,7 +130,7 @@ def _counts(engine: EngineReading, canvas: Canvas) -> Text:
 def _failures(engine: EngineReading) -> list[Text]:
     """A line with the failures, if there were any."""
     found = {name: engine.counters.get(name, 0) for name in FAILURES}
-    words = ", ".join(f"{name} {times:,}" for name, times in found.items() if times)
+    words = ", ".join(f"{name} {times:,.0f}" for name, times in found.items() if times)
     return [line((f"{words}: see tiered-kv doctor URL", "red"))] if words else []
 
 

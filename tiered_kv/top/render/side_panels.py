@@ -74,7 +74,7 @@ def panel_lines(snapshot: Snapshot, engine: EngineReading) -> list[Text]:
     ]
 
 
-def sources(counters: Mapping[str, int]) -> Mapping[str, int]:
+def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
     """Tokens of prompts by the tier that their KV came from."""
     ssd = counters.get("prompt_tokens_ssd", 0)
     return {
@@ -85,7 +85,7 @@ def sources(counters: Mapping[str, int]) -> Mapping[str, int]:
     }
 
 
-def _prompt_tokens(counters: Mapping[str, int]) -> int:
+def _prompt_tokens(counters: Mapping[str, float]) -> float:
     return sum(sources(counters).values())
 
 
@@ -106,7 +106,7 @@ def _prompts(snapshot: Snapshot, engine: EngineReading) -> Table:
         recent = percent(late.get(name, 0), sum(late.values()))
         table.add_row(name, recent, percent(tokens, sum(ever.values())))
     whole = sum(late.values()) if grown is not None else None
-    table.add_row("tokens", NONE if whole is None else f"{whole:,}", f"{sum(ever.values()):,}")
+    table.add_row("tokens", NONE if whole is None else f"{whole:,.0f}", f"{sum(ever.values()):,.0f}")
     return table
 
 
