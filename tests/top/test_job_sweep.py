@@ -48,14 +48,14 @@ def test_a_short_list_is_whole_after_one_look() -> None:
 def test_a_long_one_is_read_on_where_the_look_before_ended() -> None:
     server = Server(*range(1, 10 * FIRST_PAGES + 16))
     sweep = JobSweep(server.page)
-    sweep.go_on()
-    assert server.asked == FIRST_PAGES
-    assert not sweep.whole
-    for _ in range(2):
+    whole, asked = list[bool](), list[int]()
+    for _ in range(3):
         sweep.go_on()
-    assert server.asked == FIRST_PAGES + 2, "a page each"
+        whole.append(sweep.whole)
+        asked.append(server.asked)
+    assert whole == [False, False, True]
+    assert asked == [FIRST_PAGES, FIRST_PAGES + 1, FIRST_PAGES + 2], "a page each"
     assert numbers(sweep.jobs()) == list(range(1, 10 * FIRST_PAGES + 16))
-    assert [sweep.whole] == [True]
 
 
 def test_jobs_that_come_and_go_are_seen_within_a_round() -> None:
