@@ -51,7 +51,7 @@ class Engines:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, *rigs: Rig) -> Answers:
-    """What the routes say now: the status, and all pages of jobs."""
+    """Record the status and all pages of jobs, as they are now."""
     _, ask = serve(monkeypatch, Engines(*rigs))
     found, after = dict[str, Answer](), "0.0"
     paths = ["/tiered_kv/status"]

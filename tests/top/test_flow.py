@@ -1,4 +1,4 @@
-"""What counters have grown by is over the last minute, and begins anew with the server."""
+"""Growth of counters is over the last minute, and begins anew with the server."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.top.made import (
     snapshot,
 )
 from tiered_kv.top.fetch.safe_text import harmless
-from tiered_kv.top.job_order import JobOrder
+from tiered_kv.top.job_sorting import JobOrder
 from tiered_kv.top.readings import Place, State
 from tiered_kv.top.render.screen import ONCE_ROWS
 from tiered_kv.top.view import View

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.top.made import engine, job, snapshot
-from tiered_kv.top.job_order import JobOrder
+from tiered_kv.top.job_sorting import JobOrder
 from tiered_kv.top.view import Action, View
 
 TEN = snapshot(*(job(n) for n in range(10)))

@@ -1,4 +1,4 @@
-"""What real engines' routes say becomes a snapshot; what is no answer becomes a sentence."""
+"""Answers of real engines' routes become a snapshot; what is no answer becomes a sentence."""
 
 from __future__ import annotations
 

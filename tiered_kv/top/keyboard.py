@@ -9,7 +9,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .job_order import JobOrder
+from .job_sorting import JobOrder
 from .view import SORT_KEYS, Action
 
 KEYS: dict[bytes, Action | JobOrder] = {
@@ -36,7 +36,7 @@ KEYS: dict[bytes, Action | JobOrder] = {
     b"e": Action.NEXT_ENGINE,
     **{key.encode(): order for key, order in SORT_KEYS.items()},
 }
-"""What keys do, by what terminals send for them."""
+"""Actions of keys, by what terminals send for them."""
 
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]|\x1b(?!$|[\[O])", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
@@ -56,7 +56,7 @@ class Keyboard:
         self._begun = b""
 
     def read(self) -> Iterator[Action | JobOrder]:
-        """What the keys do that were typed; the end of the terminal quits. There must be
+        """Read the actions of the keys that were typed; the end of the terminal quits. There must be
         something to read."""
         try:
             typed = os.read(self.fd, 4096)

@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from rich.console import Console
 from rich.live import Live
 
-from .job_order import JobOrder
+from tiered_kv.top.render.screen import frame, rows_of
+from tiered_kv.top.render.wording import Canvas
+
+from .job_sorting import JobOrder
 from .keyboard import Keyboard, each_key_at_once
-from .render.screen import frame, rows_of
-from .render.wording import Canvas
 from .snapshot import Snapshot
 from .view import Action, View
 from .wakeups import NEWS, Wakeups, wakeups

@@ -187,7 +187,7 @@ class JobReading:
 
     @property
     def expected_at(self) -> float | None:
-        """When its next turn comes as likely as not; None if nobody can tell."""
+        """Time by which its next turn comes as likely as not; None if nobody can tell."""
         if self.state is not State.WAITING or self.since is None or self.q50_s is None:
             return None
         return self.since + self.q50_s

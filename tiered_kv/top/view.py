@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from .job_order import JobOrder
+from .job_sorting import JobOrder
 from .snapshot import Snapshot
 
 

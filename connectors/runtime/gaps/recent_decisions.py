@@ -44,5 +44,5 @@ class RecentDecisions:
         return self._last[0][0] if self._last else None
 
     def counts(self) -> Iterator[tuple[Kind, int]]:
-        """How often each kind was decided, the most frequent first."""
+        """Number of decisions of each kind, the most frequent first."""
         return ((kind, times) for kind, times in self._counts.most_common() if times)

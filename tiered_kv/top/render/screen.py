@@ -9,7 +9,7 @@ from rich.layout import Layout
 from rich.text import Text
 
 from tiered_kv.doctor.running_server import FAILURES
-from tiered_kv.top.job_order import in_order
+from tiered_kv.top.job_sorting import in_order
 from tiered_kv.top.readings import EngineReading
 from tiered_kv.top.snapshot import Snapshot
 from tiered_kv.top.view import SORT_KEYS, View

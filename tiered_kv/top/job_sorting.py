@@ -16,17 +16,17 @@ class JobOrder(Enum):
     """An order of jobs. The value is its name on the screen."""
 
     STATE = "state"
-    """Those that wait for something first, and of each state those that are next to change."""
+    """Jobs that wait for something first, and of each state those that are next to change."""
     CONTEXT = "context"
     """The longest contexts first."""
     UNTIL = "pin's end"
     """The pins that end first, then those without."""
     RETURN = "return"
-    """Those that are expected back first, then those that nobody can tell of."""
+    """Jobs that are expected back first, then those that nobody can tell of."""
     AGE = "age"
-    """In the order in which they were first seen."""
+    """Jobs that were seen first, first."""
     NAME = "name"
-    """By name."""
+    """Names in the order of their characters."""
 
 
 _KEYS: dict[JobOrder, Callable[[JobReading], Any]] = {
