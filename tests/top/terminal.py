@@ -116,6 +116,15 @@ class Terminal:
         return done.stdout
 
 
+def has_ended(pid: int) -> bool:
+    """True if the process is over, whether somebody has asked for its exit code or not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 @contextmanager
 def top_in(folder: Path, *arguments: str, width: int = 100, height: int = 24) -> Iterator[Terminal]:
     """``tiered-kv top`` in a terminal of that size."""

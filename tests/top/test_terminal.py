@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.top.recorded import Answer, Answers, RouteServer, busy_rig, record, refusal
-from tests.top.terminal import top_in
+from tests.top.terminal import LOOK_EVERY_S, PATIENCE_S, has_ended, top_in
+
+pytestmark = pytest.mark.slow
 
 STATUS, FIRST_PAGE = "/tiered_kv/status", "/tiered_kv/jobs?limit=1000&after=0.0"
 
@@ -109,3 +112,15 @@ def test_a_signal_leaves_the_terminal_as_it_was(answers: Answers, tmp_path: Path
         assert terminal.settings() != terminal.settings_before
         os.kill(terminal.pid, signal.SIGTERM)
         assert terminal.code() == 128 + signal.SIGTERM
+
+
+def test_a_terminal_that_is_closed_ends_the_command(answers: Answers, tmp_path: Path) -> None:
+    with RouteServer(answers).running() as server, top_in(tmp_path, server.url) as terminal:
+        terminal.wait_for_text("job, by state")
+        pid = terminal.pid
+        assert not has_ended(pid)
+        terminal.end()
+        deadline = time.monotonic() + PATIENCE_S
+        while not has_ended(pid):
+            assert time.monotonic() < deadline
+            time.sleep(LOOK_EVERY_S)

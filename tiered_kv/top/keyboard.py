@@ -56,8 +56,8 @@ class Keyboard:
         self._begun = b""
 
     def read(self) -> Iterator[Action | JobOrder]:
-        """Read the actions of the keys that were typed; the end of the terminal quits. There must be
-        something to read."""
+        """Read the actions of the keys that were typed; the end of the terminal quits. There must
+        be something to read."""
         try:
             typed = os.read(self.fd, 4096)
         except OSError:  # the terminal is gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -87,7 +88,10 @@ def live(first: Snapshot, look: Look, view: View, every_s: float, keys: int | No
     """
     with wakeups() as bell, looks(first, look, every_s, bell) as seen:
         while True:
-            view, ended_by = _shown(seen, view, bell, keys)
+            try:
+                view, ended_by = _shown(seen, view, bell, keys)
+            except (OSError, termios.error):  # nobody sees it: the terminal was closed
+                ended_by = signal.SIGHUP
             if ended_by != signal.SIGTSTP:
                 return 128 + ended_by if ended_by else 0
             os.kill(os.getpid(), signal.SIGSTOP)  # the terminal is as it was

@@ -105,8 +105,8 @@ def _prompts(snapshot: Snapshot, engine: EngineReading) -> Table:
     for name, tokens in ever.items():
         recent = percent(late.get(name, 0), sum(late.values()))
         table.add_row(name, recent, percent(tokens, sum(ever.values())))
-    whole = sum(late.values()) if grown is not None else None
-    table.add_row("tokens", NONE if whole is None else f"{whole:,.0f}", f"{sum(ever.values()):,.0f}")
+    recent = f"{sum(late.values()):,.0f}" if grown is not None else NONE
+    table.add_row("tokens", recent, f"{sum(ever.values()):,.0f}")
     return table
 
 
