@@ -101,6 +101,7 @@ install_older_vllm() {
 # Programs that some tests run, from Debian's packages. Those tests skip where they are missing.
 debian_tools=(
   prometheus # and promtool
+  tmux # drives tiered-kv top
 )
 install_debian_tools() {
   local package missing=() log

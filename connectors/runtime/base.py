@@ -129,6 +129,10 @@ class BlockPool(Protocol):
         """Blocks without a reference."""
         ...
 
+    def num_cached(self) -> int:
+        """Blocks that prompts can find, in use or not; those of the same KV count once."""
+        ...
+
     def hold(self, blocks: Sequence[Block]) -> None:
         """Take a reference on each."""
         ...

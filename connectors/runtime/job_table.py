@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
+from operator import attrgetter
 
 from tiered_kv.policies.base import Decision, JobKey
 
 MAX_JOBS = 65_536
 """Jobs remembered. Of more, the least recently heard of is forgotten: it never said it was over."""
+
+_NUMBER = attrgetter("number")
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class JobTable:
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[JobKey, Job] = OrderedDict()
-        self._numbers: dict[int, JobKey] = {}  # ascending
+        self._listed: list[Job] = []  # by number
         self._salted: dict[str, dict[JobKey, None]] = {}  # those with a salt, by name
         self._count = count(1)
 
@@ -94,14 +97,14 @@ class JobTable:
         return [self._jobs[key] for key in keys if key in self._jobs][:most]
 
     def after(self, number: int, most: int) -> list[Job]:
-        """The first jobs, at most so many, that were seen after the one with that number."""
-        numbers = list(self._numbers)
-        at = bisect_right(numbers, number)
-        return [self._jobs[self._numbers[one]] for one in numbers[at : at + most]]
+        """The first jobs, at most so many, that were seen after the one with that number. Takes no
+        longer where there are more."""
+        at = bisect_right(self._listed, number, key=_NUMBER)
+        return self._listed[at : at + most]
 
     def _enter(self, job: Job) -> Job:
         self._jobs[job.key] = job
-        self._numbers[job.number] = job.key
+        self._listed.append(job)
         if job.key.salt:
             self._salted.setdefault(job.key.name, {})[job.key] = None
         if len(self._jobs) > MAX_JOBS:
@@ -110,7 +113,7 @@ class JobTable:
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.key]
-        del self._numbers[job.number]
+        del self._listed[bisect_left(self._listed, job.number, key=_NUMBER)]
         if job.key.salt:
             named = self._salted[job.key.name]
             del named[job.key]

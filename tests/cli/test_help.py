@@ -31,7 +31,8 @@ def test_it_says_its_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["plan"], ["doctor"], ["store"], *(["store", name] for name in COMMANDS)]
+    "command",
+    [[], ["plan"], ["doctor"], ["top"], ["store"], *(["store", name] for name in COMMANDS)],
 )
 def test_help_is_written_for_people(command: list[str]) -> None:
     text = said(*command, "--help").replace("[ARGS]...", "[ARGS]")

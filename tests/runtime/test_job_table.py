@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tiered_kv.connectors.runtime import job_table as jobs
@@ -92,3 +94,16 @@ def test_a_turn_that_is_lost_does_not_run_for_ever() -> None:
     table.turn_lost(job, "r1")
     assert not job.running
     assert len(table) == 1
+
+
+def test_jobs_that_come_and_go_at_random_are_listed_in_the_order_in_which_they_came() -> None:
+    table, chance, alive = JobTable(), random.Random(29), list[jobs.Job]()
+    for at in range(2000):
+        if alive and chance.random() < 0.45:
+            over = alive.pop(chance.randrange(len(alive)))
+            table.turn_ended(over, next(iter(over.running)), over=True)
+        else:
+            alive.append(table.turn_arrived(JobKey("", f"job {at}"), f"r{at}", 0.0, blocks=1))
+        after, most = chance.randrange(at + 2), chance.randrange(1, 9)
+        assert table.after(after, most) == [job for job in alive if job.number > after][:most]
+    assert len(alive) > 100

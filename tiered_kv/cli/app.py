@@ -11,6 +11,7 @@ from . import bench_commands, store_commands, trace_commands
 from .doctor_command import doctor_command
 from .plan_command import plan_command
 from .terminal import Command
+from .top_command import top_command
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",
@@ -26,6 +27,9 @@ app.command(
 app.command(
     "doctor", cls=Command, short_help="Check a machine, its settings and a running server."
 )(doctor_command)
+app.command("top", cls=Command, short_help="Show a running server, live in the terminal.")(
+    top_command
+)
 app.add_typer(trace_commands.app, name="trace")
 bench_commands.add_to(app)
 

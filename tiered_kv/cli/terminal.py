@@ -24,7 +24,7 @@ from tiered_kv.storage.store.locks import StoreError
 
 BAD_INPUT = 2
 
-_FILE_WIDTH = 160
+FILE_WIDTH = 160
 """Width of tables written to a file or a pipe, in columns."""
 
 
@@ -74,7 +74,7 @@ def print_table(columns: Mapping[str, bool], rows: list[list[str]], title: str =
         table.add_column(name, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*map(escape, row))
-    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from http.client import HTTPException
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,28 @@ CONNECT_S, WHOLE_S = 5.0, 15.0
 
 class UnreachableError(Exception):
     """A page that does not come; the message says why."""
+
+
+class RefusedError(UnreachableError):
+    """A page that the server does not give.
+
+    Attributes:
+        status: status of HTTP.
+        said: text of the answer; empty if there was none.
+    """
+
+    def __init__(self, status: int, reason: str, said: str) -> None:
+        super().__init__(f"{status} {reason}")
+        self.status = status
+        self.said = said
+
+
+class Body(Protocol):
+    """The body of an answer."""
+
+    def read1(self, n: int, /) -> bytes:
+        """Read what is there, so many bytes at most; nothing at the end."""
+        ...
 
 
 def base_of(url: str) -> str:
@@ -39,30 +62,51 @@ def base_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def fetch(url: str, whole_s: float = WHOLE_S) -> str:
+def fetch(url: str, whole_s: float = WHOLE_S, token: str | None = None) -> str:
     """Fetch a page.
 
+    Args:
+        token: sent to this server, and to none that it sends on to.
+
     Raises:
+        RefusedError: the server refuses it.
         UnreachableError: it is not there, too long, or takes too long.
     """
     until = time.monotonic() + whole_s
-    pieces, length = [], 0
     try:
-        with urllib.request.urlopen(url, timeout=min(CONNECT_S, whole_s)) as answer:
-            while piece := answer.read1(1 << 16):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_BYTES:
-                    raise UnreachableError(f"more than {MAX_BYTES >> 20} MiB")
-                if time.monotonic() > until:
-                    raise UnreachableError(f"not whole after {whole_s:g} s")
+        request = urllib.request.Request(url)
+        if token is not None:  # in UTF-8, which http.client would not write
+            bearer = f"Bearer {token}".encode().decode("latin-1")
+            request.add_unredirected_header("Authorization", bearer)
+        with urllib.request.urlopen(request, timeout=min(CONNECT_S, whole_s)) as answer:
+            return _read(answer, until, whole_s)
     except urllib.error.HTTPError as error:
-        raise UnreachableError(f"{error.code} {error.reason}") from error
+        with error:
+            raise RefusedError(error.code, error.reason, _said(error, until, whole_s)) from error
     except urllib.error.URLError as error:
         raise UnreachableError(str(error.reason)) from error
     except (OSError, HTTPException, ValueError) as error:
         raise UnreachableError(str(error) or type(error).__name__) from error
+
+
+def _read(answer: Body, until: float, whole_s: float) -> str:
+    pieces, length = [], 0
+    while piece := answer.read1(1 << 16):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_BYTES:
+            raise UnreachableError(f"more than {MAX_BYTES >> 20} MiB")
+        if time.monotonic() > until:
+            raise UnreachableError(f"not whole after {whole_s:g} s")
     return b"".join(pieces).decode("utf-8", "replace")
+
+
+def _said(error: urllib.error.HTTPError, until: float, whole_s: float) -> str:
+    """Text of a refusal, as far as it comes."""
+    try:
+        return _read(error, until, whole_s)
+    except (UnreachableError, OSError, HTTPException, ValueError):
+        return ""
 
 
 def totals(page: str) -> Mapping[str, float]:

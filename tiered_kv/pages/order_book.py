@@ -79,6 +79,10 @@ class OrderBook:
         """Orders not yet reported by every rank."""
         return len(self._flights)
 
+    def orders(self) -> Iterator[Order]:
+        """The orders in flight, oldest first."""
+        return (flight.order for flight in self._flights.values())
+
     def saves_under_way(self) -> Iterator[SaveOrder]:
         """Saves in flight whose source blocks are still held, oldest first."""
         for flight in self._flights.values():

@@ -37,6 +37,7 @@ from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 from .placement import KvPlacement
 from .policy_state import PolicyUpkeep
 from .prefetch_queue import PrefetchQueue
+from .recent_decisions import RecentDecisions
 from .tools import ToolCalls
 from .turn_log import TurnLog
 
@@ -66,6 +67,7 @@ class GapManager:
         jobs: the jobs that have been seen.
         open: their open gaps.
         prefetch: contexts in the tiers below that are to come up in time.
+        decided: what was decided of late, for good.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class GapManager:
         self.jobs = JobTable()
         self.open = gaps
         self.prefetch = PrefetchQueue()
+        self.decided = RecentDecisions()
         self._facts = facts
         self._lineage = lineage
         self._placement = placement
@@ -270,12 +273,16 @@ class GapManager:
     def _settle(self, gap: OpenGap) -> None:
         """Take in that a gap was decided for good."""
         self._placement.settle(gap)
-        self._log.decided(gap)
+        self._tell(gap)
 
     def _gap_over(self, gap: OpenGap) -> None:
-        """Count what was decided of a gap that ended before its tool call was read."""
+        """Tell what was decided of a gap that ended before its tool call was read."""
         if gap.unread:
-            self._log.decided(gap)
+            self._tell(gap)
+
+    def _tell(self, gap: OpenGap) -> None:
+        self._log.decided(gap)
+        self.decided.add(gap.decision, self._clock())
 
     def poll(self) -> None:
         """See to what need not be looked at in every step."""

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import islice
 from typing import Any
 
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.orders import (
+    DemoteOrder,
+    LoadOrder,
+    LookupOrder,
+    Order,
+    PackOrder,
+    PromoteOrder,
+    SaveOrder,
+)
+
+from .moments import Moments
+
+MOST_ORDERS = 1_000
+"""Orders in flight that are told by their kinds: the oldest of more."""
+TRANSFERS: dict[type[Order], str] = {
+    SaveOrder: "save",
+    LoadOrder: "restore",
+    PackOrder: "compress",
+    DemoteOrder: "demote",
+    PromoteOrder: "promote",
+    LookupOrder: "look_up",
+}
+"""Names of the kinds of orders."""
 
 
 def status(half: SchedulerHalf) -> dict[str, Any]:
@@ -38,6 +63,8 @@ def status(half: SchedulerHalf) -> dict[str, Any]:
             "orders_in_flight": half.pages.book.in_flight,
             "prefetches": len(gaps.manager.prefetch),
         },
+        "transfers": _transfers(half),
+        "decisions": _decisions(half),
         "counters": half.stats.totals(),
         "gauges": half.stats.gauges(),
     }
@@ -49,6 +76,7 @@ def _vram(half: SchedulerHalf) -> dict[str, Any]:
         "tier": "vram",
         "blocks": facts.usable_blocks,
         "free_blocks": half.pool.num_free(),
+        "cached_blocks": half.pool.num_cached(),
         "pinned_blocks": half.admission.pins.held_blocks,
         "block_tokens": facts.block_size,
         "bytes": facts.usable_blocks * facts.slot_bytes * facts.ranks,
@@ -83,3 +111,31 @@ def _below(half: SchedulerHalf) -> list[dict[str, Any]]:
         }
         for tier, found in half.pages.tiers.totals().items()
     ]
+
+
+def _transfers(half: SchedulerHalf) -> dict[str, dict[str, int]]:
+    """Orders in flight and their pages, by kind."""
+    orders, pages = Counter[str](), Counter[str]()
+    for order in islice(half.pages.book.orders(), MOST_ORDERS):
+        kind = TRANSFERS[type(order)]
+        orders[kind] += 1
+        pages[kind] += len(order.slots if isinstance(order, LoadOrder) else order.keys)
+    return {kind: {"orders": orders[kind], "pages": pages[kind]} for kind in orders}
+
+
+def _decisions(half: SchedulerHalf) -> dict[str, Any]:
+    """The last decisions, by class and tier."""
+    decided = half.gaps.manager.decided
+    since = decided.since
+    return {
+        "last": len(decided),
+        "since": Moments(half.given).since_epoch(since) if since is not None else None,
+        "counts": [
+            {
+                "class": kind.gap_class.value if kind.gap_class is not None else None,
+                "tier": kind.tier.value,
+                "count": times,
+            }
+            for kind, times in decided.counts()
+        ],
+    }

@@ -84,6 +84,7 @@ class JobView:
             "turn": job.turns,
             "state": self._state(turns, gap).value,
             "began": self._moments.since_epoch(job.started_at),
+            "since": self._since(turns, gap),
             "context_tokens": _context_tokens(turns, gap),
             "kv": self._kv(job, turns, gap),
             "forecast": _forecast(gap, quantiles),
@@ -115,6 +116,11 @@ class JobView:
             return JobState.RUNNING
         held = turn.request_id in self._half.admission.gate.held
         return JobState.HELD if held else JobState.QUEUED
+
+    def _since(self, turns: Sequence[Turn], gap: OpenGap | None) -> float | None:
+        """When the job's gap began, or the first of its live turns came; None if it is silent."""
+        begins = [gap.since] if gap is not None else [turn.arrived_at for turn in turns]
+        return self._moments.since_epoch(min(begins)) if begins else None
 
     def _kv(self, job: Job, turns: Sequence[Turn], gap: OpenGap | None) -> dict[str, Any]:
         """Where a job's KV is, and until when."""

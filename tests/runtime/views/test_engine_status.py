@@ -34,6 +34,9 @@ def test_a_new_engine_has_everything_and_holds_nothing(make_rig: MakeRig) -> Non
     assert set(said["gauges"]) == {name for name in GAUGES if not name.startswith("ssd_")}
     assert not any(said["jobs"].values())
     assert not any(said["queues"].values())
+    assert said["transfers"] == {}
+    assert said["decisions"] == {"last": 0, "since": None, "counts": []}
+    assert tier(said, "vram")["cached_blocks"] == 0
 
 
 def test_without_cpu_memory_there_are_pins_alone(make_rig: MakeRig) -> None:
@@ -50,12 +53,15 @@ def test_a_job_between_two_turns_is_seen_in_every_tier(make_rig: MakeRig, tmp_pa
     assert said["pins"] == {"jobs": 1, "blocks": 20, "most_blocks": 127}
     assert tier(said, "vram")["pinned_blocks"] == 20
     assert tier(said, "vram")["free_blocks"] == 127 - 20
+    assert tier(said, "vram")["cached_blocks"] == 20
     assert tier(said, "cpu")["pages"] == len(rig.index) == 21
     assert tier(said, "cpu")["free_slots"] == 200 - 21
     assert said["jobs"] == {"known": 1, "begun": 0, "waiting": 1, "held": 0}
+    assert said["decisions"]["last"] == 0, "not before the tool call was read"
 
     reader(rig).says("t1", LONG)
     rig.step()
+    assert status(rig.half)["transfers"]["demote"] == {"orders": 1, "pages": 21}
     rig.wait_for_worker()
     rig.step()
     said = status(rig.half)
@@ -64,6 +70,11 @@ def test_a_job_between_two_turns_is_seen_in_every_tier(make_rig: MakeRig, tmp_pa
     assert ssd["pages"] == said["gauges"]["ssd_pages"] == 21
     assert ssd["bytes"] == 1 << 30
     assert said["queues"]["prefetches"] == 1
+    assert said["transfers"] == {}
+    decided = said["decisions"]
+    assert decided["counts"] == [{"class": "slow", "tier": "store", "count": 1}]
+    assert decided["last"] == 1
+    assert decided["since"] == pytest.approx(said["now"], abs=1)
 
 
 def test_counters_are_those_of_the_metrics(make_rig: MakeRig) -> None:

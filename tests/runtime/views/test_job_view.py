@@ -53,6 +53,7 @@ def test_a_job_that_runs_says_what_its_turn_does(rig: Rig) -> None:
     assert said["gap"] is said["decision"] is said["forecast"] is None
     (turn,) = said["turns"]
     assert turn["request_id"] == "t1"
+    assert said["since"] == turn["arrived"]
     assert turn["prompt_tokens"] == 320
     assert said["context_tokens"] == 320 + turn["output_tokens"] > 320
     assert turn["vram_tokens"] == turn["cpu_tokens"] == 0
@@ -66,6 +67,7 @@ def test_a_job_that_waits_says_where_its_kv_is_and_until_when(rig: Rig) -> None:
     assert said["kv"]["where"] == "vram"
     assert said["kv"]["pinned_blocks"] == 20
     assert after_s(said, "until") == 2.0
+    assert said["since"] == said["gap"]["since"]
 
     reader(rig).says("t1", FAST)
     rig.step()
@@ -128,6 +130,7 @@ def test_a_job_that_is_silent_for_long_is_not_waited_for(rig: Rig) -> None:
     rig.half.gaps.manager.poll()
     said = view(rig)
     assert said["state"] == "silent"
+    assert said["since"] is None
     assert said["kv"]["where"] == "nowhere"
     assert said["gap"] is None
 

@@ -1,0 +1,29 @@
+"""``tiered-kv top`` looks at a real server."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.e2e.asking import ask, job
+from tests.top.made import shown
+from tiered_kv.bench.common.server import VllmServer
+from tiered_kv.top.fetch.route_client import RouteClient
+from tiered_kv.top.fetch.watch import Watch
+from tiered_kv.top.readings import State
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_a_real_server_is_shown(server: VllmServer, client: httpx.Client) -> None:
+    watch = Watch(RouteClient(server.url, None))
+    before = watch.look()
+    ask(client, list(range(100, 500)), **job("looked at"))
+    seen = watch.look()
+    (found,) = (one for one in seen.jobs if one.name == "looked at")
+    assert (found.state, found.turn) == (State.WAITING, 1)
+    assert seen.total.counters["turns"] == before.total.counters["turns"] + 1
+    assert seen.total.vram.blocks > seen.total.vram.findable > 0
+    lines = shown(seen, 120, 40)
+    assert [line for line in lines if line.startswith("looked at ")]
+    assert lines[0].startswith(f"{server.url}  tiered-kv ")

@@ -1,0 +1,34 @@
+"""Growth of counters is over the last minute, and begins anew with the server."""
+
+from __future__ import annotations
+
+from tests.top.made import NOW, engine
+from tiered_kv.top.fetch.flow import WINDOW_S, Flow
+from tiered_kv.top.readings import EngineReading
+from tiered_kv.top.snapshot import Growth
+
+
+def at(seconds: float, turns: int) -> EngineReading:
+    return engine(now=NOW + seconds, counters={"turns": turns})
+
+
+def test_the_growth_is_over_the_last_minute() -> None:
+    flow = Flow()
+    assert flow.add(at(0, 100)) is None
+    assert flow.add(at(1, 103)) == Growth(1.0, {"turns": 3})
+    for second in range(2, 200):
+        grown = flow.add(at(second, 100 + 3 * second))
+        assert grown == Growth(min(second, WINDOW_S), {"turns": 3 * min(second, int(WINDOW_S))})
+
+
+def test_a_server_that_was_started_anew_has_not_shrunk() -> None:
+    flow = Flow()
+    flow.add(at(0, 100))
+    assert flow.add(at(5, 1)) is None
+    assert flow.add(at(6, 4)) == Growth(1.0, {"turns": 3})
+
+
+def test_a_clock_that_stands_still_tells_nothing() -> None:
+    flow = Flow()
+    flow.add(at(0, 1))
+    assert flow.add(at(0, 2)) is None

@@ -1,0 +1,56 @@
+"""Keys change what is looked at, and never lead beyond it."""
+
+from __future__ import annotations
+
+import random
+
+from tests.top.made import engine, job, snapshot
+from tiered_kv.top.job_sorting import JobOrder
+from tiered_kv.top.view import Action, View
+
+TEN = snapshot(*(job(n) for n in range(10)))
+
+
+def test_pages_end_with_the_jobs() -> None:
+    view = View()
+    tops = []
+    for action in (
+        Action.PREVIOUS_ROW,
+        Action.NEXT_PAGE,
+        Action.NEXT_ROW,
+        Action.NEXT_PAGE,
+        Action.NEXT_PAGE,
+        Action.PREVIOUS_PAGE,
+        Action.LAST,
+        Action.FIRST,
+    ):
+        view = view.moved(action, TEN, rows=4)
+        tops.append(view.top)
+    assert tops == [0, 4, 5, 6, 6, 2, 6, 0]
+
+
+def test_an_order_again_is_turned_round_from_its_top() -> None:
+    view = View(top=5).sorted_by(JobOrder.CONTEXT)
+    assert view == View(JobOrder.CONTEXT)
+    assert view.sorted_by(JobOrder.CONTEXT) == View(JobOrder.CONTEXT, backwards=True)
+    assert view.sorted_by(JobOrder.CONTEXT).sorted_by(JobOrder.CONTEXT) == view
+
+
+def test_engines_are_looked_at_in_turn() -> None:
+    three = snapshot(job(1, engine=3), engines=(engine(0), engine(3), engine(5)))
+    seen, view = [], View()
+    for _ in range(5):
+        view = view.moved(Action.NEXT_ENGINE, three, rows=4)
+        seen.append(view.engine)
+    assert seen == [0, 3, 5, None, 0]
+    assert View().moved(Action.NEXT_ENGINE, TEN, rows=4).engine is None, "there is one"
+    gone = View(engine=3).of(TEN)
+    assert gone == TEN, "the engine is not there any more"
+
+
+def test_whatever_is_typed_the_first_row_is_a_job() -> None:
+    chance = random.Random(29)
+    view = View()
+    for _ in range(500):
+        view = view.moved(chance.choice(list(Action)), TEN, chance.randrange(15))
+        assert 0 <= view.top <= 10

@@ -1,0 +1,156 @@
+"""Answers of real engines' routes become a snapshot; what is no answer becomes a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.top.made import shown
+from tests.top.recorded import Answer, RouteServer, busy_rig, record, refusal
+from tiered_kv.connectors.vllm.routes.engine_calls import NOT_THERE
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.top.fetch.route_client import (
+    NO_ROUTES,
+    NO_TOKEN,
+    ODD_TOKEN,
+    WRONG_TOKEN,
+    RouteClient,
+    RouteError,
+)
+from tiered_kv.top.fetch.watch import Watch
+from tiered_kv.top.readings import Kind, Place, State
+
+STATUS = "/tiered_kv/status"
+
+
+def said(server: RouteServer, token: str | None = None) -> str:
+    """The sentence that a look ends with."""
+    with pytest.raises(RouteError) as caught:
+        Watch(RouteClient(server.url, token)).look()
+    return str(caught.value)
+
+
+def test_a_snapshot_is_what_the_engine_holds(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = busy_rig(make_rig, tmp_path)
+    with RouteServer(record(monkeypatch, rig)).running() as server:
+        seen = Watch(RouteClient(f"{server.url}/v1", None)).look()
+    (engine,) = seen.engines
+    assert engine.vram.blocks == 127
+    assert engine.vram.pinned == rig.pins.held_blocks == 20 + 2
+    assert engine.vram.running == len(rig.half.pool.blocks_of("running 1")) == 4
+    assert engine.vram.running + engine.vram.pinned + engine.vram.free == 127
+    really_cached = sum(
+        block.block_hash is not None and not block.ref_cnt and not block.is_null
+        for block in rig.half.pool.blocks
+    )
+    assert abs(engine.vram.cached - really_cached) <= 1, "but for the last block of the turn"
+    assert engine.cpu.pages == len(rig.index)
+    assert engine.decided.counts == {Kind("fast", "pin"): 1, Kind("slow", "store"): 1}
+    assert engine.counters["prompt_tokens_recomputed"] > 300
+    jobs = {job.name[:8]: job for job in seen.jobs}
+    assert jobs["pinned"].state is jobs["away"].state is State.WAITING
+    assert jobs["pinned"].place is Place.VRAM
+    assert jobs["pinned"].until is not None
+    assert jobs["pinned"].since is not None
+    assert jobs["pinned"].expected_at == pytest.approx(jobs["pinned"].since + 50.0)
+    assert jobs["away"].place is Place.STORE
+    assert jobs["away"].back_at is not None
+    assert jobs["running"].state is State.RUNNING
+    assert seen.whole
+    assert seen.growth == {}
+    lines = shown(seen, 120, 30)
+    assert [line for line in lines if line.startswith("\\x1b[31m")], "the hostile one"
+    assert all(line.isprintable() for line in lines)
+
+
+def test_of_two_engines_both_are_seen(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = busy_rig(make_rig, tmp_path), make_rig(blocks=64)
+    second.half.facts = replace(second.half.facts, replica=1)
+    second.ask("t1", text(40, seed=1), params={"job_id": "other"})
+    with RouteServer(record(monkeypatch, first, second)).running() as server:
+        seen = Watch(RouteClient(server.url, None)).look()
+    assert seen.all_engines == (0, 1)
+    assert seen.total.vram.blocks == 127 + 63
+    assert [job.name for job in seen.of_engine(1).jobs] == ["other"]
+    assert len(seen.jobs) == 5
+    assert seen.of_engine(1).total.vram.blocks == 63
+
+
+def test_what_counters_have_grown_by_is_told_from_the_second_look_on(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = busy_rig(make_rig, tmp_path)
+    with RouteServer(record(monkeypatch, rig)).running() as server:
+        watch = Watch(RouteClient(server.url, None))
+        before = watch.look().total.counters
+        rig.run()
+        server.answers = record(monkeypatch, rig)
+        seen = watch.look()
+    grown = seen.grown
+    assert grown is not None
+    assert grown.over_s > 0
+    assert grown.counters["turns"] == 1 == seen.total.counters["turns"] - before["turns"]
+
+
+def test_each_refusal_is_a_sentence_that_says_what_to_do() -> None:
+    with RouteServer({}).running() as server:
+        assert said(server) == NO_ROUTES
+        server.answers[STATUS] = refusal(401, "These routes need the token.")
+        assert said(server) == NO_TOKEN
+        assert said(server, "wrong") == WRONG_TOKEN
+        server.answers[STATUS] = refusal(403, "These routes are off: serve on --host 127.0.0.1.")
+        assert said(server) == "These routes are off: serve on --host 127.0.0.1."
+        server.answers[STATUS] = refusal(501, NOT_THERE)
+        assert said(server) == NOT_THERE
+        server.answers[STATUS] = refusal(503, "\x1b[2JThe engine does not answer.")
+        assert said(server) == "\\x1b[2JThe engine does not answer."
+        server.answers[STATUS] = Answer("<html>", 502)
+        assert said(server) == "The server answered 502: see its log, and ask again."
+        for body in ("<html>hello", "{}", '{"engines": []}', "[" * 100_000, '{"engines": [7]}'):
+            server.answers[STATUS] = Answer(body)
+            assert "use the tiered-kv of the version that the server has" in said(server)
+    assert "does not answer" in said(server)
+    assert "is the server up" in said(server)
+    assert "http://HOST:8000" in said(RouteServer({}))
+
+
+def test_the_token_goes_to_the_server_and_nowhere_else() -> None:
+    with RouteServer({}).running() as other, RouteServer({}).running() as server:
+        assert said(server, " geheim ü ") == NO_ROUTES
+        assert server.tokens == ["Bearer geheim ü".encode().decode("latin-1")]
+        server.answers[STATUS] = Answer("", 302, {"Location": f"{other.url}/elsewhere"})
+        said(server, "s3cret")
+        assert server.tokens[-1] == "Bearer s3cret"
+        assert other.tokens == [None], "which the server sends on to"
+        server.tokens.clear()
+        assert said(server) != ""
+        assert said(server, "") != ""
+        assert server.tokens == [None, None]
+
+
+def test_a_token_that_cannot_be_one_is_not_shown() -> None:
+    with pytest.raises(RouteError) as caught:
+        RouteClient("http://127.0.0.1:1", "s3cret\nX: y")
+    assert str(caught.value) == ODD_TOKEN
+
+
+def test_a_server_that_is_gone_is_told_of_with_what_was_seen_before(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = record(monkeypatch, busy_rig(make_rig, tmp_path))
+    with RouteServer(answers).running() as server:
+        watch = Watch(RouteClient(server.url, None))
+        before = watch.look_again()
+    gone = watch.look_again()
+    assert gone.problem is not None
+    assert "is the server up" in gone.problem
+    assert gone.jobs == before.jobs
+    with server.running(port=int(server.url.rsplit(":")[-1])):
+        assert watch.look_again().problem is None, "it is back"

@@ -1,0 +1,1 @@
+"""A running server, live in a terminal."""

@@ -1,0 +1,1 @@
+"""Fetching: the routes of a running server, read into frozen snapshots."""

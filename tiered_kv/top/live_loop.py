@@ -1,0 +1,156 @@
+"""The loop: a thread looks at the server, this one shows what it saw and follows the keys."""
+
+from __future__ import annotations
+
+import os
+import signal
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from rich.console import Console
+from rich.live import Live
+
+from tiered_kv.top.render.screen import frame, rows_of
+from tiered_kv.top.render.wording import Canvas
+
+from .job_sorting import JobOrder
+from .keyboard import Keyboard, each_key_at_once
+from .snapshot import Snapshot
+from .view import Action, View
+from .wakeups import NEWS, Wakeups, wakeups
+
+Look = Callable[[], Snapshot]
+
+
+class Looks:
+    """Looks at a server again and again, in a thread.
+
+    Args:
+        first: the snapshot that there is.
+        look: makes the next one.
+        every_s: seconds from the end of a look to the next.
+        tell: called after each look.
+
+    Attributes:
+        last: the last snapshot.
+        failure: a mistake in a look, which ended them; None if there was none.
+    """
+
+    def __init__(self, first: Snapshot, look: Look, every_s: float, tell: Callable[[], None]):
+        self.last = first
+        self.failure: Exception | None = None
+        self._look = look
+        self._every_s = every_s
+        self._tell = tell
+        self._ends = threading.Event()
+
+    def go_on(self) -> None:
+        """Look until the end."""
+        while not self._ends.wait(self._every_s):
+            try:
+                self.last = self._look()
+            except Exception as error:
+                self.failure = error
+                self.end()
+            self._tell()
+
+    def end(self) -> None:
+        """End; a look that is under way is not waited for."""
+        self._ends.set()
+
+
+@contextmanager
+def looks(first: Snapshot, look: Look, every_s: float, bell: Wakeups) -> Iterator[Looks]:
+    """Look at a server in a thread of its own."""
+    made = Looks(first, look, every_s, bell.ring)
+    # A daemon: an answer may be seconds away, and who quits does not wait for it.
+    thread = threading.Thread(target=made.go_on, name="tiered-kv top", daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def live(first: Snapshot, look: Look, view: View, every_s: float, keys: int | None) -> int:
+    """Show a server until somebody has enough.
+
+    Args:
+        first: the first snapshot.
+        look: makes the next ones; does not raise.
+        every_s: seconds between two looks.
+        keys: descriptor of the terminal's keyboard; None if there is none.
+
+    Returns:
+        The exit code: 0, or 128 and the number of the signal that ended it.
+    """
+    with wakeups() as bell, looks(first, look, every_s, bell) as seen:
+        while True:
+            try:
+                view, ended_by = _shown(seen, view, bell, keys)
+            except (OSError, termios.error):  # nobody sees it: the terminal was closed
+                ended_by = signal.SIGHUP
+            if ended_by != signal.SIGTSTP:
+                return 128 + ended_by if ended_by else 0
+            os.kill(os.getpid(), signal.SIGSTOP)  # the terminal is as it was
+
+
+def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[View, int]:
+    """Show a server until a key or a signal ends it; returns what was looked at, and the signal,
+    0 for a key."""
+    console = full_size_console()
+    with ExitStack() as stack:
+        keyboard = stack.enter_context(each_key_at_once(keys)) if keys is not None else None
+        screen = stack.enter_context(
+            Live(
+                console=console,
+                screen=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+        )
+        while True:
+            snapshot, canvas = seen.last, _canvas(console)
+            view = view.within(len(view.of(snapshot).jobs), rows_of(snapshot, view, canvas))
+            screen.update(frame(snapshot, view, canvas), refresh=True)
+            rung, typed = bell.wait(keys)
+            if seen.failure is not None:
+                raise seen.failure
+            if ends := rung - {NEWS, signal.SIGWINCH}:
+                return view, min(ends, key=lambda number: number == signal.SIGTSTP)
+            if typed and keyboard is not None:
+                after = _typed(keyboard, view, seen.last, canvas)
+                if after is None:
+                    return view, 0
+                view = after
+
+
+def _typed(keyboard: Keyboard, view: View, snapshot: Snapshot, canvas: Canvas) -> View | None:
+    """The view after the keys that were typed; None if one of them quits."""
+    for action in keyboard.read():
+        if action is Action.QUIT:
+            return None
+        if isinstance(action, JobOrder):
+            view = view.sorted_by(action)
+        else:
+            view = view.moved(action, snapshot, rows_of(snapshot, view, canvas))
+    return view
+
+
+def full_size_console() -> Console:
+    """A console as large as the terminal is now, whatever the shell said when it started."""
+    env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return Console(_environ=env)
+
+
+def _canvas(console: Console) -> Canvas:
+    width, height = console.size
+    return Canvas(width, height, can_show_unicode(console))
+
+
+def can_show_unicode(console: Console) -> bool:
+    """True if the console's encoding has all characters."""
+    return console.encoding.startswith("utf")

@@ -1,0 +1,1 @@
+"""Rendering: a snapshot as it is shown, from nothing but that snapshot."""

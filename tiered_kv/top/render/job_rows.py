@@ -1,0 +1,133 @@
+"""Jobs as rows: where the KV of each is, until when, and when it is expected back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from tiered_kv.top.readings import JobReading, Place, State
+
+from .wording import NONE, PLACES, brief, decision, thousands
+
+GAP = 2
+"""Characters between two columns."""
+LEAST_NAME, MOST_NAME = 12, 60
+"""Width of the jobs' names."""
+STYLES = {
+    State.HELD: "bold red",
+    State.QUEUED: "yellow",
+    State.RUNNING: "green",
+    State.WAITING: "",
+    State.SILENT: "dim",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column beside the names.
+
+    Attributes:
+        cell: its text for a job at that time.
+        several: True if it says something only where there are several engines.
+    """
+
+    title: str
+    width: int
+    cell: Callable[[JobReading, float], Text]
+    is_number: bool = True
+    several: bool = False
+
+
+def _expected(job: JobReading, now: float) -> Text:
+    if job.expected_at is None:
+        return Text(NONE)
+    late = now - job.expected_at
+    if late <= 0:
+        return Text(f"in {brief(-late)}")
+    return Text(f"late {brief(late)}", "yellow")
+
+
+def _since(job: JobReading, now: float) -> Text:
+    return Text(NONE if job.since is None else brief(now - job.since))
+
+
+def _place(job: JobReading, now: float) -> Text:
+    pinned = job.place is Place.VRAM and job.pinned_blocks and job.until is not None
+    return Text("VRAM pin" if pinned else PLACES[job.place], "magenta" if pinned else "")
+
+
+def _until(job: JobReading, now: float) -> Text:
+    return Text(NONE if job.until is None else brief(job.until - now))
+
+
+def _up(job: JobReading, now: float) -> Text:
+    return Text(NONE if job.back_at is None else brief(job.back_at - now))
+
+
+def _forecast(job: JobReading, now: float) -> Text:
+    if job.q50_s is None:
+        return Text(NONE)
+    return Text(f"{brief(job.q50_s)}, {brief(job.q90_s) if job.q90_s is not None else 'more'}")
+
+
+COLUMNS = (
+    Column("job is", 7, lambda job, now: Text(job.state.value, STYLES[job.state]), is_number=False),
+    Column("KV in", 8, _place, is_number=False),
+    Column("pinned", 7, _until),
+    Column("back", 12, _expected),
+    Column("since", 7, _since),
+    Column("context", 7, lambda job, now: Text(thousands(job.context_tokens))),
+    Column("engine", 6, lambda job, now: Text(str(job.engine)), several=True),
+    Column("turn", 5, lambda job, now: Text(thousands(job.turn))),
+    Column("decided", 18, lambda job, now: Text(decision(job.kind)), is_number=False),
+    Column("up again", 8, _up),
+    Column("gap q50, q90", 17, _forecast),
+)
+"""Columns, the first to stay first."""
+
+
+def job_rows(
+    jobs: Sequence[JobReading], now: float, width: int, *, several: bool, names: str = "job"
+) -> Table:
+    """Rows of these jobs, with a line of titles, in that width. Columns without room are left out.
+
+    Args:
+        several: True if there are several engines.
+        names: title of the jobs' names.
+    """
+    shown = fitting(width, several=several)
+    rest = width - sum(column.width + GAP for column in shown)
+    table = Table(
+        box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold", show_edge=False
+    )
+    name_width = max(1, min(MOST_NAME, rest))
+    table.add_column(names, width=name_width, no_wrap=True, overflow="ellipsis")
+    for column in shown:
+        table.add_column(
+            column.title,
+            justify="right" if column.is_number else "left",
+            width=column.width,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for job in jobs:
+        name = Text(job.name, no_wrap=True, overflow="ellipsis")
+        table.add_row(name, *(column.cell(job, now) for column in shown))
+    return table
+
+
+def fitting(width: int, *, several: bool) -> list[Column]:
+    """The columns that have room beside names."""
+    left = width - LEAST_NAME
+    found = list[Column]()
+    for column in COLUMNS:
+        if column.several and not several:
+            continue
+        if column.width + GAP > left:
+            break
+        left -= column.width + GAP
+        found.append(column)
+    return found

@@ -1,0 +1,138 @@
+"""Panels beside each other: where prompts came from, what was decided, what is moving."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from tiered_kv.top.readings import EngineReading, Transfer
+from tiered_kv.top.snapshot import Growth, Snapshot
+
+from .wording import NONE, TIERS, brief, count, line, percent, size
+
+PANEL_LINES, PANELS_WIDTH = 6, 120
+"""Lines of the panels, and the columns that they need."""
+NO_CLASS = "no class"
+
+
+class Way(NamedTuple):
+    """A way of pages.
+
+    Attributes:
+        name, short: its name.
+        transfer: kind of its orders.
+        counter: counter of the bytes that went it; None where none counts them.
+    """
+
+    name: str
+    short: str
+    transfer: str
+    counter: str | None
+
+
+WAYS = (
+    Way("VRAM to CPU", "save", "save", "bytes_saved"),
+    Way("CPU to VRAM", "restore", "restore", "bytes_restored"),
+    Way("CPU to SSD", "demote", "demote", "ssd_bytes_written"),
+    Way("SSD to CPU", "promote", "promote", "ssd_bytes_read"),
+    Way("compressed", "compress", "compress", None),
+)
+
+
+def panels(snapshot: Snapshot, engine: EngineReading) -> Table:
+    """All three, in ``PANEL_LINES`` lines."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(_prompts(snapshot, engine), _decided(engine), _moving(snapshot, engine))
+    return table
+
+
+def panel_lines(snapshot: Snapshot, engine: EngineReading) -> list[Text]:
+    """The same where there is no room: a line each."""
+    since, counters = "", engine.counters
+    if (grown := snapshot.grown) is not None and _prompt_tokens(grown.counters):
+        since, counters = f", {brief(grown.over_s)}", grown.counters
+    found = sources(counters)
+    whole = sum(found.values())
+    prompts = "  ".join(f"{name} {percent(tokens, whole)}" for name, tokens in found.items())
+    kinds = "  ".join(
+        f"{kind.gap_class or NO_CLASS}: {TIERS.get(kind.tier, kind.tier)} {times:,}"
+        for kind, times in engine.decided.counts.items()
+    )
+    moving = "  ".join(
+        f"{way.short} {count(found_.pages, 'page')}"
+        for way in WAYS
+        if (found_ := engine.transfers.get(way.transfer, Transfer(0, 0))).orders
+    )
+    return [
+        line((f"prompts{since} ", "bold"), prompts),
+        line(("decided ", "bold"), kinds or NONE),
+        line(("moving ", "bold"), moving or NONE),
+    ]
+
+
+def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
+    """Tokens of prompts by the tier that their KV came from."""
+    ssd = counters.get("prompt_tokens_ssd", 0)
+    return {
+        "VRAM": counters.get("prompt_tokens_vram", 0),
+        "CPU": counters.get("prompt_tokens_cpu", 0) - ssd,
+        "SSD": ssd,
+        "computed": counters.get("prompt_tokens_recomputed", 0),
+    }
+
+
+def _prompt_tokens(counters: Mapping[str, float]) -> float:
+    return sum(sources(counters).values())
+
+
+def _panel(*columns: str) -> Table:
+    """A panel without rows; all columns but the first are numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="right" if at else "left", no_wrap=True)
+    return table
+
+
+def _prompts(snapshot: Snapshot, engine: EngineReading) -> Table:
+    grown = snapshot.grown
+    late = sources(grown.counters) if grown is not None else {}
+    ever = sources(engine.counters)
+    table = _panel("prompts", brief(grown.over_s) if grown is not None else "now", "since start")
+    for name, tokens in ever.items():
+        recent = percent(late.get(name, 0), sum(late.values()))
+        table.add_row(name, recent, percent(tokens, sum(ever.values())))
+    recent = f"{sum(late.values()):,.0f}" if grown is not None else NONE
+    table.add_row("tokens", recent, f"{sum(ever.values()):,.0f}")
+    return table
+
+
+def _decided(engine: EngineReading) -> Table:
+    decided = engine.decided
+    by_class = dict[str, Counter[str]]()
+    for kind, times in decided.counts.items():
+        row = by_class.setdefault(kind.gap_class or NO_CLASS, Counter())
+        row[TIERS.get(kind.tier, kind.tier)] += times
+    tiers = tuple(TIERS.values())[:3]
+    over = "" if decided.since is None else f" in {brief(engine.now - decided.since)}"
+    table = _panel(f"{sum(decided.counts.values())} decisions{over}", *tiers)
+    for name, row in list(by_class.items())[: PANEL_LINES - 1]:
+        table.add_row(Text(name), *(f"{row[tier]:,}" if row[tier] else NONE for tier in tiers))
+    return table
+
+
+def _moving(snapshot: Snapshot, engine: EngineReading) -> Table:
+    table = _panel("transfers", "orders", "pages", "a second")
+    for way in WAYS:
+        found = engine.transfers.get(way.transfer, Transfer(0, 0))
+        numbers = [f"{number:,}" if number else NONE for number in (found.orders, found.pages)]
+        table.add_row(way.name, *numbers, _rate(way, snapshot.grown))
+    return table
+
+
+def _rate(way: Way, grown: Growth | None) -> str:
+    moved = grown.counters.get(way.counter, 0) if grown is not None and way.counter else 0
+    return size(moved / grown.over_s) if grown is not None and moved else NONE
