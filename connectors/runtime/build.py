@@ -18,6 +18,7 @@ from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
+from tiered_kv.connectors.runtime.observe.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
@@ -221,6 +222,8 @@ def build_admission(
             clock=clock,
         )
     boundaries = BoundaryBlocks(facts, pool)
+    if isinstance(pool, GhostPool):
+        boundaries = GhostBoundaries(facts, pool)
     return AdmissionGroup(
         pins=pins,
         boundaries=boundaries,
@@ -311,4 +314,5 @@ def _header(given: Dependencies) -> TraceHeader:
         block_size=facts.block_size,
         vram_blocks=facts.usable_blocks,
         tiers_bytes={"cpu": int(config.cpu_gib * GIB), **below},
+        mode=config.mode.value,
     )

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from tiered_kv.metrics import COUNTERS, GAUGES
+from tiered_kv.metrics import COUNTERS, GAUGES, WOULD_HAVE_SAVED
 
 PREFIX = "vllm:tiered_kv_"
 
@@ -26,7 +26,7 @@ class TieredStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> TieredStats:
         for name, value in other.data.items():
-            if name in COUNTERS:
+            if name in COUNTERS or name in WOULD_HAVE_SAVED:
                 self.data[name] = self.data.get(name, 0) + value
             else:
                 self.data[name] = value
@@ -62,6 +62,14 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             )
             for name, text in GAUGES.items()
         }
+        # Its labels are made with the first values: an engine that is managed has none.
+        self._would_have_saved = metric_types[Counter](
+            name=f"{PREFIX}would_have_saved_tokens",
+            documentation="Prompt tokens that were computed, as TIERED_KV_MODE=observe moves "
+            "nothing, and would have been found in a tier.",
+            labelnames=[*labelnames, "tier"],
+        )
+        self._label_values = per_engine_labelvalues
         self._bound = {
             (engine, name): metric.labels(*values)
             for engine, values in per_engine_labelvalues.items()
@@ -70,6 +78,10 @@ class TieredPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
+            if (tier := WOULD_HAVE_SAVED.get(name)) is not None:
+                labels = self._label_values[engine_idx]
+                self._would_have_saved.labels(*labels, tier).inc(value)
+                continue
             metric = self._bound[engine_idx, name]
             if name in COUNTERS:
                 metric.inc(value)
