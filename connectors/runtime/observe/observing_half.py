@@ -141,6 +141,7 @@ class ObservingHalf(SchedulerHalf):
         if not turn.may_restore:
             return
         promotions.still_coming(turn, self.gaps.prefills.fit, lambda: True)
+        turn.tiers.waits_since = None  # it does not wait
         hit = restores.find(turn, start, self.turns.running, promotions.within_reach(turn))
         if hit is not None:
             seen.ssd_tokens = min(hit.tokens, promotions.tokens_from_below(turn))
@@ -148,9 +149,11 @@ class ObservingHalf(SchedulerHalf):
 
     def _in_vram(self, turn: Turn, num_computed: int) -> int:
         """Tokens of a prompt that VRAM would have, pins included."""
+        if not self.admission.pins:
+            return num_computed
         facts, limit = self.facts, turn.request.num_tokens - 1
         if facts.groups:
-            found = self.pages.promotions.in_vram(turn, limit) if turn.may_restore else 0
+            found = self.pages.promotions.in_vram(turn, limit, num_computed)
         else:
             found = self._run_in_vram(turn, limit)
         return max(num_computed, found // facts.hit_tokens * facts.hit_tokens)

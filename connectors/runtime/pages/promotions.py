@@ -184,13 +184,17 @@ class Promotions:
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
 
-    def in_vram(self, turn: Turn, limit: int) -> int:
-        """Tokens of the prompt that VRAM holds, as far as they may be used."""
+    def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
+        """Tokens of the prompt that VRAM holds, as far as they may be used.
+
+        Args:
+            known: tokens that it is known to hold.
+        """
         hashes, strides = turn.request.block_hashes, turn.pages.strides
         cached, end = self._cached, limit
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.FULL:
-                stride, block = strides[at], 0
+                stride, block = strides[at], known // group.block_size
                 stop = min(end // group.block_size + 1, len(hashes) // stride)
                 while block < stop and cached(hashes[(block + 1) * stride - 1], at):
                     block += 1

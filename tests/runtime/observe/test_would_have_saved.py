@@ -1,0 +1,130 @@
+"""What an observed engine says it would have been spared is what the connector then spares it, on
+the same jobs: prompt tokens that are not computed, beyond those that the engine finds by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.observe.agents import Script, play, script
+from tiered_kv.cli.app import app
+from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
+from tiered_kv.connectors.runtime.views.questions import answer
+from tiered_kv.testing.checked_kv import CELL
+from tiered_kv.testing.engine.model import LAYERS
+from tiered_kv.testing.engine.rig import RigOptions, SecondRig
+from tiered_kv.trace.trace_reader import TraceReader
+from typer.testing import CliRunner
+
+PAGE_BYTES = 16 * CELL * LAYERS
+CLOSE = 0.15
+SEEDS = range(3)
+
+
+def rig(mode: str, slots: int, **settings: Any) -> SecondRig:
+    extra = {
+        "mode": mode,
+        "cpu_gib": slots * PAGE_BYTES / 2**30,
+        "policy": "occupancy",
+        **settings,
+    }
+    return SecondRig(RigOptions(blocks=60, max_batched_tokens=64, extra=extra))
+
+
+def found(one: SecondRig) -> int:
+    """Prompt tokens that were not computed."""
+    return one.count("prompt_tokens_vram") + one.count("prompt_tokens_cpu")
+
+
+def would_have_saved(one: SecondRig) -> dict[str, int]:
+    assert isinstance(one.half, ObservingHalf)
+    return one.half.would_have_saved
+
+
+def both(given: Script, slots: int, **settings: Any) -> tuple[dict[str, int], int]:
+    """What observing says of a script, and what managing then saves."""
+    with rig("observe", slots, **settings) as observed:
+        play(observed, given)
+        said, alone = dict(would_have_saved(observed)), found(observed)
+        assert observed.count("prompt_tokens_cpu") == 0
+    with rig("manage", slots, **settings) as managed:
+        play(managed, given)
+        return said, found(managed) - alone
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cpu_memory_for_all_jobs(seed: int) -> None:
+    said, saved = both(script(seed), slots=300)
+    assert saved > 1000, "jobs are under pressure"
+    assert sum(said.values()) == pytest.approx(saved, rel=CLOSE)
+    assert said["cpu"] > 0
+    assert said["vram"] > 0
+    assert said["ssd"] == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pins_alone(seed: int) -> None:
+    said, saved = both(script(seed, jobs=6), slots=0, admission="off")
+    assert saved > 300
+    assert said["vram"] == pytest.approx(saved, rel=CLOSE)
+    assert said["cpu"] == said["ssd"] == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_ssd_below_a_small_cpu_memory(tmp_path: Path, seed: int) -> None:
+    on_disk = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1, "codec": "raw"}
+    said, saved = both(script(seed), slots=90, admission="off", **on_disk)
+    assert saved > 1000
+    assert sum(said.values()) == pytest.approx(saved, rel=CLOSE)
+    assert said["ssd"] > 0
+
+
+def test_nothing_to_save_is_nothing_said() -> None:
+    said, saved = both(script(1, jobs=2), slots=300)
+    assert saved == 0, "VRAM holds both jobs"
+    assert said == {"vram": 0, "cpu": 0, "ssd": 0}
+
+
+def test_pages_of_before_a_reset_would_not_be_found() -> None:
+    with rig("observe", 300) as observed:
+        play(observed, script(2, jobs=3))
+        before = dict(would_have_saved(observed))
+        observed.reset_cache()
+        play(observed, script(2, jobs=1, turns=1))
+        assert would_have_saved(observed) == before
+
+
+def test_trace_status_and_stats_tell_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with rig("observe", 300, trace=str(path)) as observed:
+        play(observed, script(0))
+        said = dict(would_have_saved(observed))
+        status = answer(observed.half, {"ask": "status"})
+        stats = observed.half.stats.take()
+        later = observed.half.stats.take()
+    assert status["mode"] == "observe"
+    assert status["would_have_saved"] == said
+    assert {tier: stats[f"would_have_saved_{tier}"] for tier in said} == said
+    assert not any(name.startswith("would") for name in later), "told once"
+
+    reader = TraceReader(path)
+    records = list(reader)
+    assert {header.mode for header in reader.headers} == {"observe"}
+    told = {tier: sum(getattr(one.would_have, tier) for one in records) for tier in said}
+    assert told == said
+    for one in records:
+        seen, tokens = one.would_have, one.tokens
+        assert tokens.cpu == tokens.ssd == 0
+        assert seen.vram + seen.cpu + seen.ssd <= tokens.recomputed
+
+    ran = CliRunner().invoke(app, ["trace", "analyze", str(path), "--json"])
+    assert ran.exit_code == 0, ran.output
+    figures = json.loads(ran.output)["would_have_saved"]
+    assert {tier: figures[tier] for tier in said} == said
+    assert figures["tokens"] == sum(said.values())
+    words = CliRunner().invoke(app, ["trace", "analyze", str(path)]).output
+    assert f"{sum(said.values()):,} tokens" in words
+    assert "would have saved" in words
