@@ -40,6 +40,15 @@ def test_a_server_at_work_is_well() -> None:
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
 
 
+def test_a_server_that_is_only_observed_is_told() -> None:
+    family = "vllm:tiered_kv_would_have_saved_tokens_total"
+    samples = [f'{family}{{tier="{tier}"}} {count}' for tier, count in {"vram": 5, "cpu": 7}.items()]
+    page = "\n".join([f"# TYPE {family} counter", *samples, metrics(**BUSY)])
+    found = asked(page)
+    assert found["TIERED_KV_MODE"].seen.startswith("observe: 12 prompt tokens would not have been")
+    assert "TIERED_KV_MODE" not in asked(metrics(**BUSY))
+
+
 def test_a_server_that_has_just_started_is_well() -> None:
     found = asked(metrics(requests=0, cpu_slots=1000))
     assert found["connector"].seen == "loaded; no request has been answered yet"

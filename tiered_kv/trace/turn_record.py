@@ -290,8 +290,8 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
     for name, most in (*_ROOM_OF.items(), ("request", room.request)):
         if name in fitted:
             fitted[name] = cut(fitted[name], most)
-    if "tool" in fitted:
-        fitted["tool"] = _cut_all(fitted["tool"], room.tool)
+    if tool := _cut_all(fitted.pop("tool", ()), room.tool):
+        fitted["tool"] = tool
     made = dict(fitted.get("decision", {}))
     if not room.whole:
         made = {name: made[name] for name in _PRICE if name in made}
