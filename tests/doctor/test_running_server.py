@@ -42,7 +42,9 @@ def test_a_server_at_work_is_well() -> None:
 
 def test_a_server_that_is_only_observed_is_told() -> None:
     family = "vllm:tiered_kv_would_have_saved_tokens_total"
-    samples = [f'{family}{{tier="{tier}"}} {count}' for tier, count in {"vram": 5, "cpu": 7}.items()]
+    samples = [
+        f'{family}{{tier="{tier}"}} {count}' for tier, count in {"vram": 5, "cpu": 7}.items()
+    ]
     page = "\n".join([f"# TYPE {family} counter", *samples, metrics(**BUSY)])
     found = asked(page)
     assert found["TIERED_KV_MODE"].seen.startswith("observe: 12 prompt tokens would not have been")

@@ -22,7 +22,7 @@ a microsecond."""
 
 
 class Name(NamedTuple):
-    """What a ghost holds: the page group, and the block's hash."""
+    """Name of a ghost: the page group, and the hash of the block that it stands for."""
 
     group: int
     block_hash: bytes
@@ -116,7 +116,9 @@ class GhostBoundaries(BoundaryBlocks):
         super().__init__(facts, pool)
         self._ghosts = pool
         full = KvKind.FULL
-        groups = [(at, one.block_size, one.reach.kind is full) for at, one in enumerate(facts.groups)]
+        groups = [
+            (at, one.block_size, one.reach.kind is full) for at, one in enumerate(facts.groups)
+        ]
         self._groups = groups or [(CONTEXT, facts.block_size, True)]
 
     def of(self, turn: Turn) -> list[Block]:

@@ -191,9 +191,7 @@ class ObservingHalf(SchedulerHalf):
             keys = [key for key in part.keys if index.readable(key)]
             if keys:
                 nowhere = [0] * len(keys)
-                order = book.plan_load(
-                    turn.request_id, keys, nowhere, RestoreMode.SYNC, part.group
-                )
+                order = book.plan_load(turn.request_id, keys, nowhere, RestoreMode.SYNC, part.group)
                 self._worker.begin(order, self._clock())
         turn.restore.came_up += index.promoted.used - used
 

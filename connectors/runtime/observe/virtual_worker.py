@@ -36,7 +36,7 @@ BUNDLE_SHARE = 22 / 32
 
 
 class Line(NamedTuple):
-    """What moves bytes one order after the other: CPU memory, or the disk of a tier, one way."""
+    """Way of bytes, one order after the other: to or from CPU memory, or the disk of a tier."""
 
     what: str
     inwards: bool

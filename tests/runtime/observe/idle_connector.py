@@ -1,6 +1,9 @@
-"""A connector that does nothing at all. With any connector vLLM frees windows and states of a
-request that ends in another order, and under asynchronous scheduling all of its blocks a step later.
-So an engine that is observed is told beside this one there."""
+"""A connector that does nothing at all.
+
+With any connector vLLM frees windows and states of a request that ends in another order, and under
+asynchronous scheduling all of its blocks a step later. There an engine that is observed is compared
+with one that has this.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.runtime.observe.agents import Script, play, script
 from tiered_kv.cli.app import app
@@ -18,7 +19,6 @@ from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.trace.trace_reader import TraceReader
-from typer.testing import CliRunner
 
 PAGE_BYTES = 16 * CELL * LAYERS
 CLOSE = 0.15
