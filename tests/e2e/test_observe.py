@@ -12,11 +12,11 @@ from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 
 pytestmark = pytest.mark.e2e
 
-AGENTS, TURNS, BEGIN, SAID = 6, 4, 300, 150
+AGENTS, TURNS, BEGIN, SAID = 4, 3, 200, 100
 """Agents and their turns; tokens of the first prompt, and of what a tool says."""
-POOL_BLOCKS = 45
-"""Room for 1,440 tokens: one of the six contexts at their end, and a half."""
-SIZE = {"num_gpu_blocks_override": POOL_BLOCKS, "max_model_len": 1024}
+POOL_BLOCKS = 24
+"""Room for 736 tokens: of the four contexts at their end not two."""
+SIZE = {"num_gpu_blocks_override": POOL_BLOCKS, "max_model_len": 640}
 SETTINGS = {"cpu_gib": 0.5}
 CLOSE = 0.15
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import BlockPool, KeptState, Request
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.scheduler_stats import Stats
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, StoredPages
 from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import RestoreMode
@@ -32,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
 """Steps between two looks at what a waiting turn would be spared."""
+
+
+class _Coming(NamedTuple):
+    """Pages on their way up for a turn that has been admitted."""
+
+    request_id: str
+    group: int
+    keys: Sequence[PageKey]
 
 
 class ObservingHalf(SchedulerHalf):
@@ -49,6 +59,7 @@ class ObservingHalf(SchedulerHalf):
         self.stats = ObservedStats(self)
         self._watchdog.barked = True  # nobody waits for us
         self._worker = VirtualWorker(self.pages.book, self.facts.ranks, self._rooms())
+        self._coming: list[_Coming] = []
         logger.warning(
             "TIERED_KV_MODE=observe: decides and traces, and moves nothing. Set it to manage, or "
             "leave it out, to have KV kept"
@@ -118,6 +129,8 @@ class ObservingHalf(SchedulerHalf):
     def _hear(self) -> None:
         if (reports := self._worker.hear(self._clock())) is not None:
             self.on_reports(reports)
+            if self._coming:
+                self._restore_what_came_up()
 
     # -- what a turn would be spared -------------------------------------------------------
 
@@ -185,15 +198,34 @@ class ObservingHalf(SchedulerHalf):
 
     def _pretend_to_restore(self, turn: Turn) -> None:
         """Order the restore that the turn would get, so that its pages count as used."""
-        hit, index, book = turn.restore.hit, self.pages.index, self.pages.book
-        used = index.promoted.used
+        hit, promoted, coming = (
+            turn.restore.hit,
+            self.pages.index.promoted,
+            self.pages.book.promoting,
+        )
+        used = promoted.used
         for part in hit.parts if hit is not None else ():
-            keys = [key for key in part.keys if index.readable(key)]
-            if keys:
-                nowhere = [0] * len(keys)
-                order = book.plan_load(turn.request_id, keys, nowhere, RestoreMode.SYNC, part.group)
-                self._worker.begin(order, self._clock())
-        turn.restore.came_up += index.promoted.used - used
+            self._load(turn.request_id, part.group, part.keys)
+            if later := [key for key in part.keys if key in coming]:
+                self._coming.append(_Coming(turn.request_id, part.group, later))
+        turn.restore.came_up += promoted.used - used
+
+    def _restore_what_came_up(self) -> None:
+        """Restore pages that came up for turns which did not wait for them."""
+        promoting, waiting, self._coming = self.pages.book.promoting, self._coming, []
+        for one in waiting:
+            if any(key in promoting for key in one.keys):
+                self._coming.append(one)
+            else:
+                self._load(one.request_id, one.group, one.keys)
+
+    def _load(self, request_id: str, group: int, pages: Sequence[PageKey]) -> None:
+        """Order the pages that are readable to VRAM, where they go nowhere."""
+        keys = [key for key in pages if self.pages.index.readable(key)]
+        if keys:
+            nowhere = [0] * len(keys)
+            order = self.pages.book.plan_load(request_id, keys, nowhere, RestoreMode.SYNC, group)
+            self._worker.begin(order, self._clock())
 
 
 class ObservedStats(Stats):

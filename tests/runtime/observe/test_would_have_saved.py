@@ -131,6 +131,19 @@ def test_an_ssd_below_a_small_cpu_memory(tmp_path: Path, seed: int) -> None:
     assert said["ssd"] > 0
 
 
+def test_pages_that_came_up_for_turns_count_as_used(tmp_path: Path) -> None:
+    on_disk = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1, "codec": "raw"}
+    with rig("observe", 90, admission="off", **on_disk) as observed:
+        play(observed, script(1))
+        for _ in range(2):  # the last ones are on their way
+            observed.now += 1.0
+            observed.ask(f"last{observed.now}", text(40, seed=3))
+        used = observed.index.promoted.used
+        assert used > 0.5 * observed.count("pages_promoted") > 0
+        assert observed.count("pages_restored") >= used
+        assert not (tmp_path / "ssd").exists()
+
+
 def test_where_vram_holds_all_jobs_only_the_ends_of_turns_would_be_restored() -> None:
     said, saved = both(script(1, jobs=2), slots=300)
     assert said == {"vram": 0, "cpu": saved, "ssd": 0}
