@@ -18,7 +18,6 @@ from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
 from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
-from tiered_kv.connectors.runtime.observe.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
@@ -32,6 +31,7 @@ from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pages.sources import PageSources
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
+from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
 from tiered_kv.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What an observed engine would have been spared is one family on ``/metrics``, by tier; an engine
+"""One family on ``/metrics`` tells by tier what an observed engine would have been spared; an engine
 that is managed has no sample of it."""
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import BlockPool, KeptState, Request
 from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostPool
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.scheduler_stats import Stats
 from tiered_kv.connectors.runtime.turn import Turn
@@ -27,7 +28,6 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.tiers import StoreId
 
-from .ghost_blocks import GhostPool
 from .virtual_worker import VirtualWorker
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What an observed engine says it would have been spared is what the connector then spares it, on
+"""An observed engine says what it would have been spared, and the connector then spares it that, on
 the same jobs: prompt tokens that are not computed, beyond those that the engine finds by itself."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def would_have_saved(one: SecondRig) -> dict[str, int]:
 
 
 def both(given: Script, slots: int, **settings: Any) -> tuple[dict[str, int], int]:
-    """What observing says of a script, and what managing then saves."""
+    """Play a script twice; returns what observing says of it, and what managing then saves."""
     with rig("observe", slots, **settings) as observed:
         play(observed, given)
         said, alone = dict(would_have_saved(observed)), found(observed)

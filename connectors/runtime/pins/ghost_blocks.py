@@ -1,4 +1,5 @@
-"""Ghosts: blocks that pins would hold. The engine's own blocks are left to it.
+"""Ghosts: blocks that pins would hold in an engine that is only observed. The engine's own are left
+to it.
 
 A ghost is named by what it holds, as the engine may give the block to somebody else meanwhile.
 """
@@ -11,10 +12,11 @@ from itertools import count
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import CONTEXT
+
+from .boundary_blocks import BoundaryBlocks
 
 COUNTED_S = 1e-4
 """Seconds per ghost before those are counted again that the engine has in use: to look at one takes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.runtime.observe.ghost_blocks import Ghost, GhostPool
+from tiered_kv.connectors.runtime.pins.ghost_blocks import Ghost, GhostPool
 from tiered_kv.testing.block_pool import FakeBlockPool
 
 NAMES = [bytes([n]) for n in range(8)]
