@@ -92,7 +92,8 @@ class VirtualWorker:
         """Begin with a step's orders."""
         for name, tier_orders in orders.stores.items():
             self._carry_out_stores(name, tier_orders, now)
-        for order in (*orders.loads, *orders.packs, *orders.saves):
+        copies: tuple[Order, ...] = (*orders.loads, *orders.packs, *orders.saves)
+        for order in copies:
             self.begin(order, now)
 
     def _carry_out_stores(self, name: StoreId, orders: TierOrders, now: float) -> None:

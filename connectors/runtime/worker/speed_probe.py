@@ -50,7 +50,7 @@ def measure_reads(storage: Any) -> float:
     """
     import torch
 
-    on_gpu, size = storage.device.type == "cuda", min(READ_BYTES, storage.nbytes())
+    on_gpu, size = storage.device.type == "cuda", min(READ_BYTES, int(storage.nbytes()))
     if not size:
         return 0.0
     source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))

@@ -29,7 +29,7 @@ def real() -> FakeBlockPool:
 
 @pytest.fixture
 def pool(real: FakeBlockPool) -> GhostPool:
-    return GhostPool(real, Clock())  # type: ignore[arg-type]
+    return GhostPool(real, Clock())
 
 
 def ghosts(pool: GhostPool, count: int) -> list[Ghost]:
@@ -38,9 +38,9 @@ def ghosts(pool: GhostPool, count: int) -> list[Ghost]:
 
 def test_the_engine_s_blocks_are_left_alone(real: FakeBlockPool, pool: GhostPool) -> None:
     before = real.free_order
-    pool.hold(real.blocks[1:4])  # type: ignore[arg-type]
+    pool.hold(real.blocks[1:4])
     assert real.free_order == before
-    pool.release(real.blocks[1:4])  # type: ignore[arg-type]
+    pool.release(real.blocks[1:4])
     pool.forget([1, 2, 3])
     assert real.free_order == before
     assert real.cached(NAMES[0], 0) is not None
@@ -74,7 +74,7 @@ def test_a_ghost_is_found_although_its_block_went_to_another(
 
 def test_what_is_in_use_takes_no_room_twice(real: FakeBlockPool) -> None:
     clock = Clock()
-    pool = GhostPool(real, clock)  # type: ignore[arg-type]
+    pool = GhostPool(real, clock)
     pool.hold(ghosts(pool, 4))
     assert pool.num_free() == 6
     block = real.cached(NAMES[0], 0)
