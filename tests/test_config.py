@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.config import GIB, TierConfig, check_cpu_size, load_config
+from tiered_kv.config import GIB, Mode, TierConfig, check_cpu_size, load_config
 from tiered_kv.errors import ConfigError, TieredKVError
 
 JSON_VALUES = st.recursive(
@@ -50,6 +50,24 @@ def test_settings_come_from_the_environment_or_from_the_extra_config(tmp_path: P
 def test_the_extra_config_wins_over_the_environment() -> None:
     env = {"TIERED_KV_CPU_GIB": "8", "TIERED_KV_PIN_FRACTION": "0.1"}
     assert load_config(env, {"cpu_gib": 2}) == TierConfig(cpu_gib=2.0, pin_fraction=0.1)
+
+
+def test_an_engine_is_managed_unless_it_is_to_be_observed(tmp_path: Path) -> None:
+    ssd = str(tmp_path / "ssd")
+    managed = load_config({"TIERED_KV_SSD_PATH": ssd})
+    observed = load_config({"TIERED_KV_SSD_PATH": ssd, "TIERED_KV_MODE": "observe"})
+    assert (managed.mode, observed.mode) == (Mode.MANAGE, Mode.OBSERVE)
+    assert load_config({"TIERED_KV_MODE": "observe"}, {"mode": "manage"}).mode is Mode.MANAGE
+    assert not managed.observes
+    assert managed.learned_path == managed.ssd_path
+    assert observed.observes
+    assert observed.learned_path is None, "no file is made there"
+
+
+@pytest.mark.parametrize("wrong", ["", "Observe", "dry-run", "1"])
+def test_a_mode_that_there_is_not_is_refused(wrong: str) -> None:
+    said = refusal({"TIERED_KV_MODE": wrong})
+    assert said == f"TIERED_KV_MODE={wrong!r} is none of manage and observe: write one of them."
 
 
 def test_a_number_may_be_written_as_text_in_the_extra_config() -> None:

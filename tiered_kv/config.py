@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from pathlib import Path
 
 from tiered_kv.codecs.registry import parse
@@ -23,6 +24,15 @@ _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
 """Variables that Kubernetes sets in every pod beside a service called tiered-kv."""
 ADMIN_TOKEN = "TIERED_KV_ADMIN_TOKEN"
 """Variable with the token of the API server's routes: a secret, and no setting of the engine."""
+
+
+class Mode(Enum):
+    """Mode of an engine's connector."""
+
+    MANAGE = "manage"
+    """Everything that is decided is done."""
+    OBSERVE = "observe"
+    """Everything is decided and traced, and nothing is done: the engine serves as without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,7 @@ class TierConfig:
             Always ``off`` under a policy other than the default.
         admission_max_wait_s: longest time that a job is held, seconds.
         trace: path of the newest file of the trace; None writes none.
+        mode: whether decisions are carried out.
     """
 
     cpu_gib: float = 4.0
@@ -61,6 +72,18 @@ class TierConfig:
     admission: str = "auto"
     admission_max_wait_s: float = 300.0
     trace: Path | None = None
+    mode: Mode = Mode.MANAGE
+
+    @property
+    def observes(self) -> bool:
+        """True if nothing that is decided is done."""
+        return self.mode is Mode.OBSERVE
+
+    @property
+    def learned_path(self) -> Path | None:
+        """Folder in which policies keep what they learned; None keeps nothing: to observe makes
+        no file there."""
+        return None if self.observes else self.ssd_path
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
         """Size of the CPU tier on each of ``ranks`` ranks, bytes."""
@@ -115,6 +138,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
             given, "admission_max_wait_s", defaults.admission_max_wait_s, 0, 86_400, "seconds"
         ),
         trace=_path(given, "trace"),
+        mode=Mode(_either(given, "mode", ("manage", "observe"))),
     )
     if config.policy == "none":
         config = replace(config, cpu_gib=0.0, ssd_path=None, tiers=())

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from .metrics import COUNTERS, DECIDED, GAP_CLASSES, GAUGES, HISTOGRAMS, decision_event
+from .metrics import (
+    COUNTERS,
+    DECIDED,
+    GAP_CLASSES,
+    GAUGES,
+    HISTOGRAMS,
+    WOULD_HAVE_SAVED,
+    decision_event,
+)
 
 PREFIX = "vllm:tiered_kv_"
 """Begin of every name: vLLM drops the metrics of an engine by the first part."""
@@ -68,6 +76,12 @@ FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
         Family("prompt_tokens", _C, "Prompt tokens of finished turns, by where their KV was."),
+        Family(
+            "would_have_saved_tokens",
+            _C,
+            "Prompt tokens that were computed, as TIERED_KV_MODE=observe moves nothing, and would "
+            "have been found in a tier.",
+        ),
         Family("turns", _C, "Turns finished."),
         Family("transferred_pages", _C, "Pages moved from one tier to another."),
         Family("transferred_bytes", _C, "Bytes of the pages moved, uncompressed, over all ranks."),
@@ -153,6 +167,7 @@ SERIES: Mapping[str, Series] = {
             "prompt_tokens_recomputed": "computed",
         },
     ),
+    **_by("would_have_saved_tokens", "tier", WOULD_HAVE_SAVED),
     **_moved("pages_saved", "bytes_saved", "save_seconds", "vram", "cpu"),
     **_moved("pages_restored", "bytes_restored", "restore_seconds", "cpu", "vram"),
     **_moved(

@@ -102,6 +102,14 @@ COUNTERS: Mapping[str, str] = {
     },
 }
 
+WOULD_HAVE_SAVED: Mapping[str, str] = {
+    "would_have_saved_vram": "vram",
+    "would_have_saved_cpu": "cpu",
+    "would_have_saved_ssd": "ssd",
+}
+"""Counters of an engine that is only observed, and their tiers: prompt tokens that were computed
+and that the connector would have found there. Told as one family, by tier."""
+
 GAUGES: Mapping[str, str] = {
     "cpu_pages": "Pages in CPU memory or on their way there.",
     "cpu_slots": "Page slots of the CPU tier.",

@@ -31,6 +31,7 @@ from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pages.sources import PageSources
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
+from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
 from tiered_kv.errors import ConfigError
@@ -221,6 +222,8 @@ def build_admission(
             clock=clock,
         )
     boundaries = BoundaryBlocks(facts, pool)
+    if isinstance(pool, GhostPool):
+        boundaries = GhostBoundaries(facts, pool)
     return AdmissionGroup(
         pins=pins,
         boundaries=boundaries,
@@ -311,4 +314,5 @@ def _header(given: Dependencies) -> TraceHeader:
         block_size=facts.block_size,
         vram_blocks=facts.usable_blocks,
         tiers_bytes={"cpu": int(config.cpu_gib * GIB), **below},
+        mode=config.mode.value,
     )

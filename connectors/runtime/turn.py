@@ -98,6 +98,22 @@ class Source:
 
 
 @dataclass(slots=True)
+class ObservedState:
+    """Tokens of the prompt that the connector would have spared an engine that it only observes,
+    beyond those that this finds in VRAM by itself. Written by ``observe.observing_half``.
+
+    Attributes:
+        looked_at: the step in which they were looked for; None if never.
+        vram_tokens: under pins. cpu_tokens: in CPU memory. ssd_tokens: in the tiers below.
+    """
+
+    looked_at: int | None = None
+    vram_tokens: int = 0
+    cpu_tokens: int = 0
+    ssd_tokens: int = 0
+
+
+@dataclass(slots=True)
 class SaveState:
     """Progress of the turn's saves. Written by ``pages.saves``.
 
@@ -283,6 +299,7 @@ class Turn:
     pages: TurnPages
     gap: EndedGap = NO_GAP
     source: Source = field(default_factory=Source)
+    observed: ObservedState = field(default_factory=ObservedState)
     save: SaveState = field(default_factory=SaveState)
     restore: RestoreState = field(default_factory=RestoreState)
     tiers: TiersState = field(default_factory=TiersState)

@@ -18,6 +18,15 @@ HANDSHAKE = (
 )
 
 
+def connector_class(config: Mapping[str, Any]) -> type:
+    """The class of a connector for its configuration."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found: type = KVConnectorFactory.get_connector_class(KVTransferConfig(**config))
+    return found
+
+
 def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]], type]) -> None:
     """Refuse other connectors that would break ours, or ours them.
 

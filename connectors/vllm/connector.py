@@ -10,13 +10,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import vllm
-from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -32,6 +31,8 @@ from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
 from tiered_kv.connectors.runtime.gaps.tools import NoTools, ToolCalls
+from tiered_kv.connectors.runtime.observe.observing_half import make_scheduler_half
+from tiered_kv.connectors.runtime.observe.observing_worker import make_worker_half
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
@@ -42,7 +43,7 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 
-from .beside import refuse_company
+from .beside import connector_class, refuse_company
 from .block_pool import VllmBlockPool
 from .engine_config import check_version, read_engine, refuse_unsupported, with_hash_units
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
@@ -50,7 +51,7 @@ from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
 from .plugin import share_logging
 from .requests import VllmRequest, hints_of
-from .resets import Resets
+from .resets import Resets, watch_resets
 from .stats import TieredPromMetrics, TieredStats
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         # Known in the workers only. They are made first, and what they refuse ends the start.
         engine = get_current_vllm_config_or_none()
         if engine is not None and engine.kv_transfer_config is not None:
-            refuse_company(transfer, engine.kv_transfer_config, _connector_class)
+            refuse_company(transfer, engine.kv_transfer_config, connector_class)
         config = load_config(os.environ, transfer.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         facts = read_engine(vllm_config, kv_cache_config)
@@ -111,7 +112,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             self._given = self.make_dependencies(vllm_config, facts, config)
         else:
-            self.worker_half = WorkerHalf(
+            self.worker_half = make_worker_half(
                 facts,
                 config,
                 vllm_config.parallel_config.rank,
@@ -134,7 +135,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: there is no such policy.
         """
         policy = registry.policy(config.policy)
-        saved = PolicyState(policy, config.ssd_path, config.policy)
+        saved = PolicyState(policy, config.learned_path, config.policy)
         saved.load()
         return Dependencies(
             facts=facts,
@@ -190,11 +191,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         pool = VllmBlockPool(kv_cache_manager, [group.index for group in given.facts.groups])
         self._positions = {group.index: at for at, group in enumerate(given.facts.groups)}
         try:
-            half = self.scheduler_half = SchedulerHalf(given, pool)
+            half = self.scheduler_half = make_scheduler_half(given, pool)
         except Exception:
             given.close()
             raise
-        Resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
+        resets = watch_resets if given.config.observes else Resets
+        resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
 
     @_never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
@@ -379,11 +381,6 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             self._given.close()
         if self.worker_half is not None:
             self.worker_half.close()
-
-
-def _connector_class(config: Mapping[str, Any]) -> type:
-    found: type = KVConnectorFactory.get_connector_class(KVTransferConfig(**config))
-    return found
 
 
 def _tool_reader(vllm_config: Any) -> ToolCalls:

@@ -55,6 +55,8 @@ class _InJobOrder:
         self._unsorted = False
         self._counts_parked = True
         half = getattr(self.connector, "scheduler_half", None)
+        if half is not None and half.given.config.observes:
+            half = None  # what is observed is vLLM's own order
         self._half: SchedulerHalf | None = half
         if half is not None:
             half.take_over_queue(in_job_order=self.policy is SchedulingPolicy.FCFS)

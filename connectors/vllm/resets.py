@@ -7,6 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
+def watch_resets(
+    manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
+) -> None:
+    """Hear of every reset of vLLM's KV cache manager, before it, and change nothing: nothing was
+    saved that could be found. Takes what ``Resets`` takes.
+    """
+    reset = manager.reset_prefix_cache
+
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        told()
+        return reset(*args, **kwargs)
+
+    manager.reset_prefix_cache = reset_prefix_cache
+
+
 class Resets:
     """Wrapper around the reset of vLLM's KV cache manager.
 

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from tiered_kv.metric_families import FAMILIES, PART_OF, PREFIX, SERIES, Family, MetricType
-from tiered_kv.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from tiered_kv.metrics import COUNTERS, GAUGES, HISTOGRAMS, WOULD_HAVE_SAVED
 
 
 class TieredStats(KVConnectorStats):
@@ -54,14 +54,20 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        metrics = {
+        self._metrics = {
             name: _make(family, metric_types, labelnames) for name, family in FAMILIES.items()
         }
+        self._labels = per_engine_labelvalues
+        # A series is there once it is bound: an engine that is managed has none of the observed.
         self._bound = {
-            (engine, event): metrics[series.family].labels(*values, *series.labels.values())
-            for engine, values in per_engine_labelvalues.items()
-            for event, series in SERIES.items()
+            (engine, event): self._bind(engine, event)
+            for engine in per_engine_labelvalues
+            for event in SERIES.keys() - WOULD_HAVE_SAVED.keys()
         }
+
+    def _bind(self, engine: int, event: str) -> Any:
+        family, labels = SERIES[event]
+        return self._metrics[family].labels(*self._labels[engine], *labels.values())
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         data = dict(transfer_stats_data)
@@ -69,8 +75,10 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             if part in data:
                 data[whole] = max(0, data.get(whole, 0) - data[part])
         for name, value in data.items():
-            metric = self._bound[engine_idx, name]
-            if name in COUNTERS:
+            metric = self._bound.get((engine_idx, name))
+            if metric is None:
+                metric = self._bound[engine_idx, name] = self._bind(engine_idx, name)
+            if name in COUNTERS or name in WOULD_HAVE_SAVED:
                 metric.inc(value)
             elif name in GAUGES:
                 metric.set(value)

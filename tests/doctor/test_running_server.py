@@ -40,6 +40,12 @@ def test_a_server_at_work_is_well() -> None:
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
 
 
+def test_a_server_that_is_only_observed_is_told() -> None:
+    found = asked(metrics(**BUSY, would_have_saved_vram=5, would_have_saved_cpu=7))
+    assert found["TIERED_KV_MODE"].seen.startswith("observe: 12 prompt tokens would not have been")
+    assert "TIERED_KV_MODE" not in asked(metrics(**BUSY))
+
+
 def test_a_server_that_has_just_started_is_well() -> None:
     found = asked(metrics(requests=0, cpu_slots=1000))
     assert found["connector"].seen == "loaded; no request has been answered yet"

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tiered_kv.doctor.running_server import REQUESTS
 from tiered_kv.metric_families import FAMILIES, PART_OF, PREFIX, SERIES, MetricType
-from tiered_kv.metrics import COUNTERS, GAUGES
+from tiered_kv.metrics import COUNTERS, GAUGES, WOULD_HAVE_SAVED
 
 Write = Callable[[bytes], object]
 Page = Callable[[Write, threading.Event], None]
@@ -67,7 +67,7 @@ def metrics(requests: int = 10, **values: float) -> str:
     labels = ("model_name", "engine")
     answered = REQUESTS.removesuffix("_total")
     Counter(answered, "Answered.", labels, registry=registry).labels("m", "0").inc(requests)
-    assert values.keys() <= COUNTERS.keys() | GAUGES.keys()
+    assert values.keys() <= COUNTERS.keys() | GAUGES.keys() | WOULD_HAVE_SAVED.keys()
     for part, whole in PART_OF.items():
         values[whole] = values.get(whole, 0) - values.get(part, 0)
     kinds = {MetricType.COUNTER: Counter, MetricType.GAUGE: Gauge}
@@ -77,7 +77,7 @@ def metrics(requests: int = 10, **values: float) -> str:
         if one.kind in kinds
     }
     for event, series in SERIES.items():
-        if series.family in made:
+        if series.family in made and (event in values or event not in WOULD_HAVE_SAVED):
             bound = made[series.family].labels("m", "0", *series.labels.values())
             bound.inc(values.get(event, 0))
     return generate_latest(registry).decode()

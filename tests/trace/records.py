@@ -19,6 +19,7 @@ from tiered_kv.trace.turn_record import (
     TurnRecord,
     TurnTimes,
     TurnTokens,
+    WouldHave,
 )
 
 HEADER = TraceHeader(
@@ -66,6 +67,7 @@ records = st.builds(
     tool=st.lists(texts, max_size=4).map(tuple),
     times=st.builds(TurnTimes, seconds, seconds, perhaps, perhaps, perhaps, seconds),
     tokens=st.builds(TurnTokens, *[counts] * 8),
+    would_have=st.builds(WouldHave, counts, counts, counts),
     decision=st.builds(
         PricedDecision,
         words,

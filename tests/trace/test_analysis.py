@@ -24,6 +24,7 @@ from tiered_kv.trace.turn_record import (
     TurnRecord,
     TurnTimes,
     TurnTokens,
+    WouldHave,
 )
 from tiered_kv.trace.turn_table import TurnTable
 
@@ -241,3 +242,29 @@ def test_traces_without_a_job_in_common_have_no_differences() -> None:
 def test_a_spread_leaves_out_what_is_unknown() -> None:
     assert Spread.of(np.array([math.nan, 1.0, 3.0])) == Spread(2.0, 2.0, 2.8, 2.9, 2.98)
     assert Spread.of(np.array([math.nan])) is None
+
+
+# -- what an observed engine would have been spared -----------------------------------------------
+
+
+def test_what_would_have_been_saved_is_told_by_tier_and_as_time() -> None:
+    prompt = TurnTokens(prompt=100, vram=20, recomputed=80, output=100)
+    decided = PricedDecision("cpu", recompute_s=4.0)
+    seen = [WouldHave(vram=16, cpu=32), WouldHave(ssd=2)]
+    found = analyze(
+        of(
+            *(
+                turn("a", n, n, tokens=prompt, would_have=one, decision=decided)
+                for n, one in enumerate(seen, 1)
+            )
+        )
+    ).would_have_saved
+    assert (found.tokens, found.vram, found.cpu, found.ssd) == (50, 16, 32, 2)
+    assert found.share == 50 / 200
+    assert found.prefill_s == pytest.approx(4.0 * 50 / 200), "as a share of each context"
+
+
+def test_of_an_engine_that_is_managed_nothing_is_said() -> None:
+    found = analyze(of(turn("a", 1, 0.0, tokens=TurnTokens(prompt=9, recomputed=9))))
+    assert found.would_have_saved.tokens == 0
+    assert found.would_have_saved.prefill_s == 0

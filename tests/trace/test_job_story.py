@@ -18,7 +18,20 @@ from tiered_kv.trace.turn_record import (
     TurnRecord,
     TurnTimes,
     TurnTokens,
+    WouldHave,
 )
+
+
+def test_a_turn_of_an_engine_that_was_only_observed() -> None:
+    one = record(
+        times=TurnTimes(admitted_s=0.25, end_s=1.0),
+        tokens=TurnTokens(prompt=1000, vram=100, recomputed=900, output=5),
+        would_have=WouldHave(vram=64, ssd=512),
+    )
+    sentences = story(one)
+    assert "Of its 1,000 prompt tokens 100 were in VRAM and 900 had to be computed." in sentences
+    would = "It was only observed: the connector would have found 64 in VRAM and 512 on SSD."
+    assert would in sentences
 
 
 def test_a_turn_that_was_held_pinned_and_came_back() -> None:

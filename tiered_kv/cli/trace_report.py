@@ -33,6 +33,7 @@ def print_figures(title: str, figures: Figures) -> None:
         ["jobs", f"{jobs.jobs:,}, {jobs.cut:,} begun before the trace, {jobs.waiting:,} open"],
         ["prompts", f"{prompts.tokens:,} tokens: {_sources(figures)}"],
         ["prefill saved", _s(saved_s)],
+        *_would_have_saved(figures),
         ["held", f"{_s(waits.held_s)} for room, {_s(waits.pages_s)} for pages"],
         ["from below", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
         ["sent down", f"{figures.demoted:,} pages"],
@@ -87,6 +88,16 @@ def _sources(figures: Figures) -> str:
     }
     said = ", ".join(f"{_percent(share)} {where}" for where, share in shares.items())
     return f"{said} ({_percent(prompts.lost)} lost)"
+
+
+def _would_have_saved(figures: Figures) -> list[list[str]]:
+    """A row for an engine that was only observed, if it would have been spared anything."""
+    would = figures.would_have_saved
+    if not would.tokens:
+        return []
+    where = f"{would.vram:,} in VRAM, {would.cpu:,} in CPU memory, {would.ssd:,} on SSD"
+    share = f"{_percent(would.share)} of prompts, {_s(would.prefill_s)} of prefill"
+    return [["would have saved", f"{would.tokens:,} tokens ({share}): {where}"]]
 
 
 def _waste(figures: Figures) -> str:

@@ -66,6 +66,7 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
         else:
             yield fail("connector", "no metrics of vLLM", "Give the address of a vLLM server.")
         return
+    yield from _mode(found)
     yield _work(found)
     yield _tiers(found)
     cold = _cold_pages(found)
@@ -78,6 +79,14 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
             yield warn(name, seen, FAILURES[name])
     if not any(counts.values()):
         yield ok("failures", f"none in {len(counts)} counters")
+
+
+def _mode(found: Mapping[str, float]) -> Iterator[Finding]:
+    """Tell that a server is only observed, if it is."""
+    would = found.get(f"{PREFIX}would_have_saved_tokens_total")  # of no other server
+    if would is not None:
+        words = f"observe: {would:,.0f} prompt tokens would not have been computed"
+        yield ok("TIERED_KV_MODE", f"{words}; nothing is moved")
 
 
 def _work(found: Mapping[str, float]) -> Finding:

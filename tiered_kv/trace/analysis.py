@@ -90,6 +90,26 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class WouldHaveSaved:
+    """Prompt tokens that an engine computed which was only observed, and that the connector would
+    have found.
+
+    Attributes:
+        tokens: all of them.
+        vram, cpu, ssd: by tier.
+        share: share of all tokens of prompts; None without any.
+        prefill_s: time that computing them took, counted as ``Prompts.prefill_saved_s``.
+    """
+
+    tokens: int
+    vram: int
+    cpu: int
+    ssd: int
+    share: float | None
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pins:
     """Pins that ended in one way.
 
@@ -152,6 +172,7 @@ class Figures:
     Attributes:
         turns: number of turns. alone: those of no job.
         span_s: from the first arrival to the last end, seconds.
+        would_have_saved: all 0 unless the engine was only observed.
         pins: pins by how they ended.
         demoted: pages sent down by decisions.
         by_tool, by_class: decisions by the tool that ran in the gap, and by class of the gap.
@@ -163,6 +184,7 @@ class Figures:
     jobs: Jobs
     waits: Waits
     prompts: Prompts
+    would_have_saved: WouldHaveSaved
     pins: Mapping[str, Pins]
     promotions: Promotions
     demoted: int
@@ -188,6 +210,7 @@ def analyze(table: TurnTable) -> Figures:
             first_token_s=Spread.of(table["times.first_token_s"]),
         ),
         prompts=_prompts(table),
+        would_have_saved=_would_have_saved(table, _prompts(table).tokens),
         pins=_pins(table),
         promotions=_promotions(table),
         demoted=int(table["pages.demoted"].sum()),
@@ -210,8 +233,6 @@ def _jobs(jobs: TracedJobs) -> Jobs:
 def _prompts(table: TurnTable) -> Prompts:
     found = table["tokens.vram"].astype(float) + table["tokens.cpu"] + table["tokens.ssd"]
     tokens = float(found.sum()) + _sum(table["tokens.recomputed"])
-    context = table["tokens.prompt"].astype(float) + table["tokens.output"]
-    saved = table["decision.recompute_s"] * found / np.maximum(context, 1.0)
     return Prompts(
         tokens=int(tokens),
         vram=_share(_sum(table["tokens.vram"]), tokens),
@@ -219,8 +240,28 @@ def _prompts(table: TurnTable) -> Prompts:
         ssd=_share(_sum(table["tokens.ssd"]), tokens),
         recomputed=_share(_sum(table["tokens.recomputed"]), tokens),
         lost=_share(_sum(table["tokens.lost"]), tokens),
-        prefill_saved_s=float(saved.sum()),
+        prefill_saved_s=_prefill_s(table, found),
     )
+
+
+def _would_have_saved(table: TurnTable, prompts: int) -> WouldHaveSaved:
+    tiers = [table[f"would_have.{tier}"] for tier in ("vram", "cpu", "ssd")]
+    found = sum(tiers, np.zeros(len(table)))
+    vram, cpu, ssd = (int(tokens.sum()) for tokens in tiers)
+    return WouldHaveSaved(
+        tokens=vram + cpu + ssd,
+        vram=vram,
+        cpu=cpu,
+        ssd=ssd,
+        share=_share(float(found.sum()), prompts),
+        prefill_s=_prefill_s(table, found),
+    )
+
+
+def _prefill_s(table: TurnTable, tokens: Column) -> float:
+    """Time that computing so many tokens of each turn takes."""
+    context = table["tokens.prompt"].astype(float) + table["tokens.output"]
+    return float((table["decision.recompute_s"] * tokens / np.maximum(context, 1.0)).sum())
 
 
 def _pins(table: TurnTable) -> dict[str, Pins]:

@@ -68,6 +68,11 @@ def _prompt(one: TurnRecord) -> Iterator[str]:
     found += [f"{tokens.recomputed:,} had to be computed"]
     lost = f" {tokens.lost:,} of them it had had before." if tokens.lost else ""
     yield f"Of its {tokens.prompt:,} prompt tokens {_list(found)}.{lost}"
+    seen = one.would_have
+    places = {"in VRAM": seen.vram, "in CPU memory": seen.cpu, "on SSD": seen.ssd}
+    would = [f"{count:,} {where}" for where, count in places.items() if count]
+    if would:
+        yield f"It was only observed: the connector would have found {_list(would)}."
 
 
 def _answer(one: TurnRecord) -> Iterator[str]:

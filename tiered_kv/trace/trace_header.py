@@ -30,6 +30,7 @@ class TraceHeader:
         vram_blocks: blocks that requests can have.
         tiers_bytes: sizes of the tiers outside VRAM, all ranks together, bytes; 0 for a tier
             without a known end.
+        mode: ``observe`` if nothing of what the records tell of pins and pages was done.
     """
 
     version: str
@@ -41,6 +42,7 @@ class TraceHeader:
     block_size: int
     vram_blocks: int
     tiers_bytes: Mapping[str, int] = field(default_factory=dict)
+    mode: str = "manage"
 
     def to_line(self) -> str:
         """The header as a line of less than 1 KiB, its end not included."""
@@ -50,6 +52,7 @@ class TraceHeader:
             version=cut(self.version, _WORD_ROOM),
             model=cut(self.model, _MODEL_ROOM),
             policy=cut(self.policy, _WORD_ROOM),
+            mode=cut(self.mode, _WORD_ROOM),
             tiers_bytes={cut(name, _WORD_ROOM): nbytes for name, nbytes in tiers},
         )
         written = {"schema": SCHEMA} | said(short)

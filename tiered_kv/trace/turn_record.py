@@ -98,6 +98,21 @@ class TurnTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class WouldHave:
+    """Tokens of the prompt that were computed by an engine that is only observed, and that the
+    connector would have found. They are part of ``recomputed``.
+
+    Attributes:
+        vram: under the pin of its job, or of another that begins alike. cpu: in CPU memory.
+        ssd: in a tier below.
+    """
+
+    vram: int = 0
+    cpu: int = 0
+    ssd: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PricedDecision:
     """The tier where the turn's KV was to wait, as decided last, and the reasons.
 
@@ -237,6 +252,7 @@ class TurnRecord:
     tool: tuple[str, ...] = ()
     times: TurnTimes = field(default_factory=TurnTimes)
     tokens: TurnTokens = field(default_factory=TurnTokens)
+    would_have: WouldHave = field(default_factory=WouldHave)
     decision: PricedDecision = field(default_factory=PricedDecision)
     pin: PinStory = field(default_factory=PinStory)
     pages: PageMoves = field(default_factory=PageMoves)
@@ -274,8 +290,8 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
     for name, most in (*_ROOM_OF.items(), ("request", room.request)):
         if name in fitted:
             fitted[name] = cut(fitted[name], most)
-    if "tool" in fitted:
-        fitted["tool"] = _cut_all(fitted["tool"], room.tool)
+    if tool := _cut_all(fitted.pop("tool", ()), room.tool):
+        fitted["tool"] = tool
     made = dict(fitted.get("decision", {}))
     if not room.whole:
         made = {name: made[name] for name in _PRICE if name in made}

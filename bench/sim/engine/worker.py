@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiered_kv.connectors.runtime.observe.virtual_store import VirtualStore
+from tiered_kv.connectors.runtime.observe.virtual_worker import BUNDLE_SHARE
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Orders, Proposal, Reclaim, Reports, TierOrders, TierReport
+from tiered_kv.messages import Orders, Proposal, Reports, TierOrders, TierReport
 from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
@@ -31,66 +33,13 @@ from tiered_kv.tiers import SSD, StoreId
 from .links import Link
 from .machines import Machine
 
-BUNDLE_SHARE = 22 / 32
-"""Share of its slots that a bundle of bf16 fills: 1.5 times smaller, the last slot half full."""
-SEGMENTS = 32
-"""Number of segments of an SSD store."""
-
-
-class SsdStore:
-    """Pages in segments, of which the oldest dies when there is no room for a new one."""
-
-    def __init__(self, pages: int) -> None:
-        self._per_segment = max(1, pages // SEGMENTS)
-        self._most = max(2, pages // self._per_segment)
-        self._segments: dict[int, dict[PageKey, None]] = {0: {}}
-        self._where: dict[PageKey, int] = {}
-        self._newest = 0
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    def put(self, key: PageKey) -> None:
-        """Store a page; one that is there already stays where it is."""
-        if key in self._where:
-            return
-        if len(self._segments[self._newest]) >= self._per_segment:
-            self._newest += 1
-            self._segments[self._newest] = {}
-        self._segments[self._newest][key] = None
-        self._where[key] = self._newest
-
-    def has(self, key: PageKey) -> bool:
-        return key in self._where
-
-    @property
-    def proposal(self) -> Proposal | None:
-        """The segment that should die, once the store is full."""
-        if len(self._segments) <= self._most:
-            return None
-        oldest = next(iter(self._segments))
-        return Proposal(oldest, tuple(self._segments[oldest]))
-
-    def reclaim(self, dying: Reclaim) -> tuple[list[PageKey], int]:
-        """Let a segment die but for those named; returns who is gone, and how many were
-        written again."""
-        pages = self._segments.pop(dying.segment, None)
-        if pages is None:
-            return [], 0
-        for key in pages:
-            del self._where[key]
-        kept = [key for key in dying.survivors if key in pages]
-        for key in kept:
-            self.put(key)
-        return [key for key in pages if key not in self._where], len(kept)
-
 
 class _Store:
     """The SSD store of a page group, and what the scheduler half has not heard of it yet."""
 
     def __init__(self, page_bytes: int, pages: int) -> None:
         self.page_bytes = page_bytes
-        self.pages = SsdStore(pages)
+        self.pages = VirtualStore(pages)
         self.gone: list[PageKey] = []
         self.written = self.read = 0
         self._said: Proposal | None = None

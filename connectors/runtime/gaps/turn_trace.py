@@ -25,6 +25,7 @@ from tiered_kv.trace.turn_record import (
     TurnRecord,
     TurnTimes,
     TurnTokens,
+    WouldHave,
 )
 
 from .open_gaps import OpenGap
@@ -101,6 +102,7 @@ class TurnTrace:
             finish=request.outcome,
             times=_times(turn, now),
             tokens=tokens,
+            would_have=_would_have(turn),
             pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
         )
 
@@ -229,6 +231,11 @@ def _decision(gap: OpenGap) -> PricedDecision:
         memoryfulness=costs.memoryfulness,
         vram_price=costs.vram_price,
     )
+
+
+def _would_have(turn: Turn) -> WouldHave:
+    seen = turn.observed
+    return WouldHave(seen.vram_tokens, seen.cpu_tokens, seen.ssd_tokens)
 
 
 def _finite(seconds: float) -> float | None:

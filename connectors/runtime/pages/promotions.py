@@ -170,7 +170,7 @@ class Promotions:
         What the prompt shares with VRAM or CPU memory is passed over. All of it counts as used.
         """
         index, limit = self._index, turn.request.num_tokens - 1
-        start, somewhere = self._in_vram(turn, limit), self._sources.somewhere()
+        start, somewhere = self.in_vram(turn, limit), self._sources.somewhere()
         found = self._finder.find(turn, start, limit, somewhere, run_of(somewhere))
         keys = turn.page_keys()
         used = list(keys[: start // self._facts.block_size])
@@ -184,13 +184,17 @@ class Promotions:
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
 
-    def _in_vram(self, turn: Turn, limit: int) -> int:
-        """Tokens of the prompt that VRAM holds, as far as they may be used."""
+    def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
+        """Tokens of the prompt that VRAM holds, as far as they may be used.
+
+        Args:
+            known: tokens that it is known to hold.
+        """
         hashes, strides = turn.request.block_hashes, turn.pages.strides
         cached, end = self._cached, limit
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.FULL:
-                stride, block = strides[at], 0
+                stride, block = strides[at], known // group.block_size
                 stop = min(end // group.block_size + 1, len(hashes) // stride)
                 while block < stop and cached(hashes[(block + 1) * stride - 1], at):
                     block += 1
@@ -226,7 +230,7 @@ class Promotions:
         keys = turn.page_keys()
         size, limit = self._facts.block_size, turn.request.num_tokens - 1
         stop = min(len(keys), limit // size + 1)
-        end, somewhere = self._in_vram(turn, limit) // size, self._sources.somewhere()
+        end, somewhere = self.in_vram(turn, limit) // size, self._sources.somewhere()
         while end < stop and somewhere(keys[end]):
             end += 1
         unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
@@ -283,6 +287,13 @@ class Promotions:
         if until is None:
             until = self._clock() + state.longest_wait_s
         return Below(self._sources.somewhere(), until)
+
+    def within_reach(self, turn: Turn) -> Below | None:
+        """The pages that a turn would have if it waited for what comes up for it; None if that is
+        not worth it, or there is nothing."""
+        if turn.tiers.longest_wait_s is None:
+            return None
+        return Below(self._sources.somewhere(), self._clock() + turn.tiers.longest_wait_s)
 
     def tokens_from_below(self, turn: Turn) -> int:
         """Tokens of a turn's hit that came up for it from a tier, or are to come up in pieces."""

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.orders import (
     DemoteOrder,
@@ -40,7 +41,7 @@ def status(half: SchedulerHalf) -> dict[str, Any]:
         "engine": half.facts.replica,
         "now": round(half.given.wall(), 3),
         "steps": half.step,
-        "mode": "offload" if half.pages.index.num_slots else "vram",
+        "mode": _mode(half),
         "policy": config.policy,
         "eviction": config.eviction,
         "admission": config.admission,
@@ -67,7 +68,21 @@ def status(half: SchedulerHalf) -> dict[str, Any]:
         "decisions": _decisions(half),
         "counters": half.stats.totals(),
         "gauges": half.stats.gauges(),
+        **_would_have_saved(half),
     }
+
+
+def _mode(half: SchedulerHalf) -> str:
+    if half.given.config.observes:
+        return "observe"
+    return "offload" if half.pages.index.num_slots else "vram"
+
+
+def _would_have_saved(half: SchedulerHalf) -> dict[str, Any]:
+    """Prompt tokens that an engine which is only observed would have been spared, by tier."""
+    if not isinstance(half, ObservingHalf):
+        return {}
+    return {"would_have_saved": dict(half.would_have_saved)}
 
 
 def _vram(half: SchedulerHalf) -> dict[str, Any]:

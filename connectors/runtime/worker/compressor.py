@@ -247,17 +247,35 @@ def make_compressor(
     staging = staging_slots(len(slots))
     if not staging:
         return None
-    threads = max(1, spare_cores(facts.ranks) // facts.ranks // CORES_SHARE)
-    groups = dict[int, Bundles]()
-    for at, group in enumerate(facts.groups):
-        state = group.reach.kind is KvKind.STATE
-        made = _codec(codec, group.page_format, threads) if not state else None
-        if made is not None:
-            groups[at] = Bundles(slots, made)
+    threads = threads_of(facts)
+    groups = {at: Bundles(slots, made) for at, made in codecs_of(facts, codec).items()}
     if not groups:
         return None
     last = range(len(slots) - staging, len(slots))
     return Compressor(groups, slots, last, make_backend, threads)
+
+
+def threads_of(facts: EngineFacts) -> int:
+    """Threads of a rank that encode, and as many that decode."""
+    return max(1, spare_cores(facts.ranks) // facts.ranks // CORES_SHARE)
+
+
+def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
+    """Codecs for the pages of groups that are worth compressing in CPU memory, by group.
+
+    Args:
+        codec: its name, as ``TIERED_KV_CODEC`` gives it.
+
+    Raises:
+        ConfigError: there is no such codec, or it does not work.
+    """
+    found, threads = dict[int, Codec](), threads_of(facts)
+    for at, group in enumerate(facts.groups):
+        state = group.reach.kind is KvKind.STATE
+        made = _codec(codec, group.page_format, threads) if not state else None
+        if made is not None:
+            found[at] = made
+    return found
 
 
 def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:

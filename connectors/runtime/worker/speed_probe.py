@@ -17,6 +17,8 @@ from tiered_kv.transfer.cpu_pool import CpuPool
 
 MOST_PAGES = 64
 ROUNDS = 5
+READ_BYTES = 16 << 20
+"""Size of a read that is timed, bytes."""
 SMALLEST_MATRIX, LARGEST_MATRIX = 128, 1024
 MATMUL_S = 0.03
 """Time for matrix products. Where bf16 is emulated, one of the largest takes seconds."""
@@ -37,6 +39,30 @@ def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> 
         backend.drain()
         results += backend.poll()
     return max((one.nbytes / one.seconds for one in results if one.seconds > 0), default=0.0)
+
+
+def measure_reads(storage: Any) -> float:
+    """Bytes a second from the engine's KV to CPU memory; the best of several. Nothing is written
+    there, so the engine may be at work.
+
+    Args:
+        storage: the allocation of its KV, as torch has it.
+    """
+    import torch
+
+    on_gpu, size = storage.device.type == "cuda", min(READ_BYTES, int(storage.nbytes()))
+    if not size:
+        return 0.0
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
+    target = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+    took = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        target.copy_(source)
+        if on_gpu:
+            torch.cuda.synchronize(storage.device)
+        took.append(time.perf_counter() - began)
+    return size / max(min(took), 1e-9)
 
 
 def measure_flops(device: Any, dtype: Any) -> float:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.errors import ConfigError, UnsupportedError
+from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.machine.memory import system_memory
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
@@ -30,7 +30,8 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
 from .cold_loads import ColdLoads
 from .compressor import Compressor, make_compressor
-from .speed_probe import measure_copies, measure_flops
+from .kv_tensors import flops_of, storage_of
+from .speed_probe import measure_copies
 from .tier_worker import TierWorker
 
 logger = logging.getLogger(__name__)
@@ -101,20 +102,14 @@ class WorkerHalf:
             ConfigError: the tier does not fit into memory, or holds no page.
             UnsupportedError: the engine's KV cache lies in several allocations.
         """
-        self._speeds = replace(self._speeds, flops=_flops(kv_caches))
+        self._speeds = replace(self._speeds, flops=flops_of(kv_caches))
         groups, ranks = self._facts.groups, self._facts.ranks
         if not groups or self._config.cpu_gib == 0:
             return
-        slots = self._facts.slots(self._config.cpu_bytes_per_rank(ranks))
-        if slots == 0:
-            raise ConfigError(
-                f"TIERED_KV_CPU_GIB={self._config.cpu_gib:g} holds no page: one takes "
-                f"{self._facts.slot_bytes / (1 << 20):g} MiB on each of {ranks} ranks. Give "
-                "more, or 0."
-            )
+        slots = slots_of(self._facts, self._config)
         import torch
 
-        on_gpu = _storage(kv_caches).device.type == "cuda"
+        on_gpu = storage_of(kv_caches).device.type == "cuda"
         local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
         check_cpu_size(self._config, ranks, local_ranks, *system_memory())
         slot_bytes = self._facts.slot_bytes
@@ -156,7 +151,7 @@ class WorkerHalf:
     def _make_backend(self, pool: CpuPool) -> TransferBackend:
         import torch
 
-        storage, layouts = _storage(self._kv_caches), [one.layout for one in self._facts.groups]
+        storage, layouts = storage_of(self._kv_caches), [one.layout for one in self._facts.groups]
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if storage.device.type == "cuda":
             from tiered_kv.transfer.cuda.backend import CudaTransfer
@@ -372,28 +367,17 @@ class WorkerHalf:
         self.compressor = None
 
 
-def _flops(kv_caches: Sequence[Any]) -> float:
-    """Speed of matrix products in the type of the KV cache, or what comes nearest."""
-    import torch
-
-    caches = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]
-    if not caches:
-        return 0.0
-    dtype = caches[0].dtype
-    usual = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return measure_flops(caches[0].device, dtype if usual else torch.bfloat16)
-
-
-def _storage(kv_caches: Sequence[Any]) -> Any:
-    """The one allocation behind all layers' KV tensors.
+def slots_of(facts: EngineFacts, config: TierConfig) -> int:
+    """Slots of a rank's share of the CPU tier, which is not off.
 
     Raises:
-        UnsupportedError: the layers lie in several allocations, which the layout cannot name.
+        ConfigError: it holds no page.
     """
-    storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
-    if len(storages) != 1:
-        raise UnsupportedError(
-            f"the KV cache lies in {len(storages)} allocations where one was expected: "
-            "set TIERED_KV_CPU_GIB=0 and report this model"
+    slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
+    if slots == 0:
+        raise ConfigError(
+            f"TIERED_KV_CPU_GIB={config.cpu_gib:g} holds no page: one takes "
+            f"{facts.slot_bytes / (1 << 20):g} MiB on each of {facts.ranks} ranks. Give "
+            "more, or 0."
         )
-    return next(iter(storages.values())).untyped_storage()
+    return slots

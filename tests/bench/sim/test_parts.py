@@ -15,7 +15,6 @@ from tiered_kv.bench.common.left_out import LeftOut
 from tiered_kv.bench.sim.engine.links import Link
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.bench.sim.engine.models import MODELS
-from tiered_kv.bench.sim.engine.worker import SEGMENTS, SsdStore
 from tiered_kv.bench.sim.servers.ordering import Ordering
 from tiered_kv.bench.sim.servers.servers import BASES, KnownJobs, Order, server
 from tiered_kv.bench.sim.servers.thunderagent import Gate
@@ -26,6 +25,7 @@ from tiered_kv.bench.sim.validate.validity import equal_orders
 from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.connectors.runtime.observe.virtual_store import SEGMENTS, VirtualStore
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reclaim
 from tiered_kv.policies.base import JobKey
@@ -316,7 +316,7 @@ def page(n: int) -> PageKey:
 
 
 def test_a_full_store_lets_its_oldest_segment_die_but_for_the_survivors() -> None:
-    store = SsdStore(pages=2 * SEGMENTS)
+    store = VirtualStore(pages=2 * SEGMENTS)
     for n in range(2 * SEGMENTS):
         store.put(page(n))
     full = store.proposal

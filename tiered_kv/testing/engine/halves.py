@@ -9,9 +9,9 @@ from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tools import NoTools
-from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.observe.observing_half import make_scheduler_half
+from tiered_kv.connectors.runtime.observe.observing_worker import make_worker_half
 from tiered_kv.connectors.runtime.step_timer import StepTimer
-from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
 from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
@@ -43,10 +43,10 @@ class Halves(Offload):
     ) -> None:
         facts = read_facts(engine.size)
         fingerprint = base_fingerprint(facts)
-        self.worker = WorkerHalf(facts, config, 0, lambda: (fingerprint,), clock)
+        self.worker = make_worker_half(facts, config, 0, lambda: (fingerprint,), clock)
         self.worker.register([engine.model.cache])
         policy = registry.policy(config.policy)
-        state = PolicyState(policy, config.ssd_path, config.policy)
+        state = PolicyState(policy, config.learned_path, config.policy)
         state.load()
         given = Dependencies(
             facts=facts,
@@ -63,7 +63,7 @@ class Halves(Offload):
             clock=clock,
             wall=clock,
         )
-        self.scheduler = SchedulerHalf(change(given), PortPool(engine.pool))
+        self.scheduler = make_scheduler_half(change(given), PortPool(engine.pool))
         said = self.worker.handshake()
         # Its model computes nothing, so that no estimate of a prefill fits it.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))

@@ -1,0 +1,1 @@
+"""Observe mode: everything is decided and traced, and nothing is done."""
