@@ -93,6 +93,10 @@ class GhostPool:
         """Blocks that would be free beside the pins."""
         return max(0, self._room())
 
+    def num_cached(self) -> int:
+        """Blocks that the engine can find."""
+        return self._real.num_cached()
+
     @property
     def short(self) -> bool:
         """True if requests have blocks that pins would hold: these would have given way."""
