@@ -65,7 +65,7 @@ class Stats:
             "pages_promoted_used": self._pages.index.promoted.used,
             "pages_promoted_wasted": self._pages.index.promoted.wasted,
             "pages_not_saved": self._pages.book.unsaved,
-            "trace_dropped": self._gaps.log.trace.dropped,
+            "trace_dropped": self._gaps.log.dropped,
             "jobs_held": gate.refused,
             "answers_unread": self._tools.dropped,
             "tool_read_errors": self._tools.errors,

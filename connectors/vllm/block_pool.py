@@ -27,6 +27,9 @@ class VllmBlockPool:
         self.hold = self._pool.touch
         self.release = self._pool.free_blocks
 
+    def num_cached(self) -> int:
+        return len(self._pool.cached_block_hash_to_block)
+
     def forget(self, block_ids: Iterable[int]) -> None:
         self._pool.evict_blocks(set(block_ids))
 

@@ -43,6 +43,9 @@ class FakeBlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def num_cached(self) -> int:
+        return len({block.block_hash for block in self.blocks if block.block_hash is not None})
+
     def allocate(self, hashes: Sequence[bytes | None]) -> list[FakeBlock]:
         """Take a block from the front of the queue for each hash: vLLM's ``get_new_blocks``.
 

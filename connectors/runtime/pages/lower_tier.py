@@ -40,6 +40,9 @@ class LowerTier:
         chance: probability that a waiting job comes back for a page.
         group_of: gives the group of a page; None if that is not known.
         clock: monotonic seconds.
+
+    Attributes:
+        on_evicted: told of pages that a store gave up for others.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class LowerTier:
         self._group_of = group_of
         self.counters = counters
         self._clock = clock
+        self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         page_bytes = facts.groups[store.group].page_bytes
         holds = spec.capacity_bytes
         pages = None if holds is None else holds // (facts.ranks * page_bytes)
@@ -258,6 +262,8 @@ class LowerTier:
             if report.gone:
                 self.counters.add("ssd_pages_reclaimed", len(report.gone))
                 self.pages.index.discard(report.gone)
+                if self.on_evicted is not None:
+                    self.on_evicted(report.gone)
                 self._reclaims.forget(report.gone)
                 if self._facts.ranks > 1:
                     self._lost += report.gone

@@ -41,6 +41,10 @@ class Blocks:
         """Number of blocks without a reference."""
         return len(self._free)
 
+    def num_cached(self) -> int:
+        """Number of hashes under which blocks can be found."""
+        return len(self._found)
+
     def take(self, count: int) -> list[Block]:
         """Take free blocks, the least recently used first. There must be enough."""
         taken = [self._free.popitem(last=False)[1] for _ in range(count)]

@@ -98,6 +98,7 @@ class PortPool:
         self.blocks: Sequence[Any] = pool.blocks
         self.tables: Sequence[Mapping[str, Sequence[Any]]] = (pool.tables,)
         self.num_free = pool.num_free
+        self.num_cached = pool.num_cached
         self.forget = pool.forget
 
     def hold(self, blocks: Sequence[Any]) -> None:
