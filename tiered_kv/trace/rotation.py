@@ -7,7 +7,7 @@ from pathlib import Path
 
 FILE_BYTES = 64 << 20
 """Size that a file does not exceed. A turn takes about half a KiB, so it has some 120,000. A step
-takes a quarter."""
+takes some 200 bytes."""
 FILES = 8
 """Files that are kept; the oldest is deleted for a new one."""
 
