@@ -47,7 +47,7 @@ def test_any_step_fits_and_reads_as_it_was_written(one: StepRecord) -> None:
     assert len(line.encode("ascii")) < MAX_BYTES
     again = StepRecord.from_json(json.loads(line))
     assert again.to_line() == line
-    plain = {"nbytes": {}, "orders": {}, "at": 0.0}
+    plain: dict[str, Any] = {"nbytes": {}, "orders": {}, "at": 0.0}
     assert replace(again, **plain) == replace(one, **plain)
     assert again.at == pytest.approx(one.at, abs=1e-4)
 
