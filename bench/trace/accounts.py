@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tiered_kv.bench.replay.play.drive import request_id
+from tiered_kv.bench.replay.play.sources import client_name
 from tiered_kv.bench.replay.results import TurnDone
 from tiered_kv.trace.analysis import Figures, analyze
 from tiered_kv.trace.recorder_events import recorder_events
@@ -29,9 +29,6 @@ HAPPENED = (
     "pins",
 )
 """Counters that the script must move: figures that are 0 everywhere agree about nothing."""
-
-# vLLM puts the kind of request, the prompt's number and a random suffix around a client's name.
-_REQUEST_ID = re.compile(r"cmpl-(?P<name>.*)-0-[0-9a-f]{8}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +176,7 @@ def _differing(
     answered: Mapping[str, TurnDone], records: Sequence[TurnRecord]
 ) -> Iterator[dict[str, object]]:
     """Turns whose lengths are not the same by client and trace, or that only one of them has."""
-    traced = dict[str, TurnRecord]()
-    for one in records:
-        named = _REQUEST_ID.fullmatch(one.request)
-        traced[named["name"] if named else one.request] = one
+    traced = {client_name(one.request) or one.request: one for one in records}
     for name in answered.keys() | traced.keys():
         turn, record = answered.get(name), traced.get(name)
         client = turn and (turn.turn, turn.prompt_tokens, turn.cached_tokens, turn.output_tokens)
