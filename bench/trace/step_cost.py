@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from typing import Any
 
 from tiered_kv.bench.overhead import CYCLE, ratios, scheduler_step
 
-CALLS = 100_000
-REPEATS = 7
+CALLS = 10_000
+REPEATS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def step_cost(engines: int, tell: Callable[[str], None], *, steps: bool) -> Step
 
 
 def off_us() -> float:
-    """Time of the dearest hook without a trace, beyond that of a loop; microseconds."""
+    """Time of the dearest hook without a trace, beyond that of an empty call; microseconds."""
     from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace
     from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
     from tiered_kv.policies.base import JobKey
@@ -67,5 +68,6 @@ def off_us() -> float:
 
 
 def _call_us(call: Callable[[], object]) -> float:
-    """Time of a call, the least of some measurements: what is more is the machine's."""
-    return 1e6 * min(timeit.repeat(call, number=CALLS, repeat=REPEATS)) / CALLS
+    """Processor time of a call, the least of some measurements: what is more is the machine's."""
+    times = timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=REPEATS)
+    return 1e6 * min(times) / CALLS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,10 @@ from .preemption_log import PreemptionLog
 from .prefills_under_way import PrefillsUnderWay
 
 logger = logging.getLogger(__name__)
+
+AT_ONCE, LATEST_S = 64, 1.0
+"""Steps that are handed to the writer together, and the longest time that one is kept, seconds.
+Waking the writer for each would cost the scheduler more than the record."""
 
 _KINDS = {
     "save": SaveOrder,
@@ -83,6 +88,8 @@ class StepTrace:
         self._clock = clock
         self._wall = wall
         self._prefills = PrefillsUnderWay(parts.turns)
+        self._kept: list[StepRecord] = []
+        self._handed_over_at = -math.inf
         self._steps = 0
         self._failed = False
 
@@ -97,7 +104,7 @@ class StepTrace:
             step = scheduled()
             self._note_preemptions(step)
             if self._writer is not None:
-                self._writer.write(self._record(step))
+                self._keep(self._record(step), idle=not step.tokens)
         except Exception:
             self._counters.add("hook_errors")
             if not self._failed:
@@ -111,6 +118,18 @@ class StepTrace:
         for request_id in step.begun:
             if request_id in log and (turn := self._parts.turns.by_id.get(request_id)) is not None:
                 log.goes_on(request_id, turn.request.num_computed_tokens, self._clock())
+
+    def _keep(self, record: StepRecord, *, idle: bool) -> None:
+        self._kept.append(record)
+        if idle or len(self._kept) == AT_ONCE or record.at - self._handed_over_at >= LATEST_S:
+            self._handed_over_at = record.at
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        kept, self._kept = self._kept, []
+        if self._writer is not None:
+            for record in kept:
+                self._writer.write(record)
 
     def _record(self, step: ScheduledStep) -> StepRecord:
         parts, turns = self._parts, self._parts.turns
@@ -143,5 +162,6 @@ class StepTrace:
 
     def close(self) -> None:
         """Write what is queued. Idempotent."""
+        self._hand_over()
         if self._writer is not None:
             self._writer.close()
