@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +45,12 @@ CYCLES = 6
 DECODE_TOKENS = 96
 
 Tick = Callable[[str], None]
+CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
+    "stock": None,
+    "control": None,
+    "connector": {"cpu_gib": 0.05},
+}
+"""Settings of each engine's connector; None is stock vLLM."""
 
 
 def ratios(rounds: list[dict[str, list[float]]], period: int) -> tuple[float, float]:
@@ -63,7 +69,9 @@ def ratios(rounds: list[dict[str, list[float]]], period: int) -> tuple[float, fl
     return totals["connector"] / statistics.fmean(both), max(both) / min(both)
 
 
-def scheduler_step(first: int, tick: Tick) -> dict[str, list[float]]:
+def scheduler_step(
+    first: int, tick: Tick, extras: Mapping[str, dict[str, Any] | None] = CONTESTANTS
+) -> dict[str, list[float]]:
     """Seconds of scheduler steps of each contestant, taken in turn.
 
     Prompts differ in length, so that their blocks fill at different steps, as they do in
@@ -72,13 +80,13 @@ def scheduler_step(first: int, tick: Tick) -> dict[str, list[float]]:
     Args:
         first: which contestant is built first. Where in memory an engine's objects come to
             lie makes its steps 1% faster or slower, for as long as it lives.
+        extras: the three contestants.
     """
     steps = CYCLE * CYCLES
     from tiered_kv.testing.checked_kv import text
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
     context = steps + 400
-    extras: dict[str, Any] = {"stock": None, "control": None, "connector": {"cpu_gib": 0.05}}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         rigs: dict[str, Rig] = {}
         names = [*extras, *extras][first % 3 :][:3]

@@ -157,6 +157,25 @@ def test_an_empty_trace_is_none(value: str | None) -> None:
     assert load_config({}, {"trace": value}).trace is None
 
 
+def test_steps_are_traced_if_that_is_said(tmp_path: Path) -> None:
+    trace = str(tmp_path / "trace.jsonl")
+    for said, steps in (("1", True), (True, True), (1, True), ("0", False), ("", False)):
+        config = load_config({"TIERED_KV_TRACE": trace}, {"trace_steps": said})
+        assert config.trace_steps is steps
+    assert not load_config({"TIERED_KV_TRACE": trace}).trace_steps
+
+
+@pytest.mark.parametrize("value", ["yes", 2, -1, [1]])
+def test_a_word_that_is_neither_yes_nor_no_is_refused(value: object) -> None:
+    sentence = refusal(extra={"trace_steps": value})
+    assert sentence.endswith("is neither 0 nor 1: write TIERED_KV_TRACE_STEPS=1.")
+
+
+def test_steps_without_a_trace_have_no_place() -> None:
+    sentence = refusal({"TIERED_KV_TRACE_STEPS": "1"})
+    assert sentence == "TIERED_KV_TRACE_STEPS=1 needs a trace: set TIERED_KV_TRACE=trace.jsonl."
+
+
 @given(st.dictionaries(st.sampled_from(["cpu_gib", "pin_fraction", "trace", "x"]), JSON_VALUES))
 def test_whatever_json_says_is_taken_or_refused(extra: dict[str, object]) -> None:
     try:

@@ -58,6 +58,7 @@ class TierConfig:
         admission_max_wait_s: longest time that a job is held, seconds.
         trace: path of the newest file of the trace; None writes none.
         mode: whether decisions are carried out.
+        trace_steps: True if the trace has steps as well, in files beside those of turns.
     """
 
     cpu_gib: float = 4.0
@@ -73,6 +74,7 @@ class TierConfig:
     admission_max_wait_s: float = 300.0
     trace: Path | None = None
     mode: Mode = Mode.MANAGE
+    trace_steps: bool = False
 
     @property
     def observes(self) -> bool:
@@ -139,11 +141,16 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         ),
         trace=_path(given, "trace"),
         mode=Mode(_either(given, "mode", ("manage", "observe"))),
+        trace_steps=_flag(given, "trace_steps"),
     )
     if config.policy == "none":
         config = replace(config, cpu_gib=0.0, ssd_path=None, tiers=())
     if config.policy != defaults.policy:  # baselines hold no job
         config = replace(config, admission="off")
+    if config.trace_steps and config.trace is None:
+        raise ConfigError(
+            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace: set {ENV_PREFIX}TRACE=trace.jsonl."
+        )
     if config.tier_names and config.cpu_gib == 0:
         needs = "SSD_PATH" if config.ssd_path is not None else "TIERS"
         raise ConfigError(
@@ -204,6 +211,16 @@ def _whole(
         name = ENV_PREFIX + key.upper()
         raise ConfigError(f"{name}={value:g} is no whole number: write {name}={default}.")
     return int(value)
+
+
+def _flag(given: Mapping[str, object], key: str) -> bool:
+    raw = given.get(key, "0")
+    if isinstance(raw, bool):
+        return raw
+    if str(raw) not in ("0", "1", ""):
+        name = ENV_PREFIX + key.upper()
+        raise ConfigError(f"{name}={raw!r} is neither 0 nor 1: write {name}=1.")
+    return str(raw) == "1"
 
 
 def _name(given: Mapping[str, object], key: str, default: str) -> str:

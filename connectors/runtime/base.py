@@ -7,10 +7,10 @@ configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.kv_reach import KvKind
@@ -192,6 +192,21 @@ class KeptState:
     group: int
     block: int
     tokens: int
+
+
+class ScheduledStep(NamedTuple):
+    """A step that the engine scheduled.
+
+    Attributes:
+        tokens: tokens that each request computes in it. total: their sum.
+        begun: requests that compute for the first time, or again after they were preempted.
+        preempted: requests that were preempted since the step before.
+    """
+
+    tokens: Mapping[str, int]
+    total: int
+    begun: Collection[str]
+    preempted: Collection[str]
 
 
 @dataclass(frozen=True)  # no slots: what follows from the groups is kept

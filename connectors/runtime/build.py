@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from tiered_kv import __version__
 from tiered_kv.config import GIB
@@ -34,6 +36,7 @@ from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
+from tiered_kv.connectors.runtime.steps.step_trace import EngineParts, StepTrace
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.base import EvictionOrder
@@ -46,6 +49,7 @@ from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
+from tiered_kv.trace.rotation import steps_of
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.trace_writer import TraceWriter
 
@@ -254,7 +258,8 @@ def build_gaps(
         ConfigError: the trace cannot be written.
     """
     facts, clock, pool = given.facts, given.clock, engine.pool
-    log = TurnLog(engine.counters, _trace(given), gaps, engine.turns, clock)
+    trace, steps = _traces(given, engine, pages, admission)
+    log = TurnLog(engine.counters, trace, gaps, engine.turns, clock, steps)
     admission.pins.on_end = log.pin_ended
     costs = CostModel(
         facts,
@@ -287,13 +292,45 @@ def build_gaps(
     return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
 
 
-def _trace(given: Dependencies) -> TurnTrace | NoTrace:
+def _traces(
+    given: Dependencies, engine: EngineState, pages: Pages, admission: AdmissionGroup
+) -> tuple[TurnTrace | NoTrace, StepTrace | None]:
+    """The traces of turns and of steps."""
     path = given.config.trace
     if path is None:
-        return NoTrace()
+        return NoTrace(), None
+    parts = EngineParts(
+        facts=given.facts,
+        pool=engine.pool,
+        turns=engine.turns,
+        book=pages.book,
+        tiers=pages.tiers,
+        pins=admission.pins,
+        gate=admission.gate,
+    )
+    of_turns = _writer(path, given)
     try:
-        writer = TraceWriter(path, _header(given))
-        return TurnTrace(writer, given.facts.replica, given.clock, given.wall)
+        of_steps = _writer(steps_of(path), given) if given.config.trace_steps else None
+    except ConfigError:
+        of_turns.close()
+        raise
+    steps = StepTrace(parts, of_steps, engine.counters, given.clock, given.wall)
+    turns = TurnTrace(
+        of_turns,
+        given.facts.replica,
+        given.clock,
+        given.wall,
+        steps.preemptions,
+        pages.order.waiting_job,
+    )
+    pages.index.on_evicted = partial(turns.evicted, "cpu")
+    pages.tiers.on_evicted(turns.evicted)
+    return turns, steps
+
+
+def _writer(path: Path, given: Dependencies) -> TraceWriter:
+    try:
+        return TraceWriter(path, _header(given))
     except OSError as error:
         raise ConfigError(
             f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): "

@@ -70,7 +70,7 @@ class Stats:
             "bytes_promoted_used": promoted.used_bytes * ranks,
             "bytes_promoted_wasted": promoted.wasted_bytes * ranks,
             "pages_not_saved": self._pages.book.unsaved,
-            "trace_dropped": self._gaps.log.trace.dropped,
+            "trace_dropped": self._gaps.log.dropped,
             "jobs_held": gate.refused,
             "answers_unread": self._tools.dropped,
             "tool_read_errors": self._tools.errors,

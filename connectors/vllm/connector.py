@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiered_kv.config import TierConfig, load_config
-from tiered_kv.connectors.runtime.base import EngineFacts, KeptState
+from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
@@ -35,6 +35,7 @@ from tiered_kv.connectors.runtime.observe.observing_half import make_scheduler_h
 from tiered_kv.connectors.runtime.observe.observing_worker import make_worker_half
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.step_timer import StepTimer
+from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Orders
@@ -53,6 +54,7 @@ from .plugin import share_logging
 from .requests import VllmRequest, hints_of
 from .resets import Resets, watch_resets
 from .stats import TieredPromMetrics, TieredStats
+from .step_output import kept_states, scheduled_step
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_hooks: set[str] = set()
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
+        self._step_trace: StepTrace | None = None
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
@@ -195,6 +198,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             given.close()
             raise
+        self._step_trace = half.gaps.log.steps
         resets = watch_resets if given.config.observes else Resets
         resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
 
@@ -234,22 +238,14 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             orders = self.scheduler_half.build_orders(  # type: ignore[union-attr]
                 scheduler_output.num_scheduled_tokens,
-                self._kept_states(scheduler_output) if self._has_states else (),
+                kept_states(scheduler_output, self._positions) if self._has_states else (),
             )
         except Exception:
             self._hook_failed("build_connector_meta")
             orders = self._scheduler.take_orders()
+        if self._step_trace is not None:
+            self._step_trace.step(lambda: scheduled_step(scheduler_output))
         return TieredMetadata(orders)
-
-    def _kept_states(self, scheduler_output: Any) -> list[KeptState]:
-        """States that vLLM hands over in this step."""
-        offered = scheduler_output.kv_connector_block_state.boundary_state_offloads
-        return [
-            KeptState(request_id, self._positions[group], block, tokens)
-            for request_id, states in offered.items()
-            for group, block, tokens in states
-            if group in self._positions
-        ]
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta

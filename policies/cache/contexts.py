@@ -7,7 +7,7 @@ before it, and none behind the point where they part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -48,6 +48,7 @@ class Context:
     """The context of a waiting job.
 
     Attributes:
+        job: the job.
         forecast: distribution of its gap; None while its next turn is here.
         since: time when the gap began, seconds.
         page_s: seconds of prefill that one of its pages saves.
@@ -55,6 +56,7 @@ class Context:
         worth: seconds that a page is expected to save, soon and ever; see ``ByWorth``.
     """
 
+    job: Hashable = None
     forecast: ReturnForecast | None = None
     since: float = 0.0
     page_s: float = 0.0

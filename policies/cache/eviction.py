@@ -167,7 +167,7 @@ class ByWorth(EvictionOrder):
     ) -> None:
         context = self._contexts.get(job)
         if context is None:
-            context = self._contexts[job] = Context()
+            context = self._contexts[job] = Context(job)
         self._contexts.move_to_end(job)
         before = context.since
         fresh, gone = self._tree.put(context, keys, self._several)
@@ -225,6 +225,10 @@ class ByWorth(EvictionOrder):
                 if not left:  # a run is long, and the oldest pages are at its beginning
                     break
         return found
+
+    def waiting_job(self, key: PageKey) -> Hashable | None:
+        run = self._tree.runs.get(key)
+        return run.last.job if run is not None else None
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that the job which had the page last wants it in the next ``within_s``

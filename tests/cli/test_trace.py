@@ -10,6 +10,8 @@ from typer.testing import CliRunner, Result
 
 from tests.trace.records import HEADER, record
 from tiered_kv.cli.app import app
+from tiered_kv.trace.rotation import steps_of
+from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_file import TraceFile
 from tiered_kv.trace.turn_record import GapStory, StoryEnd, TurnRecord, TurnTimes
 
@@ -65,6 +67,45 @@ def test_tables_for_people(path: Path) -> None:
     (line,) = [one for one in result.stdout.splitlines() if one.startswith("job completion")]
     assert line.split()[2:] == ["12.000"] * 5
     assert "decisions by tool" in result.stdout
+
+
+def write_steps(path: Path) -> None:
+    """Ten steps, a second apart: five with eight requests, five with none."""
+    file = TraceFile(steps_of(path), HEADER.to_line(), 700)
+    for n in range(10):
+        one = StepRecord(step=n + 1, at=1e9 + n, running=8 * (n < 5), nbytes={"cpu": 3 << 20})
+        file.append([one.to_line()])
+    file.close()
+
+
+def test_steps_are_summed_up_where_there_are_some(path: Path) -> None:
+    assert json.loads(run(path, "--json").stdout)["steps"] is None
+    write_steps(path)
+    found = json.loads(run(path, "--json").stdout)["steps"]
+    assert (found["steps"], found["span_s"]) == (10, 9.0)
+    assert found["levels"]["running"] == {"mean": 8 * 5 / 9, "peak": 8}
+    (line,) = [one for one in run(path).stdout.splitlines() if one.startswith("running")]
+    assert line.split()[1:] == ["4.44", "8"]
+    (line,) = [one for one in run(path).stdout.splitlines() if one.startswith("nbytes.cpu")]
+    assert line.split()[1:] == ["3.0", "MiB", "3.0", "MiB"]
+
+
+def test_a_line_among_the_steps_that_is_none_is_named(path: Path) -> None:
+    write_steps(path)
+    with steps_of(path).open("a") as file:
+        file.write('{"step": "first"}\n')
+    result = run(path)
+    assert result.exit_code == 1
+    assert "step: 'first' is no whole number" in result.stderr
+
+
+def test_perfetto_gets_the_tracks_of_steps_beside_those_of_jobs(path: Path) -> None:
+    write_steps(path)
+    result = CliRunner().invoke(app, ["trace", "export", str(path), "--perfetto"])
+    assert result.exit_code == 0, result.output
+    events = json.loads(result.stdout)["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"jobs", "tiers", "steps of replica 0"}
 
 
 def test_two_traces_are_compared_by_job(path: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tiered_kv.trace.turn_record import (
     PageMoves,
     PinEnd,
     PinStory,
+    Preemptions,
     PricedDecision,
     StoryEnd,
     TurnRecord,
@@ -66,6 +67,13 @@ records = st.builds(
     finish=words,
     tool=st.lists(texts, max_size=4).map(tuple),
     times=st.builds(TurnTimes, seconds, seconds, perhaps, perhaps, perhaps, seconds),
+    preempted=st.builds(
+        Preemptions,
+        counts,
+        st.lists(seconds, max_size=5).map(tuple),
+        st.lists(seconds, max_size=5).map(tuple),
+        st.lists(counts, max_size=5).map(tuple),
+    ),
     tokens=st.builds(TurnTokens, *[counts] * 8),
     would_have=st.builds(WouldHave, counts, counts, counts),
     decision=st.builds(
@@ -88,7 +96,15 @@ records = st.builds(
         seconds,
     ),
     pin=st.builds(PinStory, counts, seconds, st.none() | st.sampled_from(PinEnd)),
-    pages=st.builds(PageMoves, counts, st.integers(0, 10**16), counts, counts, counts),
+    pages=st.builds(
+        PageMoves,
+        counts,
+        st.integers(0, 10**16),
+        counts,
+        counts,
+        counts,
+        st.dictionaries(texts, counts, max_size=6),
+    ),
     gap=st.builds(GapStory, st.sampled_from(StoryEnd), perhaps, st.booleans(), seconds, seconds),
 )
 """Any record."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,11 +17,14 @@ from tiered_kv.trace.comparison import Comparison, compare
 from tiered_kv.trace.job_story import of_job, story
 from tiered_kv.trace.perfetto import Event, perfetto_events
 from tiered_kv.trace.recorder_events import recorder_events
-from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.steps.step_figures import StepFigures, step_figures
+from tiered_kv.trace.steps.step_reader import StepReader, has_steps
+from tiered_kv.trace.steps.step_tracks import step_events
+from tiered_kv.trace.trace_reader import RecordReader, TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
 from .terminal import Command, one_sentence, print_json, refuse
-from .trace_report import print_comparison, print_figures
+from .trace_report import print_comparison, print_figures, print_steps
 
 app = typer.Typer(
     help="Read what a server wrote to TIERED_KV_TRACE.",
@@ -49,8 +52,8 @@ def analyze_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Analyze a trace: jobs, waits, sources of prompts, pins, forecasts and decisions. With two
-    traces, compare their jobs. docs/trace.md has the definitions.
+    """Analyze a trace: jobs, waits, sources of prompts, pins, forecasts and decisions, and steps if
+    it has them. With two traces, compare their jobs. docs/trace.md has the definitions.
 
     Exit code 1 if a line is no record.
     """
@@ -59,43 +62,65 @@ def analyze_command(
         refuse("a job's story is told from one trace: leave the other out")
     with one_sentence():
         readers = [TraceReader(one) for one in paths]
+        of_steps = [StepReader(one) if has_steps(one) else None for one in paths]
         if job is not None:
             _tell(readers[0], job, as_json=as_json)
         else:
             tables = [TurnTable(reader) for reader in readers]
-            _say(paths, readers, tables, as_json=as_json)
-    if any(reader.bad_lines for reader in readers):
+            _say(paths, readers, tables, of_steps, as_json=as_json)
+    if any(reader.bad_lines for reader in _all(readers, of_steps)):
         raise typer.Exit(1)
 
 
+def _all(readers: list[TraceReader], of_steps: list[StepReader | None]) -> list[RecordReader[Any]]:
+    return [*readers, *(reader for reader in of_steps if reader is not None)]
+
+
 def _say(
-    paths: list[Path], readers: list[TraceReader], tables: list[TurnTable], *, as_json: bool
+    paths: list[Path],
+    readers: list[TraceReader],
+    tables: list[TurnTable],
+    of_steps: list[StepReader | None],
+    *,
+    as_json: bool,
 ) -> None:
     figures = [analyze(table) for table in tables]
+    steps = [step_figures(reader) if reader is not None else None for reader in of_steps]
     compared = compare(*tables) if len(tables) == 2 else None
     if as_json:
         traces = [
-            {"path": str(path), **asdict(one), **_bad(reader)}
-            for path, one, reader in zip(paths, figures, readers, strict=True)
+            {"path": str(path), **asdict(one), "steps": _steps(said), **_bad(reader)}
+            for path, one, said, reader in zip(paths, figures, steps, readers, strict=True)
         ]
         print_json(traces[0] if compared is None else {"traces": traces, **asdict(compared)})
         return
-    _say_text(paths, figures, compared)
-    _warn(readers)
+    _say_text(paths, figures, steps, compared)
+    _warn(_all(readers, of_steps))
 
 
-def _say_text(paths: list[Path], figures: list[Figures], compared: Comparison | None) -> None:
-    for path, one in zip(paths, figures, strict=True):
+def _steps(figures: StepFigures | None) -> dict[str, Any] | None:
+    return asdict(figures) if figures is not None else None
+
+
+def _say_text(
+    paths: list[Path],
+    figures: list[Figures],
+    steps: list[StepFigures | None],
+    compared: Comparison | None,
+) -> None:
+    for path, one, of_steps in zip(paths, figures, steps, strict=True):
         print_figures(str(path), one)
+        if of_steps is not None:
+            print_steps(of_steps)
     if compared is not None:
         print_comparison(compared)
 
 
-def _bad(reader: TraceReader) -> dict[str, object]:
+def _bad(reader: RecordReader[Any]) -> dict[str, object]:
     return {"bad_lines": reader.bad_lines, "bad": [str(one) for one in reader.bad]}
 
 
-def _warn(readers: list[TraceReader]) -> None:
+def _warn(readers: Sequence[RecordReader[Any]]) -> None:
     for reader in readers:
         for one in reader.bad:
             typer.echo(f"no record: {one}", err=True)
@@ -136,8 +161,10 @@ def export_command(
     if perfetto == continuum:
         refuse("say for which program: --perfetto or --continuum")
     reader = TraceReader(path)
+    of_steps = [StepReader(path)] if perfetto and has_steps(path) else []
     with one_sentence():
-        texts = _chrome(perfetto_events(reader)) if perfetto else _recorder(reader)
+        tracks = chain(perfetto_events(reader), *map(step_events, of_steps))
+        texts = _chrome(tracks) if perfetto else _recorder(reader)
         first = next(texts)  # the trace is read before anything is written
         if out is None:
             sys.stdout.writelines(chain([first], texts))
@@ -145,8 +172,9 @@ def export_command(
             out.touch(mode=0o600)  # as private as the trace
             with out.open("w", encoding="utf-8") as file:
                 file.writelines(chain([first], texts))
-    _warn([reader])
-    if reader.bad_lines:
+    readers: list[RecordReader[Any]] = [reader, *of_steps]
+    _warn(readers)
+    if any(one.bad_lines for one in readers):
         raise typer.Exit(1)
 
 

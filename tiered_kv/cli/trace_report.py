@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tiered_kv.trace.analysis import Decisions, Figures, Spread
 from tiered_kv.trace.comparison import Comparison
+from tiered_kv.trace.steps.step_figures import StepFigures
 
 from .terminal import print_table, size
 
@@ -52,6 +53,20 @@ def print_figures(title: str, figures: Figures) -> None:
     every = {"all": figures.decisions}
     for name, group in {"": every, "tool": figures.by_tool, "class": figures.by_class}.items():
         _print_decisions(f"decisions by {name}" if name else "decisions", group)
+
+
+def print_steps(figures: StepFigures) -> None:
+    """Print the figures of the steps of one trace."""
+    said = f"{figures.steps:,} steps in {_s(figures.span_s)}"
+    tokens = f"{figures.prefill_tokens:,} tokens of prompts, {figures.decode_tokens:,} of answers"
+    rows = [[name, *_level(name, level.mean, level.peak)] for name, level in figures.levels.items()]
+    print_table({f"{said}; {tokens}": False, "mean": True, "peak": True}, rows)
+
+
+def _level(name: str, mean: float, peak: int) -> list[str]:
+    if name.startswith("nbytes."):
+        return [size(round(mean)), size(peak)]
+    return [f"{mean:,.2f}", f"{peak:,}"]
 
 
 def _print_decisions(title: str, group: Mapping[str, Decisions]) -> None:

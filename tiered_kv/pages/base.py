@@ -126,6 +126,11 @@ class EvictionOrder(ABC):
         """
         return []
 
+    def waiting_job(self, key: PageKey) -> Hashable | None:
+        """The waiting job that had the page last; None if there is none, or the rule does not know.
+        For the trace, which tells of evictions by job. The page need not be in CPU memory."""
+        return None
+
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that a job asks for the page in the next ``within_s`` seconds. The page need
         not be in CPU memory: this also says which pages of a dying segment on SSD are written

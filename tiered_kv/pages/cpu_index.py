@@ -54,6 +54,7 @@ class PageIndex:
         taken: slots given out so far, evicted ones included.
         cold: pages that are kept compressed.
         promoted: pages that came up from a tier below.
+        on_evicted: told of pages that are evicted.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PageIndex:
         self._cpu: OrderedDict[PageKey, int] = OrderedDict()
         self.cold = ColdPages()
         self.promoted = PromotedPages()
+        self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         self._readers: dict[PageKey, int] = {}
         self._orphans: dict[PageKey, list[_Orphan]] = {}
         self._free = list(range(num_slots - 1, -1, -1))
@@ -356,6 +358,8 @@ class PageIndex:
             slots += cold.drop(bundle)
         self._gone(victims)
         self.evictions += len(victims)
+        if self.on_evicted is not None:
+            self.on_evicted(victims)
         self._free += slots[count:]
         return slots[:count]
 

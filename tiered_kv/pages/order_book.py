@@ -34,6 +34,8 @@ from .cpu_index import PageIndex
 from .flights import Flight, Settled, learned
 from .tier_index import TierIndex, TierPages
 
+KINDS = (SaveOrder, LoadOrder, PackOrder, DemoteOrder, PromoteOrder, LookupOrder)
+"""Kinds of orders that are in flight until they are reported."""
 RELEASED_AT_ONCE = 16_384
 """Pages of restores that are over which are let go after a step; others stay a step longer."""
 
@@ -52,6 +54,7 @@ class OrderBook:
         stores: pages of the tiers below, fastest first.
         page_bytes: size of a page of each group on the rank where it is largest, bytes.
         unsaved: pages left without a slot so far.
+        by_kind: orders in flight of each kind; every kind is there.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class OrderBook:
         self.page_bytes = list(page_bytes)
         self._ids = map(OrderId, count(1))
         self._flights: dict[OrderId, Flight] = {}
+        self.by_kind: dict[type[Order], int] = dict.fromkeys(KINDS, 0)
         self._promoting: dict[PageKey, OrderId] = {}
         self._not_yet_due: dict[OrderId, float] = {}
         self._read: deque[tuple[Sequence[PageKey], Sequence[int]]] = deque()  # not released yet
@@ -162,7 +166,7 @@ class OrderBook:
             return None
         keys = keys[: len(slots)]
         order = SaveOrder(next(self._ids), group, tuple(fresh.values())[: len(slots)], slots, keys)
-        self._flights[order.order_id] = Flight(order, keys)
+        self._begin(order, keys)
         return order
 
     def plan_load(
@@ -185,14 +189,14 @@ class OrderBook:
         self.index.promoted.read(keys)
         cold = tuple(key for key, slot in zip(keys, slots, strict=True) if slot < 0)
         order = LoadOrder(next(self._ids), group, request_id, where, slots, mode, more, cold)
-        self._flights[order.order_id] = Flight(order, tuple(keys))
+        self._begin(order, tuple(keys))
         return order
 
     def plan_pack(self, keys: Sequence[PageKey], group: int) -> PackOrder:
         """Order readable pages that nobody reads to be compressed together, where they are."""
         slots = tuple(self.index.pack(keys))
         order = PackOrder(next(self._ids), group, slots, tuple(keys))
-        self._flights[order.order_id] = Flight(order, order.keys)
+        self._begin(order, order.keys)
         return order
 
     def plan_demote(
@@ -250,15 +254,24 @@ class OrderBook:
         return order
 
     def _send(self, order: StoreOrder, due: float) -> None:
-        self._flights[order.order_id] = Flight(order, order.keys)
+        self._begin(order, order.keys)
         if due > 0:
             self._not_yet_due[order.order_id] = due
+
+    def _begin(self, order: Order, keys: tuple[PageKey, ...]) -> None:
+        self._flights[order.order_id] = Flight(order, keys)
+        self.by_kind[type(order)] += 1
+
+    def _end(self, order_id: OrderId) -> Flight:
+        flight = self._flights.pop(order_id)
+        self._not_yet_due.pop(order_id, None)
+        self.by_kind[type(flight.order)] -= 1
+        return flight
 
     def cancel(self, order: SaveOrder | StoreOrder) -> None:
         """Take back an order that was never sent: as if every page of it had failed, but
         that nothing is known against those in a tier."""
-        flight = self._flights.pop(order.order_id)
-        self._not_yet_due.pop(order.order_id, None)
+        flight = self._end(order.order_id)
         if isinstance(order, LookupOrder):
             return
         for key, slot in zip(flight.keys, order.slots, strict=True):
@@ -315,8 +328,7 @@ class OrderBook:
             flight.report = flight.report.merge(report) if flight.report else report
             if flight.report.ranks < self._ranks:
                 continue
-            del self._flights[order_id]
-            self._not_yet_due.pop(order_id, None)
+            self._end(order_id)
             self._learn(flight.order, flight.report)
             done.append(self._finish(flight, flight.report))
         self._release_some()

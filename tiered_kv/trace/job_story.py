@@ -25,6 +25,7 @@ _ENDS = {
     StoryEnd.CLOSED: "The engine ended {gap} later.",
     StoryEnd.NO_GAP: "Nobody was waited for.",
 }
+_LEFT = {"cpu": "in CPU memory", "ssd": "on SSD"}
 _TIERS = {
     "pin": "pinned in VRAM for {ttl} at most",
     "cpu": "left to CPU memory",
@@ -41,7 +42,8 @@ def of_job(records: Iterable[TurnRecord], job: str) -> list[TurnRecord]:
 
 def story(one: TurnRecord) -> list[str]:
     """A turn's story, a sentence each."""
-    return [*_beginning(one), *_prompt(one), *_answer(one), *_decision(one), *_what_came(one)]
+    parts = (_beginning, _prompt, _preempted, _answer, _decision, _what_came)
+    return [sentence for part in parts for sentence in part(one)]
 
 
 def _beginning(one: TurnRecord) -> Iterator[str]:
@@ -73,6 +75,18 @@ def _prompt(one: TurnRecord) -> Iterator[str]:
     would = [f"{count:,} {where}" for where, count in places.items() if count]
     if would:
         yield f"It was only observed: the connector would have found {_list(would)}."
+
+
+def _preempted(one: TurnRecord) -> Iterator[str]:
+    times = one.preempted
+    if not times.count:
+        return
+    often = "once" if times.count == 1 else f"{times.count:,} times"
+    at_first = ", at first" if times.count > len(times.at_s) else ","
+    when = f"{at_first} after {_list([_s(at) for at in times.at_s])}" if times.at_s else ""
+    yield f"It was preempted {often}{when}."
+    for back_s, found in zip(times.back_s, times.found, strict=False):
+        yield f"It went on after {_s(back_s)}, with {found:,} tokens found."
 
 
 def _answer(one: TurnRecord) -> Iterator[str]:
@@ -108,6 +122,10 @@ def _what_came(one: TurnRecord) -> Iterator[str]:
         yield f"{pages.promoted:,} pages came up for it, and it used {pages.used:,}."
     if pages.demoted:
         yield f"{pages.demoted:,} pages went down."
+    if pages.evicted:
+        told = [(_LEFT.get(tier, _plain(tier)), count) for tier, count in pages.evicted.items()]
+        left = [f"{count:,} {where}" for where, count in told]
+        yield f"Of its pages {_list(left)} were evicted."
     if pages.ahead:
         yield f"{pages.ahead:,} pages came up before the next turn."
     yield _ENDS[gap.end].format(gap=_s(gap.gap_s or 0.0))

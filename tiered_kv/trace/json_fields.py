@@ -150,7 +150,8 @@ def _reader(hint: Any) -> Read:
         return _PLAIN[hint]
     origin = typing.get_origin(hint)
     if origin is tuple:
-        return lambda value: tuple(map(_text, _list(value)))
+        one_of = _reader(typing.get_args(hint)[0])
+        return lambda value: tuple(map(one_of, _list(value)))
     if origin is not None:  # a mapping of names to numbers
         inner = _reader(typing.get_args(hint)[1])
         return lambda value: {_text(name): inner(one) for name, one in _object(value).items()}

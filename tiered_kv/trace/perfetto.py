@@ -95,6 +95,9 @@ def _slices(one: TurnRecord, track: int) -> Iterator[Event]:
             begin_s = end_s
         else:
             begin_s = times.end_s
+    back_s = [*one.preempted.back_s, times.end_s]
+    for at_s, until_s in zip(one.preempted.at_s, back_s, strict=False):
+        yield slice_of("preempted", at_s, until_s)
     if gap.gap_s:
         tool = one.tool[-1] if one.tool else "gap"
         told = {"tier": one.decision.tier, "end": gap.end.value, "saved_s": gap.saved_s}

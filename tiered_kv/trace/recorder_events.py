@@ -1,8 +1,8 @@
 """Export of a trace in the shape of Continuum's recorder, its file ``scheduler_timestamps``.
 
 That is one JSON object: a list of events for each job, each event an object with its moment, in
-seconds since the epoch, under its name. Of the recorder's seven names the trace has what five need:
-it does not tell when a request was preempted, and when it went on.
+seconds since the epoch, under its name. All seven names of the recorder are written. Of a request
+that was preempted more than ``FIRST_PREEMPTIONS`` times, the later times are not in the trace.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def _events(one: TurnRecord) -> list[tuple[float, Event]]:
             "hit_length": tokens.vram + tokens.cpu + tokens.ssd,
         }
         events.append((at, {"waiting_to_running": at, **lengths}))
+    for at_s in one.preempted.at_s:
+        events.append((arrived + at_s, {"Request_evicted_from_running_queue_time": arrived + at_s}))
+    for back_s, found in zip(one.preempted.back_s, one.preempted.found, strict=False):
+        lengths = {"prompt_length": tokens.prompt, "hit_length": found}
+        events.append((arrived + back_s, {"evicted_to_running": arrived + back_s, **lengths}))
     events.append((ended, {"Request_departure_time": ended}))
     if one.pin.end is not None:
         over = ended + one.pin.held_s

@@ -6,9 +6,15 @@ import contextlib
 from pathlib import Path
 
 FILE_BYTES = 64 << 20
-"""Size that a file does not exceed. A turn takes about half a KiB, so it has some 120,000."""
+"""Size that a file does not exceed. A turn takes about half a KiB, so it has some 120,000. A step
+takes some 200 bytes."""
 FILES = 8
 """Files that are kept; the oldest is deleted for a new one."""
+
+
+def steps_of(path: Path) -> Path:
+    """The newest file of a trace's steps, which are in files of their own."""
+    return path.with_name(f"{path.name}.steps")
 
 
 def files_of(path: Path) -> list[Path]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Generic, TypeVar
 
 from .rotation import files_of
 from .trace_header import TraceHeader
@@ -34,14 +34,18 @@ class BadLine:
         return f"{self.file}, line {self.line}: {self.reason}"
 
 
-class TraceReader:
-    """The records of a trace, once each, in the order in which they were written.
+Record = TypeVar("Record")
+
+
+class RecordReader(Generic[Record]):
+    """Records in the files of a trace, once each, in the order in which they were written.
 
     A last line that was cut off is passed over. Records of later schemas are read as far as this
     version knows their fields.
 
     Args:
-        path: what ``TIERED_KV_TRACE`` names, or one file of a trace.
+        path: the newest file, or another one alone.
+        read: makes a record of what JSON gave, or raises ``ValueError``.
 
     Attributes:
         headers: headers seen so far, one for each engine and file.
@@ -51,13 +55,14 @@ class TraceReader:
         FileNotFoundError: when it is iterated: there is no such trace.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[object], Record]) -> None:
         self.path = path
+        self._read = read
         self.headers: list[TraceHeader] = []
         self.bad: list[BadLine] = []
         self.bad_lines = 0
 
-    def __iter__(self) -> Iterator[TurnRecord]:
+    def __iter__(self) -> Iterator[Record]:
         with ExitStack() as opened:
             for path, file in reversed(self._open_all(opened)):
                 yield from self._records(path, file)
@@ -78,7 +83,7 @@ class TraceReader:
             raise FileNotFoundError(2, "there is no trace", str(self.path))
         return files
 
-    def _records(self, path: Path, file: IO[bytes]) -> Iterator[TurnRecord]:
+    def _records(self, path: Path, file: IO[bytes]) -> Iterator[Record]:
         for number, line in enumerate(file, start=1):
             if line == b"\n":
                 continue
@@ -87,7 +92,7 @@ class TraceReader:
                 if isinstance(found, dict) and "schema" in found:
                     self.headers.append(TraceHeader.from_json(found))
                     continue
-                record = TurnRecord.from_json(found)
+                record = self._read(found)
             except (ValueError, RecursionError) as error:
                 if line.endswith(b"\n"):
                     self._note(BadLine(path, number, _reason(error)))
@@ -98,6 +103,17 @@ class TraceReader:
         self.bad_lines += 1
         if len(self.bad) < MOST_NAMED:
             self.bad.append(bad)
+
+
+class TraceReader(RecordReader[TurnRecord]):
+    """The turns of a trace; see ``RecordReader``.
+
+    Args:
+        path: what ``TIERED_KV_TRACE`` names, or one file of a trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, TurnRecord.from_json)
 
 
 def _reason(error: Exception) -> str:

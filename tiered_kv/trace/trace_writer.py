@@ -11,16 +11,24 @@ import logging
 import queue
 import threading
 from pathlib import Path
+from typing import Protocol
 
 from .trace_file import TraceFile
 from .trace_header import TraceHeader
-from .turn_record import TurnRecord
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 10_000
 AT_ONCE = 256
 """Most records of one write."""
+
+
+class Line(Protocol):
+    """A record, of a turn or of a step."""
+
+    def to_line(self) -> str:
+        """The record as ASCII, without the line's end."""
+        ...
 
 
 class TraceWriter:
@@ -36,13 +44,13 @@ class TraceWriter:
     def __init__(self, path: Path, header: TraceHeader) -> None:
         self.path = path
         self.dropped = 0
-        self._queue: queue.Queue[TurnRecord | threading.Event | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[Line | threading.Event | None] = queue.Queue(MAX_QUEUED)
         self._file = TraceFile(path, header.to_line())
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-trace", daemon=True)
         self._thread.start()
 
-    def write(self, record: TurnRecord) -> None:
+    def write(self, record: Line) -> None:
         """Queue a record. Never blocks, never raises."""
         try:
             self._queue.put_nowait(record)
@@ -67,7 +75,7 @@ class TraceWriter:
     def _run(self) -> None:
         going_on = True
         while going_on:
-            records, waiting = list[TurnRecord](), list[threading.Event]()
+            records, waiting = list[Line](), list[threading.Event]()
             item = self._queue.get()
             while True:
                 if item is None:
@@ -85,7 +93,7 @@ class TraceWriter:
                 one.set()
         self._file.close()
 
-    def _append(self, records: list[TurnRecord]) -> None:
+    def _append(self, records: list[Line]) -> None:
         if not records:
             return
         try:

@@ -72,6 +72,27 @@ class TurnTimes:
     end_s: float = 0.0
 
 
+FIRST_PREEMPTIONS = 3
+"""Preemptions of a turn whose moments are told; of more, only their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preemptions:
+    """Times that the turn lost its blocks to others, and had to begin anew.
+
+    Attributes:
+        count: their number.
+        at_s: moments of the first ``FIRST_PREEMPTIONS``, seconds after its arrival.
+        back_s: moments of the first steps that computed of it again; one less if there was none.
+        found: tokens of prompt and answer that it had then, in VRAM or restored.
+    """
+
+    count: int = 0
+    at_s: tuple[float, ...] = ()
+    back_s: tuple[float, ...] = ()
+    found: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
     """Tokens of a turn. Those of the prompt by source add up to it, or are 0 if it was never
@@ -178,6 +199,8 @@ class PageMoves:
         used: pages that had come up, for this turn or for nobody yet, and that it restored.
         ahead: pages ordered up in the gap, before the job returned.
         demoted: pages of its context that the decision sent down.
+        evicted: pages of its context that were evicted in the gap, by the tier that they left.
+            Those of several jobs count for the one whose turn ended last.
     """
 
     promoted: int = 0
@@ -185,6 +208,7 @@ class PageMoves:
     used: int = 0
     ahead: int = 0
     demoted: int = 0
+    evicted: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +234,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class _Room(NamedTuple):
-    """Bytes of texts, and whether all that a price was made of is written."""
+    """Bytes of texts; and whether all that a price was made of is written, and when the turn was
+    preempted."""
 
     request: int
     tool: int
@@ -251,6 +276,7 @@ class TurnRecord:
     finish: str = ""
     tool: tuple[str, ...] = ()
     times: TurnTimes = field(default_factory=TurnTimes)
+    preempted: Preemptions = field(default_factory=Preemptions)
     tokens: TurnTokens = field(default_factory=TurnTokens)
     would_have: WouldHave = field(default_factory=WouldHave)
     decision: PricedDecision = field(default_factory=PricedDecision)
@@ -292,6 +318,12 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
             fitted[name] = cut(fitted[name], most)
     if tool := _cut_all(fitted.pop("tool", ()), room.tool):
         fitted["tool"] = tool
+    if "preempted" in fitted:
+        fitted["preempted"] = _first(fitted["preempted"], FIRST_PREEMPTIONS * room.whole)
+    if "evicted" in fitted.get("pages", {}):
+        left = list(fitted["pages"]["evicted"].items())[:_MOST_TIERS]
+        evicted = {cut(name, _WORD_ROOM): pages for name, pages in left}
+        fitted["pages"] = fitted["pages"] | {"evicted": evicted}
     made = dict(fitted.get("decision", {}))
     if not room.whole:
         made = {name: made[name] for name in _PRICE if name in made}
@@ -303,6 +335,12 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
     if made:
         fitted["decision"] = made
     return fitted
+
+
+def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """The story with so many elements of each list."""
+    told = {name: one[:most] if isinstance(one, list) else one for name, one in story.items()}
+    return {name: one for name, one in told.items() if one != []}
 
 
 def _cut_all(texts: Sequence[str], room: int) -> list[str]:

@@ -41,13 +41,19 @@ def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
     )
 
 
+def client_name(request: str) -> str | None:
+    """The name that a client gave its request, by vLLM's id of it; None if it gave none."""
+    named = _REQUEST_ID.fullmatch(request)
+    return named["name"] if named else None
+
+
 def _by_request(trace: Path) -> Mapping[str, Mapping[str, int]]:
     found = {}
     for one in sorted(TraceReader(trace), key=attrgetter("arrived")):
-        named = _REQUEST_ID.fullmatch(one.request)
-        if named:
+        name = client_name(one.request)
+        if name is not None:
             tokens = one.tokens
-            found[named["name"]] = {
+            found[name] = {
                 "vram": tokens.vram,
                 "cpu": tokens.cpu,
                 "ssd": tokens.ssd,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
+from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event
 from tiered_kv.policies.base import JobKey
@@ -24,6 +25,7 @@ class TurnLog:
 
     Attributes:
         trace: the trace, for what happens to turns later.
+        steps: the trace of steps; None without a trace.
     """
 
     def __init__(
@@ -33,12 +35,19 @@ class TurnLog:
         gaps: OpenGaps,
         turns: LiveTurns,
         clock: Callable[[], float],
+        steps: StepTrace | None = None,
     ) -> None:
         self.trace = trace
+        self.steps = steps
         self._counters = counters
         self._gaps = gaps
         self._turns = turns
         self._clock = clock
+
+    @property
+    def dropped(self) -> int:
+        """Records of turns and steps that were not written so far."""
+        return self.trace.dropped + (self.steps.dropped if self.steps is not None else 0)
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a turn that ended; returns the answer to its client, if that named a job."""
@@ -86,6 +95,8 @@ class TurnLog:
         for turn in self._turns.by_id.values():
             self.trace.cut_off(turn, _tokens(turn))
         self.trace.close()
+        if self.steps is not None:
+            self.steps.close()
 
 
 def _tokens(turn: Turn) -> TurnTokens:

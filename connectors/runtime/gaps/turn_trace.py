@@ -7,12 +7,14 @@ or is waited for no longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
+from tiered_kv.connectors.runtime.steps.preemption_log import PreemptionLog
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import JobKey
 from tiered_kv.trace.trace_writer import TraceWriter
 from tiered_kv.trace.turn_record import (
@@ -40,12 +42,14 @@ class _Story:
         gap: what was decided; may be decided anew.
         pin: its pin, once that has ended.
         ahead: pages ordered up for its job meanwhile.
+        evicted: pages of its job that were evicted meanwhile, by tier.
     """
 
     begun: TurnRecord
     gap: OpenGap
     pin: PinStory | None = None
     ahead: int = 0
+    evicted: dict[str, int] = field(default_factory=dict)
 
 
 class TurnTrace:
@@ -55,6 +59,8 @@ class TurnTrace:
         replica: index of this engine among data-parallel ones.
         clock: the scheduler's clock, monotonic seconds.
         wall: seconds since the epoch.
+        preemptions: preemptions of the requests that live.
+        waits_for: gives the waiting job that a page is kept for; None if none is known.
     """
 
     def __init__(
@@ -63,12 +69,16 @@ class TurnTrace:
         replica: int,
         clock: Callable[[], float],
         wall: Callable[[], float],
+        preemptions: PreemptionLog,
+        waits_for: Callable[[PageKey], Hashable | None],
     ) -> None:
         self._writer = writer
         self._replica = replica
         self._clock = clock
         self._wall = wall
-        self._open: dict[JobKey, _Story] = {}
+        self._preemptions = preemptions
+        self._waits_for = waits_for
+        self._open: dict[Hashable, _Story] = {}  # by job
         self._closed = False
 
     @property
@@ -101,6 +111,7 @@ class TurnTrace:
             arrived=self._wall() - (now - turn.arrived_at),
             finish=request.outcome,
             times=_times(turn, now),
+            preempted=self._preemptions.take(turn),
             tokens=tokens,
             would_have=_would_have(turn),
             pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
@@ -118,7 +129,15 @@ class TurnTrace:
         if story is not None:
             story.ahead += pages
 
-    def over(self, job: JobKey, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+    def evicted(self, tier: str, keys: Sequence[PageKey]) -> None:
+        """Take in that pages were evicted from a tier: those of a job that is away are told with
+        its last turn. O(1) per page."""
+        for key in keys:
+            story = self._open.get(self._waits_for(key))
+            if story is not None:
+                story.evicted[tier] = story.evicted.get(tier, 0) + 1
+
+    def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
         """End the story of a job's last turn: the next one came, or is waited for no longer.
 
         Args:
@@ -136,7 +155,12 @@ class TurnTrace:
 
     def _write(self, story: _Story, gap: GapStory) -> None:
         end, begun = story.gap.end, story.begun
-        moves = replace(begun.pages, ahead=story.ahead, demoted=story.gap.sent_down)
+        moves = replace(
+            begun.pages,
+            ahead=story.ahead,
+            demoted=story.gap.sent_down,
+            evicted=story.evicted,
+        )
         self._writer.write(
             replace(
                 begun,
@@ -175,7 +199,7 @@ class NoTrace:
     def brought_up(self, job: JobKey, pages: int) -> None:
         pass
 
-    def over(self, job: JobKey, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+    def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
         pass
 
     def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:

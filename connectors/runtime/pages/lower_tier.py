@@ -43,6 +43,7 @@ class LowerTier:
 
     Attributes:
         page_bytes: size of a page, over all ranks.
+        on_evicted: told of pages that a store gave up for others.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LowerTier:
         self.counters = counters
         self._clock = clock
         self.page_bytes = facts.ranks * facts.groups[store.group].page_bytes
+        self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         holds = spec.capacity_bytes
         pages = None if holds is None else holds // self.page_bytes
         self._look_ahead = LookAhead.of(self._index.num_slots, pages)
@@ -266,6 +268,8 @@ class LowerTier:
             if report.gone:
                 self.counters.add("ssd_pages_reclaimed", len(report.gone))
                 self.pages.index.discard(report.gone)
+                if self.on_evicted is not None:
+                    self.on_evicted(report.gone)
                 self._reclaims.forget(report.gone)
                 if self._facts.ranks > 1:
                     self._lost += report.gone

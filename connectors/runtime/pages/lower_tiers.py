@@ -6,6 +6,7 @@ Each page that goes down goes to every tier. For the way up see ``promotions``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tiered_kv.keys import PageKey
@@ -58,6 +59,11 @@ class LowerTiers:
     def take(self) -> dict[StoreId, TierOrders]:
         """Hand over the unsent orders, by tier."""
         return {name: tier.take() for name, tier in self._tiers.items() if tier.unsent}
+
+    def on_evicted(self, tell: Callable[[str, Sequence[PageKey]], None]) -> None:
+        """Have ``tell`` called with a tier's name and the pages that its stores gave up."""
+        for store, tier in self._tiers.items():
+            tier.on_evicted = partial(tell, str(store.tier))
 
     # -- down ---------------------------------------------------------------------
 

@@ -127,6 +127,20 @@ class EvictionConformance:
         pool.order.on_job_ended("stranger", [A, B])
         assert pool.pages() == [A]
 
+    def test_a_page_is_told_of_its_job_or_of_none(self, pool: Pool) -> None:
+        pool.save(A, B, C)
+        assert pool.order.waiting_job(A) is None
+        pool.wait("first", [A, B], Evenly(10.0))
+        pool.now += 1
+        pool.wait("second", [A, C], Evenly(10.0))
+        told = [pool.order.waiting_job(key) for key in (A, B, C, D)]
+        assert told in (["second", "first", "second", None], [None] * 4)
+        pool.index.forget(A)
+        assert pool.order.waiting_job(A) == told[0], "also of a page that is evicted"
+        pool.order.on_job_ended("second")
+        assert pool.order.waiting_job(A) == told[1], "the first one still waits"
+        assert pool.order.waiting_job(C) is None
+
     @pytest.mark.parametrize("forecast", [Evenly(0.0), Evenly(1e-3), Evenly(10.0), Evenly(1e9)])
     @pytest.mark.parametrize("keys", [[], [A], [A, B, C], [B, D]])
     def test_a_job_may_wait_for_any_pages_for_any_time(

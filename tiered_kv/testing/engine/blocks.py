@@ -42,7 +42,7 @@ class Blocks:
         return len(self._free)
 
     def num_cached(self) -> int:
-        """Number of blocks that can be found."""
+        """Number of hashes under which blocks can be found."""
         return len(self._found)
 
     def take(self, count: int) -> list[Block]:

@@ -1,0 +1,1 @@
+"""Steps of the engine, as the trace tells them."""

@@ -1,0 +1,167 @@
+"""The trace of steps: who was preempted; and, if asked for, how full the engine was at each."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiered_kv.connectors.runtime.admission.gate import Admission
+from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, ScheduledStep
+from tiered_kv.connectors.runtime.live_turns import LiveTurns
+from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.metrics import Counters
+from tiered_kv.orders import (
+    DemoteOrder,
+    LoadOrder,
+    LookupOrder,
+    PackOrder,
+    PromoteOrder,
+    SaveOrder,
+)
+from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.trace.steps.step_record import StepRecord
+from tiered_kv.trace.trace_writer import TraceWriter
+
+from .preemption_log import PreemptionLog
+from .prefills_under_way import PrefillsUnderWay
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE, LATEST_S = 64, 1.0
+"""Steps that are handed to the writer together, and the longest time that one is kept, seconds.
+Waking the writer for each would cost the scheduler more than the record."""
+
+_KINDS = {
+    "save": SaveOrder,
+    "load": LoadOrder,
+    "pack": PackOrder,
+    "demote": DemoteOrder,
+    "promote": PromoteOrder,
+    "lookup": LookupOrder,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Parts of the engine and its connector that a step's record tells of."""
+
+    facts: EngineFacts
+    pool: BlockPool
+    turns: LiveTurns
+    book: OrderBook
+    tiers: LowerTiers
+    pins: PinTable
+    gate: Admission | NoAdmission
+
+
+class StepTrace:
+    """Looks at every step, for the trace. Owns the writer of steps.
+
+    Takes time that grows with the requests which begin in a step, or compute their prompts, and not
+    with pages, blocks, jobs or requests.
+
+    Args:
+        writer: writer of steps; None if only preemptions are wanted.
+        clock: the scheduler's clock, monotonic seconds.
+        wall: seconds since the epoch.
+
+    Attributes:
+        preemptions: preemptions of the requests that live.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        writer: TraceWriter | None,
+        counters: Counters,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self.preemptions = PreemptionLog()
+        self._parts = parts
+        self._writer = writer
+        self._counters = counters
+        self._clock = clock
+        self._wall = wall
+        self._prefills = PrefillsUnderWay(parts.turns)
+        self._kept: list[StepRecord] = []
+        self._handed_over_at = -math.inf
+        self._steps = 0
+        self._failed = False
+
+    @property
+    def dropped(self) -> int:
+        """Steps that were not written so far."""
+        return self._writer.dropped if self._writer is not None else 0
+
+    def step(self, scheduled: Callable[[], ScheduledStep]) -> None:
+        """Look at a step that was scheduled. Never raises."""
+        try:
+            step = scheduled()
+            self._note_preemptions(step)
+            if self._writer is not None:
+                self._keep(self._record(step), idle=not step.tokens)
+        except Exception:
+            self._counters.add("hook_errors")
+            if not self._failed:
+                self._failed = True
+                logger.exception("a step could not be traced (logged once)")
+
+    def _note_preemptions(self, step: ScheduledStep) -> None:
+        log = self.preemptions
+        for request_id in step.preempted:
+            log.preempted(request_id, self._clock())
+        for request_id in step.begun:
+            if request_id in log and (turn := self._parts.turns.by_id.get(request_id)) is not None:
+                log.goes_on(request_id, turn.request.num_computed_tokens, self._clock())
+
+    def _keep(self, record: StepRecord, *, idle: bool) -> None:
+        self._kept.append(record)
+        if idle or len(self._kept) == AT_ONCE or record.at - self._handed_over_at >= LATEST_S:
+            self._handed_over_at = record.at
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        kept, self._kept = self._kept, []
+        if self._writer is not None:
+            for record in kept:
+                self._writer.write(record)
+
+    def _record(self, step: ScheduledStep) -> StepRecord:
+        parts, turns = self._parts, self._parts.turns
+        self._steps += 1
+        prefill, held = self._prefills.tokens(step), len(parts.gate.held)
+        by_kind = parts.book.by_kind
+        return StepRecord(
+            step=self._steps,
+            at=self._wall(),
+            replica=parts.facts.replica,
+            running=turns.running,
+            waiting=max(0, len(turns) - turns.running - held),
+            held=held,
+            scheduled=len(step.tokens),
+            prefill=prefill,
+            decode=step.total - prefill,
+            free=parts.pool.num_free(),
+            cached=parts.pool.num_cached(),
+            pinned=parts.pins.held_blocks,
+            nbytes=self._bytes(),
+            orders={name: count for name, kind in _KINDS.items() if (count := by_kind[kind])},
+        )
+
+    def _bytes(self) -> dict[str, int]:
+        parts, index = self._parts, self._parts.book.index
+        slot_bytes = parts.facts.slot_bytes * parts.facts.ranks
+        used = (index.num_slots - index.free_slots) * slot_bytes
+        below = {str(tier): one.stored_bytes for tier, one in parts.tiers.totals().items()}
+        return {"cpu": used, **below}
+
+    def close(self) -> None:
+        """Write what is queued. Idempotent."""
+        self._hand_over()
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,88 @@
+"""Figures of a trace's steps: time-weighted means and peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from .step_record import StepRecord
+
+COUNTS = (
+    "running",
+    "waiting",
+    "held",
+    "scheduled",
+    "prefill",
+    "decode",
+    "free",
+    "cached",
+    "pinned",
+)
+"""Fields of a step that are one number."""
+BY_NAME = ("nbytes", "orders")
+"""Fields of a step that are a number by name; in figures ``nbytes.cpu`` and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A figure over time.
+
+    Attributes:
+        mean: each step counts for the time until the next one of its engine.
+        peak: the most in any step.
+    """
+
+    mean: float
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Figures of the steps of a trace; with several replicas, those of one in the mean.
+
+    Attributes:
+        steps: number of steps.
+        span_s: time that they cover, summed over the engines, seconds.
+        prefill_tokens, decode_tokens: tokens that were computed.
+        levels: by the name of the field.
+    """
+
+    steps: int
+    span_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    levels: Mapping[str, Level]
+
+
+def step_figures(records: Iterable[StepRecord]) -> StepFigures:
+    """Compute the figures of steps, in one pass, in memory that does not grow with them."""
+    last = dict[int, StepRecord]()
+    sums, peaks = dict[str, float](), dict[str, int]()
+    steps, span_s, prefill, decode = 0, 0.0, 0, 0
+    for one in records:
+        steps, prefill, decode = steps + 1, prefill + one.prefill, decode + one.decode
+        before = last.get(one.replica)
+        last[one.replica] = one
+        for name, value in _values(one):
+            if value > peaks.get(name, -1):
+                peaks[name] = value
+        # An engine that began anew counts its steps from 1, and nobody knows the time between.
+        if before is None or one.step <= before.step or one.at <= before.at:
+            continue
+        lasted_s = one.at - before.at
+        span_s += lasted_s
+        for name, value in _values(before):
+            sums[name] = sums.get(name, 0.0) + value * lasted_s
+    levels = {
+        name: Level(sums.get(name, 0.0) / span_s if span_s else 0.0, peak)
+        for name, peak in peaks.items()
+    }
+    return StepFigures(steps, span_s, prefill, decode, levels)
+
+
+def _values(one: StepRecord) -> Iterator[tuple[str, int]]:
+    for name in COUNTS:
+        yield name, getattr(one, name)
+    for name in BY_NAME:
+        for inner, value in getattr(one, name).items():
+            yield f"{name}.{inner}", value
