@@ -214,7 +214,7 @@ def _pins(seen: Seen, figures: Figures) -> Iterator[Account]:
     late = (ended.pins if ended else 0) + (expired.pins if expired else 0)
     yield Account(
         "pins that expired, or were held to the end",
-        {"analyze": late, "status": counters["pins_expired"] + still},
+        {"analyze": late, "status": counters["pins_ended_expired"] + still},
     )
 
 
