@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,7 +33,17 @@ AT_ONCE = 1000
 FILE_BYTES = 1 << 30
 """Size of a file here: more than a server's, so that none of the turns is deleted."""
 TOOLS = ("pytest", "ls", "cat", "git", "sed", "grep", "python", "make")
-COMMAND = [sys.executable, "-m", "tiered_kv.cli.app", "trace", "analyze"]
+ANALYZE = """
+import sys
+from pathlib import Path
+from tiered_kv.cli.app import app
+try:
+    app(["trace", "analyze", sys.argv[1], "--json"])
+finally:
+    Path(sys.argv[2]).write_text(Path("/proc/self/status").read_text())
+"""
+"""Program that analyses a trace, and leaves what the kernel says of it. Its resource usage would
+count the memory of the process that started it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +81,21 @@ def analyze_many(turns: int, folder: Path, seed: int) -> Analyzed:
         file.append(lines)
     file.close()
     nbytes = sum(one.stat().st_size for one in folder.glob("large.jsonl*"))
-    out = folder / "analysis.json"
+    out, status_file = folder / "analysis.json", folder / "status"
     began = time.perf_counter()
     with out.open("wb") as said:
-        child = subprocess.Popen([*COMMAND, str(path), "--json"], stdout=said)
-        _, status, used = os.wait4(child.pid, 0)  # the only way to its memory alone
+        command = [sys.executable, "-c", ANALYZE, str(path), str(status_file)]
+        child = subprocess.Popen(command, stdout=said)
+        _, status, used = os.wait4(child.pid, 0)
     seconds = time.perf_counter() - began
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise RuntimeError(f"the analysis ended with status {child.returncode}")
     found = json.loads(out.read_text())
     cpu_s = used.ru_utime + used.ru_stime
-    return Analyzed(found["turns"], nbytes, seconds, cpu_s, used.ru_maxrss / 1024)
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status_file.read_text(), re.MULTILINE)
+    assert peak is not None, "Linux tells it"
+    return Analyzed(found["turns"], nbytes, seconds, cpu_s, int(peak[1]) / 1024)
 
 
 def _header() -> TraceHeader:
