@@ -126,7 +126,7 @@ def with_status(name: str, value: int) -> Callable[[Seen], Seen]:
         (with_metric("save_failures", 1), "faults"),
         (with_status("pages_promoted", 8), "pages that came up"),
         (with_status("pages_demoted", 0), "what did not happen"),
-        (with_status("pins_expired", 1), "pins that expired, or were held to the end"),
+        (with_status("pins_ended_expired", 1), "pins that expired, or were held to the end"),
         (lambda run: replace(run, records=run.records[1:]), "turns"),
         (lambda run: replace(run, open_jobs=[]), "jobs that are waited for, and their turns"),
         (lambda run: replace(run, left_open=[]), "jobs"),
@@ -162,19 +162,20 @@ def test_the_idle_call_is_the_one_that_19_of_20_stay_below() -> None:
 
 
 def test_names_are_those_of_the_connector() -> None:
-    assert COUNTED.keys() <= COUNTERS.keys()
-    assert GAUGED.keys() <= GAUGES.keys()
-    assert {*HAPPENED, *FAULTS} <= COUNTED.keys()
+    assert set(COUNTED) <= COUNTERS.keys()
+    assert set(GAUGED) <= GAUGES.keys()
+    assert {*HAPPENED, *FAULTS} <= set(COUNTED)
 
 
 def test_metrics_are_summed_over_engines() -> None:
     registry = CollectorRegistry()
     turns = Counter("vllm:tiered_kv_turns", "Turns.", ["engine"], registry=registry)
-    pages = Gauge("vllm:tiered_kv_cpu_pages", "Pages.", ["engine"], registry=registry)
+    pages = Gauge("vllm:tiered_kv_tier_pages", "Pages.", ["engine", "tier"], registry=registry)
     asked = Counter("vllm:prompt_tokens", "Tokens.", ["engine", "model"], registry=registry)
     for engine in ("0", "1"):
         turns.labels(engine).inc(3)
-        pages.labels(engine).set(5)
+        pages.labels(engine, "cpu").set(4)
+        pages.labels(engine, "cpu_compressed").set(1)
         asked.labels(engine, "model").inc(100)
     found = read_metrics(generate_latest(registry).decode())
     assert (found["turns"], found["cpu_pages"], found["prompt_tokens"]) == (6, 10, 200)
