@@ -311,4 +311,12 @@ def _header(given: Dependencies) -> TraceHeader:
         block_size=facts.block_size,
         vram_blocks=facts.usable_blocks,
         tiers_bytes={"cpu": int(config.cpu_gib * GIB), **below},
+        page_bytes=sum(group.page_bytes for group in facts.groups) * facts.ranks,
+        groups=tuple(str(group.reach.kind.value) for group in facts.groups),
+        step_tokens=facts.limits.step_tokens,
+        running=facts.limits.running,
+        context_tokens=facts.limits.context_tokens,
+        job_order=facts.limits.job_order,
+        admission=config.admission,
+        eviction=config.eviction,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiered_kv.codecs.base import ElementType
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.connectors.vllm import engine_config as engine
 from tiered_kv.connectors.vllm.engine_config import (
     check_version,
@@ -83,7 +83,13 @@ def config(**changes: Any) -> SimpleNamespace:
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
         speculative_config=None,
-        scheduler_config=SimpleNamespace(async_scheduling=False),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=False,
+            scheduler_cls=None,
+            policy="fcfs",
+            max_num_batched_tokens=2048,
+            max_num_seqs=64,
+        ),
         use_v2_model_runner=False,
         cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto"),
         model_config=SimpleNamespace(max_model_len=4096, dtype="torch.bfloat16"),
@@ -252,6 +258,7 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
             ),
         ),
         placeholders=1,
+        limits=EngineLimits(step_tokens=2048, running=64, context_tokens=4096),
     )
     assert facts.usable_blocks == 9
     assert facts.slot_bytes == 128
