@@ -31,6 +31,8 @@ FEWEST_STEPS = 8
 """Least length of an answer that tells how long a step takes."""
 FEWEST_TOKENS = 16
 """Least length of a prefill that tells how long a token takes."""
+LEAST_S = 1e-6
+"""Shortest prefill or answer: no engine is as fast."""
 MOST_ROWS = 1_500
 STEP_SHARE = 0.1
 """Share of a decoding step alone that is not reading weights: the two cannot be told apart."""
@@ -138,14 +140,14 @@ def _spans(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: floa
         )
     columns: Column = np.array(sorted(table), dtype=np.float64).reshape(-1, 9).T
     begin, first, end = columns[:3]
-    sound = (first > begin) & (end >= first)
+    sound = (first - begin >= LEAST_S) & (end >= first)
     return _Spans(*(column[sound] for column in columns))
 
 
 def _rows(spans: _Spans, step_tokens: int) -> _Rows:
     """The work of each prefill and answer that is long enough; of very many, evenly taken ones."""
     prefills = np.flatnonzero(spans.computed >= FEWEST_TOKENS)
-    answers = np.flatnonzero((spans.said >= FEWEST_STEPS) & (spans.end > spans.first))
+    answers = np.flatnonzero((spans.said >= FEWEST_STEPS) & (spans.end - spans.first >= LEAST_S))
     rows = [
         _row(spans, at, spans.begin[at], spans.first[at], 0.0, step_tokens)
         for at in _some(prefills)

@@ -14,8 +14,8 @@ SHELL = "bash"
 """First name of a shell's commands in a record (``policies.tools``)."""
 NO_TOOL = "(no tool)"
 EXAMPLES = {
-    "<path>::<name>": "a/b::c",
-    "<path>": "a/b",
+    "<path>::<name>": "a/b.py::c",
+    "<path>": "a/b.py",
     "<text>": "'a b'",
     "<url>": "https://a",
     "<n>": "1",
@@ -93,7 +93,6 @@ def recorded_jobs(turns: Iterable[TurnRecord], block: int, longest: int) -> Reco
         for number, (job, tokens) in enumerate(zip(jobs, shared, strict=True))
     ]
     for job in jobs:
-        left.begun += bool(job.name) and job.turns[0].turn > 1
         left.open += job.turns[-1].gap.end is StoryEnd.CLOSED
         left.shared += _found(job.turns[0]) > 0
     return RecordedJobs(tuple(jobs), Workload("recorded", tuple(made), Hints.RIGHT, block), left)
@@ -110,6 +109,7 @@ def _jobs(turns: Iterable[TurnRecord], left: Left) -> Iterable[RecordedJob]:
             by_name[one.job, one.client].append(one)
     for (name, _), found in by_name.items():
         found.sort(key=lambda one: (one.arrived, one.turn))
+        left.begun += found[0].turn > 1
         job: list[TurnRecord] = []
         for one in found:
             if job and one.arrived < job[-1].ended:
