@@ -265,6 +265,28 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
+class ContinuumScheduler:
+    """A scheduler of the name of ours, as vLLM may be given the class itself."""
+
+
+@pytest.mark.usefixtures("without_vllm")
+@pytest.mark.parametrize(
+    ("scheduler", "policy", "in_order"),
+    [
+        ("tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler", "fcfs", True),
+        (ContinuumScheduler, "fcfs", True),
+        (ContinuumScheduler, "priority", False),
+        ("vllm.v1.core.sched.scheduler.Scheduler", "fcfs", False),
+    ],
+)
+def test_requests_go_in_the_order_of_jobs_under_our_scheduler(
+    scheduler: object, policy: str, in_order: bool
+) -> None:
+    said = config(scheduler_config__scheduler_cls=scheduler, scheduler_config__policy=policy)
+    limits = read_engine(said, kv_config(FullAttentionSpec)).limits
+    assert limits.job_order is in_order
+
+
 @pytest.mark.usefixtures("without_vllm")
 @pytest.mark.parametrize(
     ("changes", "ahead", "sync"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,7 @@ def answer_what_if(path: Path, policy: str, *, job_order: bool | None, as_json: 
     Raises:
         typer.Exit: 1 if a line is no record, 2 if nothing can be simulated.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
-    with needs_packages("trace analyze --what-if"), one_sentence():
+    with needs_packages("trace analyze --what-if"), one_sentence(), _errors_only():
         found = asdict(importlib.import_module(MODULE).what_if(path, policy, job_order))
     if as_json:
         print_json(found)
@@ -40,6 +40,17 @@ def answer_what_if(path: Path, policy: str, *, job_order: bool | None, as_json: 
             typer.echo(f"no record: {line}", err=True)
     if found["bad_lines"]:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep vLLM's words about a machine without a GPU off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _print(found: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What another policy would have done, told from a trace alone, beside what it then does."""
+"""Answers told from a trace alone, beside what the other server then does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.sim.what_if.recordings import CPU_BYTES, jobs, served
+from tests.bench.sim.what_if.recordings import CPU_BYTES, PLACE, TRUE, jobs, served
 from tests.trace.records import HEADER, lines_of, record
 from tiered_kv.bench.sim.what_if.answer import WhatIf, what_if
 from tiered_kv.bench.sim.what_if.recording import WhatIfError
@@ -51,6 +51,9 @@ def test_the_recorded_policy_is_simulated_first_and_takes_as_long_as_it_did(
     assert stock.simulated.recomputed == pytest.approx(stock.recorded.recomputed, abs=0.01)
     assert stock.recorded.cpu > 0.2, "CPU memory has no part in this recording"
     assert stock.costs["error"] < 0.05
+    assert stock.costs["step_s"] == pytest.approx(TRUE.step + TRUE.weights, rel=0.05)
+    assert stock.costs["token_s"] == pytest.approx(TRUE.token, rel=0.05)
+    assert stock.costs["copy_bytes_per_s"] == pytest.approx(PLACE.link, rel=0.05)
 
 
 def test_another_server_takes_as_long_as_it_then_does(stock: WhatIf) -> None:
