@@ -1,4 +1,4 @@
-"""``tiered-kv trace analyze --what-if``: the simulator's answer, as JSON or as tables."""
+"""``tiered-kv trace analyze PATH --what-if POLICY``: the answer, as JSON or as tables."""
 
 from __future__ import annotations
 

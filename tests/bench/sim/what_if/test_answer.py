@@ -13,6 +13,7 @@ from tests.bench.sim.what_if.recordings import CPU_BYTES, PLACE, TRUE, jobs, ser
 from tests.trace.records import HEADER, lines_of, record
 from tiered_kv.bench.sim.what_if.answer import WhatIf, what_if
 from tiered_kv.bench.sim.what_if.recording import WhatIfError
+from tiered_kv.bench.sim.workloads.workload import SimJob
 from tiered_kv.errors import ConfigError
 from tiered_kv.trace.trace_header import TraceHeader
 
@@ -69,8 +70,8 @@ def test_another_server_takes_as_long_as_it_then_does(stock: WhatIf) -> None:
     assert [one.job for one in stock.by_job] == [job.name for job in sorted_jobs()]
 
 
-def sorted_jobs() -> list[object]:
-    return sorted(jobs().jobs, key=lambda job: (round(job.arrives_s, 3), job.name))  # type: ignore[return-value]
+def sorted_jobs() -> list[SimJob]:
+    return sorted(jobs().jobs, key=lambda job: (round(job.arrives_s, 3), job.name))
 
 
 def test_the_answer_is_the_same_every_time(trace: Path, stock: WhatIf) -> None:
