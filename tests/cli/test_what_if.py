@@ -71,6 +71,7 @@ def test_mistakes_are_told_in_a_sentence(path: Path, tmp_path: Path) -> None:
         ([path, path, "--what-if", "lru"], "takes one trace"),
         ([path, "--job", "j", "--what-if", "lru"], "takes one trace"),
         ([path, "--job-order"], "are for --what-if"),
+        ([path, "--recorded", "lru"], "are for --what-if"),
         ([few, "--what-if", "lru"], "record more turns"),
         ([tmp_path / "no", "--what-if", "lru"], "there is no trace"),
     ):

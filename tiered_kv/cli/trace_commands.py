@@ -55,6 +55,13 @@ def analyze_command(
             help="Simulate the jobs under another policy instead: a name, module:Class, or stock.",
         ),
     ] = None,
+    recorded: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="The policy of the trace, for --what-if, if it is a module:Class.",
+        ),
+    ] = None,
     job_order: Annotated[
         bool | None,
         typer.Option(
@@ -76,10 +83,10 @@ def analyze_command(
     if what_if is not None:
         if job is not None or other is not None:
             refuse("--what-if takes one trace, and neither another one nor a job")
-        answer_what_if(path, what_if, job_order=job_order, as_json=as_json)
+        answer_what_if(path, what_if, recorded=recorded, job_order=job_order, as_json=as_json)
         return
-    if job_order is not None:
-        refuse("--job-order and --arrival-order are for --what-if")
+    if job_order is not None or recorded is not None:
+        refuse("--recorded, --job-order and --arrival-order are for --what-if")
     with one_sentence():
         readers = [TraceReader(one) for one in paths]
         if job is not None:

@@ -21,17 +21,24 @@ BELIEVED = 0.15
 """Error of the simulation from which on a warning is printed."""
 
 
-def answer_what_if(path: Path, policy: str, *, job_order: bool | None, as_json: bool) -> None:
+def answer_what_if(
+    path: Path, policy: str, *, recorded: str | None, job_order: bool | None, as_json: bool
+) -> None:
     """Print what another policy would have done with the jobs of a trace.
 
     Args:
+        recorded: the trace's own policy, if it is a ``module:Class``.
         job_order: order of requests under the other policy; None: as recorded.
 
     Raises:
         typer.Exit: 1 if a line is no record, 2 if nothing can be simulated.
     """
     with needs_packages("trace analyze --what-if"), one_sentence(), _errors_only():
-        found = asdict(importlib.import_module(MODULE).what_if(path, policy, job_order))
+        found = asdict(
+            importlib.import_module(MODULE).what_if(
+                path, policy, recorded=recorded, job_order=job_order
+            )
+        )
     if as_json:
         print_json(found)
     else:

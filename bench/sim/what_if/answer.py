@@ -25,6 +25,8 @@ from .recording import MOST_TURNS, WhatIfError, read_recording
 
 STOCK = "stock"
 """Name of vLLM without a connector."""
+OBSERVE = "observe"
+"""Mode of a connector that moves nothing: vLLM served as without it."""
 Sources = tuple[int, int, int, int]
 """Tokens of a prompt: from VRAM, CPU memory and SSD, and computed."""
 MOST_SPAN_S = 10 * 365 * 86_400.0
@@ -98,11 +100,17 @@ class WhatIf:
 
 
 def what_if(
-    path: Path, policy: str, job_order: bool | None = None, most: int = MOST_TURNS
+    path: Path,
+    policy: str,
+    *,
+    recorded: str | None = None,
+    job_order: bool | None = None,
+    most: int = MOST_TURNS,
 ) -> WhatIf:
     """Simulate the jobs of a trace under its own policy and under another one.
 
     Args:
+        recorded: the trace's own policy, where that is a ``module:Class``; None: as the trace says.
         policy: name of a policy, ``module:Class``, or ``stock`` for vLLM without a connector.
         job_order: True if the other server takes requests in the order of their jobs
             (``ContinuumScheduler``); None: as the recorded one does.
@@ -116,7 +124,8 @@ def what_if(
     recording = read_recording(path, most)
     header = recording.header
     order = header.job_order if job_order is None else job_order
-    servers = _server(header, header.policy, header.job_order), _server(header, policy, order)
+    own = recorded or _recorded_policy(header, policy)
+    servers = _server(header, own, header.job_order), _server(header, policy, order)
     place = recorded_machine(recording)
     found = recorded_jobs(recording.turns, header.block_size, longest_context(header))
     if not found.jobs:
@@ -126,19 +135,19 @@ def what_if(
     with _quiet():
         outcomes = [simulate(place.machine, one, found.workload, place.tiers) for one in servers]
     figures = [_simulated(one, found) for one in outcomes]
-    recorded = _recorded(found)
+    was = _recorded(found)
     times = [_times(one) for one in outcomes]
     return WhatIf(
         path=str(path),
-        recorded_policy=header.policy,
+        recorded_policy=own,
         policy=policy,
         job_order=(header.job_order, order and policy != STOCK),
         jobs=len(found.jobs),
         turns=sum(len(job.turns) for job in found.jobs),
-        recorded=recorded,
+        recorded=was,
         simulated=figures[0],
         what_if=figures[1],
-        simulated_over_recorded=_ratios(figures[0], recorded),
+        simulated_over_recorded=_ratios(figures[0], was),
         what_if_over_simulated=_ratios(figures[1], figures[0]),
         costs={
             **costs_of(place.fitted.cost),
@@ -155,6 +164,22 @@ def what_if(
     )
 
 
+def _recorded_policy(header: TraceHeader, asked: str) -> str:
+    """The policy that served the jobs. A trace is no reason to import a module.
+
+    Raises:
+        WhatIfError: it is of another package, and the caller has not named it.
+    """
+    if getattr(header, "mode", "") == OBSERVE:
+        return STOCK
+    if header.policy not in (*registry.POLICIES, asked):
+        raise WhatIfError(
+            f"the trace was recorded under {header.policy!r:.60}, which is no policy of this "
+            "package: name it with --recorded, and it is imported"
+        )
+    return header.policy
+
+
 def _server(header: TraceHeader, policy: str, job_order: bool) -> Server:
     """The recorded server, with a policy. Only the default one holds jobs."""
     if policy == STOCK:
@@ -167,7 +192,7 @@ def _server(header: TraceHeader, policy: str, job_order: bool) -> Server:
         ssd=SSD in header.tiers_bytes,
         in_job_order=job_order,
         open=header.admission == "off" and header.policy == TierConfig().policy,
-        eviction=header.eviction or None,
+        eviction=header.eviction if header.eviction in registry.EVICTION else None,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tiered_kv.policies import registry
+
 from .jobs import Left, RecordedJobs
 from .machine import RecordedMachine
 from .recording import Recording
@@ -25,6 +27,9 @@ def limits(
     said = [*ALWAYS, *place.assumed]
     if recording.header.tiers_bytes.get("cpu"):
         said.append(COMPRESSED)
+    eviction = recording.header.eviction
+    if eviction and eviction not in registry.EVICTION:
+        said.append(f"Pages leave CPU memory by the default rule, not by {eviction!r:.60}.")
     if ":" in policy:
         said.append(f"{policy} runs as it is: what it reads from elsewhere is not simulated.")
     return [*said, *_cut(recording, len(found.jobs)), *_left(found.left)]

@@ -98,6 +98,17 @@ def test_a_policy_of_ones_own_is_named_by_its_module(trace: Path) -> None:
         what_if(trace, "nobody")
 
 
+def test_a_trace_is_no_reason_to_import_a_module(trace: Path, tmp_path: Path) -> None:
+    own = "tiered_kv.policies.baselines.unpinned:Lru"
+    strange = rewritten(trace, tmp_path, policy=own, eviction="no.such:Rule")
+    with pytest.raises(WhatIfError, match="name it with --recorded"):
+        what_if(strange, "stock")
+    named = what_if(strange, "stock", recorded=own)
+    assert named.recorded_policy == own
+    assert named.simulated == what_if(trace, "stock").simulated
+    assert any("not by 'no.such:Rule'" in one for one in named.limits)
+
+
 def test_of_a_long_trace_the_first_turns_are_simulated(trace: Path) -> None:
     found = what_if(trace, "stock", most=60)
     assert found.turns == 60
