@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.bench.common.output import only_result_on_stdout
-from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.driver import Stalled, simulate
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.servers.servers import Server
 from tiered_kv.config import ENV_PREFIX, TierConfig
@@ -132,8 +132,13 @@ def what_if(
         raise WhatIfError(f"no job of {path} fits into the simulator: nothing can be simulated")
     if max(one.arrives_s for one in found.workload.jobs) > MOST_SPAN_S:
         raise WhatIfError(f"jobs of {path} lie more than ten years apart: cut the trace")
-    with _quiet():
-        outcomes = [simulate(place.machine, one, found.workload, place.tiers) for one in servers]
+    try:
+        with _quiet():
+            outcomes = [
+                simulate(place.machine, one, found.workload, place.tiers) for one in servers
+            ]
+    except Stalled as error:
+        raise WhatIfError(f"the simulation of {path} comes to a halt: {error}") from error
     figures = [_simulated(one, found) for one in outcomes]
     was = _recorded(found)
     times = [_times(one) for one in outcomes]

@@ -31,6 +31,8 @@ WRITE_SHARE = 0.8
 LEAST_KV = 8
 """Bytes of a token are a multiple of these in the simulator."""
 NO_END_BYTES = 1 << 44
+MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
+"""Largest sizes that are simulated, far beyond those of any engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class RecordedMachine:
 def longest_context(header: TraceHeader) -> int:
     """Tokens of the longest context that the simulator can hold on such a machine."""
     pool = header.vram_blocks * header.block_size
-    return min(pool, header.context_tokens or pool) - 1
+    return min(pool, header.context_tokens or pool, MOST_CONTEXT) - 1
 
 
 def recorded_machine(recording: Recording) -> RecordedMachine:
@@ -60,8 +62,12 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
         WhatIfError: the simulator has no such machine, or there are too few turns.
     """
     header, assumed = recording.header, list[str]()
-    if header.block_size < 1 or header.vram_blocks < 1:
-        raise WhatIfError("the header of the trace tells no blocks of VRAM: nothing fits there")
+    size = header.block_size, header.vram_blocks
+    if not (1 <= size[0] <= MOST_BLOCK_TOKENS and 1 <= size[1] <= MOST_BLOCKS):
+        raise WhatIfError(
+            f"the header of the trace tells of {size[1]:,} blocks of VRAM with {size[0]:,} tokens "
+            "each: no such engine is simulated"
+        )
     if header.groups and header.groups != (FULL,):
         raise WhatIfError(
             f"the engine keeps KV of several kinds ({', '.join(header.groups)}), and a trace does "
@@ -75,12 +81,16 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
         every = sum(max(0, one.tokens.new + one.tokens.output) for one in recording.turns)
         cpu = ssd = 2.0 * kv_bytes * (every + header.vram_blocks * header.block_size)
         assumed.append("Bytes of a token are not in the trace: tiers are taken to hold everything.")
+    cpu = min(cpu, float(MOST_BLOCKS * kv_bytes * header.block_size))
     others = sorted(header.tiers_bytes.keys() - {CPU, SSD})
     if others:
         assumed.append(f"Tiers that the simulator lacks are left out: {', '.join(others)}.")
-    if not header.step_tokens:
-        assumed.append(f"A step is taken to compute up to {ASSUMED_STEP_TOKENS:,} tokens.")
-    step_tokens = header.step_tokens or ASSUMED_STEP_TOKENS
+    step_tokens, running = header.step_tokens, header.running
+    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # so vLLM has it
+        step_tokens, running = ASSUMED_STEP_TOKENS, ASSUMED_RUNNING
+        assumed.append(
+            f"A step is taken to compute up to {step_tokens:,} tokens of up to {running} requests."
+        )
     copy_s, read_s = _copies(recording.turns, header, assumed)
     fitted = fit_costs(recording.turns, step_tokens, copy_s)
     pool = header.vram_blocks * header.block_size
@@ -94,7 +104,7 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
         ssd_read=kv_bytes / read_s,
         ssd_write=WRITE_SHARE * kv_bytes / read_s,
         batched_tokens=step_tokens,
-        max_seqs=header.running or ASSUMED_RUNNING,
+        max_seqs=running,
         block=header.block_size,
     )
     return RecordedMachine(machine, Tiers(cpu, ssd), fitted, assumed)

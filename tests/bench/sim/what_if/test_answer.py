@@ -133,7 +133,7 @@ def test_a_trace_of_an_earlier_version_is_simulated_with_what_it_lacks_named(
     found = what_if(rewritten(trace, tmp_path, **dict.fromkeys(new)), "stock")
     assert found.what_if.mean_s == pytest.approx(what_if(trace, "stock").what_if.mean_s, rel=0.02)
     assert any("tiers are taken to hold everything" in one for one in found.limits)
-    assert any("up to 2,048 tokens" in one for one in found.limits)
+    assert any("up to 2,048 tokens of up to 256 requests" in one for one in found.limits)
 
 
 def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_path: Path) -> None:
@@ -153,8 +153,9 @@ def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_pa
     ):
         with pytest.raises(WhatIfError, match=said):
             what_if(path, "stock")
-    with pytest.raises(WhatIfError, match="no blocks of VRAM"):
-        what_if(rewritten(trace, tmp_path, vram_blocks=-1), "stock")
+    for blocks in (-1, 0, 2**50):
+        with pytest.raises(WhatIfError, match=f"tells of {blocks:,} blocks of VRAM"):
+            what_if(rewritten(trace, tmp_path, vram_blocks=blocks), "stock")
     with pytest.raises(WhatIfError, match="no job of"):
         what_if(rewritten(trace, tmp_path, vram_blocks=2), "stock")
     with pytest.raises(FileNotFoundError):
