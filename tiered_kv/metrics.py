@@ -91,7 +91,7 @@ COUNTERS: Mapping[str, str] = {
     "jobs_held": "New jobs that had to wait for room.",
     "watchdog_barks": "Times that nothing was computed for long and all that is held was given up.",
     "hook_errors": "Exceptions kept from the engine; each is logged once.",
-    "trace_dropped": "Turns and steps missing in the trace because its writer was behind or failing.",
+    "trace_dropped": "Turns and steps missing in the trace: its writer was behind or failing.",
     "resets": "Cache resets; each starts a new generation of pages.",
     **{
         decision_event(

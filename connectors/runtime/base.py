@@ -209,6 +209,23 @@ class ScheduledStep(NamedTuple):
     preempted: Collection[str]
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits of the engine's scheduler, for those who read the trace; 0 if not known.
+
+    Attributes:
+        step_tokens: most tokens that a step computes.
+        running: most requests that run at once.
+        context_tokens: length of the longest context.
+        job_order: True if requests go in the order of their jobs.
+    """
+
+    step_tokens: int = 0
+    running: int = 0
+    context_tokens: int = 0
+    job_order: bool = False
+
+
 @dataclass(frozen=True)  # no slots: what follows from the groups is kept
 class EngineFacts:
     """Facts that both halves must agree on.
@@ -226,6 +243,7 @@ class EngineFacts:
         speculates: True if a step computes tokens that may be taken back.
         placeholders: blocks of the pool that no request is ever given.
         model: name of the model, for people.
+        limits: limits of the engine's scheduler.
     """
 
     ranks: int
@@ -240,6 +258,7 @@ class EngineFacts:
     speculates: bool = False
     placeholders: int = 0
     model: str = ""
+    limits: EngineLimits = EngineLimits()
 
     @property
     def usable_blocks(self) -> int:

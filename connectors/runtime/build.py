@@ -352,4 +352,12 @@ def _header(given: Dependencies) -> TraceHeader:
         vram_blocks=facts.usable_blocks,
         tiers_bytes={"cpu": int(config.cpu_gib * GIB), **below},
         mode=config.mode.value,
+        page_bytes=sum(group.page_bytes for group in facts.groups) * facts.ranks,
+        groups=tuple(str(group.reach.kind.value) for group in facts.groups),
+        step_tokens=facts.limits.step_tokens,
+        running=facts.limits.running,
+        context_tokens=facts.limits.context_tokens,
+        job_order=facts.limits.job_order,
+        admission=config.admission,
+        eviction=config.eviction,
     )

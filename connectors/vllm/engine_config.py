@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import PageGroup
@@ -117,6 +117,20 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         speculates=vllm_config.speculative_config is not None,
         sync_restores=plain and not (ahead or vllm_config.use_v2_model_runner),
         model=str(getattr(vllm_config.model_config, "model", "")),
+        limits=_limits(vllm_config),
+    )
+
+
+def _limits(vllm_config: Any) -> EngineLimits:
+    scheduler = vllm_config.scheduler_config
+    named = scheduler.scheduler_cls or ""  # its class, or where that is
+    name = named if isinstance(named, str) else named.__name__
+    ours = name.rpartition(".")[2] == "ContinuumScheduler"
+    return EngineLimits(
+        step_tokens=int(scheduler.max_num_batched_tokens),
+        running=int(scheduler.max_num_seqs),
+        context_tokens=int(vllm_config.model_config.max_model_len),
+        job_order=ours and scheduler.policy == "fcfs",
     )
 
 

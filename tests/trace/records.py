@@ -32,6 +32,13 @@ HEADER = TraceHeader(
     block_size=16,
     vram_blocks=640,
     tiers_bytes={"cpu": 4 << 30, "ssd": 32 << 30},
+    page_bytes=16 * 23_040,
+    groups=("full",),
+    step_tokens=2048,
+    running=64,
+    context_tokens=8192,
+    admission="auto",
+    eviction="worth",
 )
 
 

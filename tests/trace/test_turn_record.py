@@ -114,7 +114,18 @@ def test_what_is_no_record_is_refused_with_the_reason(line: str, reason: str) ->
 def test_a_header_fits_and_reads_as_it_was_written(
     model: str, policy: str, tiers: dict[str, int]
 ) -> None:
-    one = replace(HEADER, model=model, policy=policy, tiers_bytes=tiers)
+    one = replace(
+        HEADER,
+        version=model,
+        model=model,
+        policy=policy,
+        tiers_bytes=tiers,
+        page_bytes=2**50,
+        groups=("window",) * 20,
+        job_order=True,
+        admission="auto",
+        eviction=policy,
+    )
     line = one.to_line()
     assert len(line) < MAX_BYTES
     found = json.loads(line)

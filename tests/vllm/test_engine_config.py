@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiered_kv.codecs.base import ElementType
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.connectors.vllm import engine_config as engine
 from tiered_kv.connectors.vllm.engine_config import (
     check_version,
@@ -83,7 +83,13 @@ def config(**changes: Any) -> SimpleNamespace:
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
         speculative_config=None,
-        scheduler_config=SimpleNamespace(async_scheduling=False),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=False,
+            scheduler_cls=None,
+            policy="fcfs",
+            max_num_batched_tokens=2048,
+            max_num_seqs=64,
+        ),
         use_v2_model_runner=False,
         cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto"),
         model_config=SimpleNamespace(max_model_len=4096, dtype="torch.bfloat16"),
@@ -252,10 +258,33 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
             ),
         ),
         placeholders=1,
+        limits=EngineLimits(step_tokens=2048, running=64, context_tokens=4096),
     )
     assert facts.usable_blocks == 9
     assert facts.slot_bytes == 128
     assert not caplog.records
+
+
+class ContinuumScheduler:
+    """A scheduler of the name of ours, as vLLM may be given the class itself."""
+
+
+@pytest.mark.usefixtures("without_vllm")
+@pytest.mark.parametrize(
+    ("scheduler", "policy", "in_order"),
+    [
+        ("tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler", "fcfs", True),
+        (ContinuumScheduler, "fcfs", True),
+        (ContinuumScheduler, "priority", False),
+        ("vllm.v1.core.sched.scheduler.Scheduler", "fcfs", False),
+    ],
+)
+def test_requests_go_in_the_order_of_jobs_under_our_scheduler(
+    scheduler: object, policy: str, in_order: bool
+) -> None:
+    said = config(scheduler_config__scheduler_cls=scheduler, scheduler_config__policy=policy)
+    limits = read_engine(said, kv_config(FullAttentionSpec)).limits
+    assert limits.job_order is in_order
 
 
 @pytest.mark.usefixtures("without_vllm")

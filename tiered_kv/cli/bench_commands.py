@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from .terminal import refuse
+
+
+@contextmanager
+def needs_packages(command: str) -> Iterator[None]:
+    """Say in a sentence which package a command needs that is not installed.
+
+    Raises:
+        typer.Exit: it is not.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        lacks = (error.name or "").partition(".")[0]
+        if lacks == "tiered_kv":
+            raise
+        if lacks == "vllm":
+            refuse(f"{command} needs vLLM: install tiered-kv where vLLM is installed.")
+        refuse(f"{command} needs {lacks}: install it with pip install 'tiered-kv[bench]'.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +51,9 @@ class Benchmark:
         Raises:
             typer.Exit: packages that it needs are not installed.
         """
-        try:  # both: a benchmark imports some packages only once it knows what to do
+        with needs_packages(self.name):  # it imports some only once it knows what to do
             app = importlib.import_module(self.module).app
             app(arguments, prog_name=f"tiered-kv {self.name}")
-        except ModuleNotFoundError as error:
-            lacks = (error.name or "").partition(".")[0]
-            if lacks == "tiered_kv":
-                raise
-            if lacks == "vllm":
-                refuse(f"{self.name} needs vLLM: install tiered-kv where vLLM is installed.")
-            refuse(f"{self.name} needs {lacks}: install it with pip install 'tiered-kv[bench]'.")
 
 
 BENCHMARKS = (

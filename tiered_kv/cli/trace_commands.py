@@ -25,6 +25,7 @@ from tiered_kv.trace.turn_table import TurnTable
 
 from .terminal import Command, one_sentence, print_json, refuse
 from .trace_report import print_comparison, print_figures, print_steps
+from .what_if_report import answer_what_if
 
 app = typer.Typer(
     help="Read what a server wrote to TIERED_KV_TRACE.",
@@ -50,16 +51,45 @@ def analyze_command(
     job: Annotated[
         str | None, typer.Option(metavar="ID", help="Tell the story of this job instead.")
     ] = None,
+    what_if: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Simulate the jobs under another policy instead: a name, module:Class, or stock.",
+        ),
+    ] = None,
+    recorded: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="The policy of the trace, for --what-if, if it is a module:Class.",
+        ),
+    ] = None,
+    job_order: Annotated[
+        bool | None,
+        typer.Option(
+            "--job-order/--arrival-order",
+            help="Order of requests under that policy; as recorded if none is given.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Analyze a trace: jobs, waits, sources of prompts, pins, forecasts and decisions, and steps if
-    it has them. With two traces, compare their jobs. docs/trace.md has the definitions.
+    it has them. With two traces, compare their jobs. With --what-if, simulate its jobs under
+    another policy. docs/trace.md has the definitions.
 
     Exit code 1 if a line is no record.
     """
     paths = [path] if other is None else [path, other]
     if job is not None and other is not None:
         refuse("a job's story is told from one trace: leave the other out")
+    if what_if is not None:
+        if job is not None or other is not None:
+            refuse("--what-if takes one trace, and neither another one nor a job")
+        answer_what_if(path, what_if, recorded=recorded, job_order=job_order, as_json=as_json)
+        return
+    if job_order is not None or recorded is not None:
+        refuse("--recorded, --job-order and --arrival-order are for --what-if")
     with one_sentence():
         readers = [TraceReader(one) for one in paths]
         of_steps = [StepReader(one) if has_steps(one) else None for one in paths]

@@ -11,7 +11,8 @@ from .json_fields import cut, read, said
 SCHEMA = 1
 """Version of the records' schema. A later one may have more fields, but none of another meaning."""
 
-_MODEL_ROOM, _WORD_ROOM, _MOST_TIERS = 256, 48, 6
+_MODEL_ROOM, _WORD_ROOM, _SHORT_ROOM = 224, 48, 24
+_MOST_TIERS, _MOST_GROUPS = 4, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,12 @@ class TraceHeader:
         tiers_bytes: sizes of the tiers outside VRAM, all ranks together, bytes; 0 for a tier
             without a known end.
         mode: ``observe`` if nothing of what the records tell of pins and pages was done.
+        page_bytes: size of a block's pages, all groups and ranks together, bytes; 0 if unknown.
+        groups: kinds of KV of the page groups; empty if unknown.
+        step_tokens, running, context_tokens: limits of the engine's scheduler: tokens of a step,
+            requests that run at once, tokens of the longest context; 0 if unknown.
+        job_order: True if requests go in the order of their jobs (``ContinuumScheduler``).
+        admission, eviction: ``TIERED_KV_ADMISSION`` and ``TIERED_KV_EVICTION``; empty if unknown.
     """
 
     version: str
@@ -43,17 +50,28 @@ class TraceHeader:
     vram_blocks: int
     tiers_bytes: Mapping[str, int] = field(default_factory=dict)
     mode: str = "manage"
+    page_bytes: int = 0
+    groups: tuple[str, ...] = ()
+    step_tokens: int = 0
+    running: int = 0
+    context_tokens: int = 0
+    job_order: bool = False
+    admission: str = ""
+    eviction: str = ""
 
     def to_line(self) -> str:
         """The header as a line of less than 1 KiB, its end not included."""
         tiers = list(self.tiers_bytes.items())[:_MOST_TIERS]
         short = replace(
             self,
-            version=cut(self.version, _WORD_ROOM),
+            version=cut(self.version, _SHORT_ROOM),
             model=cut(self.model, _MODEL_ROOM),
             policy=cut(self.policy, _WORD_ROOM),
-            mode=cut(self.mode, _WORD_ROOM),
-            tiers_bytes={cut(name, _WORD_ROOM): nbytes for name, nbytes in tiers},
+            mode=cut(self.mode, _SHORT_ROOM),
+            tiers_bytes={cut(name, _SHORT_ROOM): nbytes for name, nbytes in tiers},
+            groups=self.groups[:_MOST_GROUPS],
+            admission=cut(self.admission, _SHORT_ROOM),
+            eviction=cut(self.eviction, _WORD_ROOM),
         )
         written = {"schema": SCHEMA} | said(short)
         written |= {"started": round(self.started, 3), "clock": round(self.clock, 3)}

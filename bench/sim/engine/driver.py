@@ -61,8 +61,17 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
 
 
-def simulate(machine: Machine, server: Server, workload: Workload, tiers: Tiers) -> Outcome:
+def simulate(
+    machine: Machine,
+    server: Server,
+    workload: Workload,
+    tiers: Tiers,
+    trace: Path | None = None,
+) -> Outcome:
     """Run the workload's jobs on a server until all are done.
+
+    Args:
+        trace: where the connector writes its trace, if the server has one; None writes none.
 
     Raises:
         ValueError: one of them does not fit into the machine.
@@ -70,12 +79,18 @@ def simulate(machine: Machine, server: Server, workload: Workload, tiers: Tiers)
         AssertionError: something was not given back at the end.
     """
     with tempfile.TemporaryDirectory(prefix="sim-") as folder:
-        return _Run(machine, server, workload, tiers, Path(folder)).run()
+        return _Run(machine, server, workload, tiers, Path(folder), trace).run()
 
 
 class _Run:
     def __init__(
-        self, machine: Machine, server: Server, workload: Workload, tiers: Tiers, folder: Path
+        self,
+        machine: Machine,
+        server: Server,
+        workload: Workload,
+        tiers: Tiers,
+        folder: Path,
+        trace: Path | None,
     ) -> None:
         self._machine = machine
         block = machine.block or workload.block
@@ -121,6 +136,7 @@ class _Run:
             ssd_bytes=tiers.ssd,
             policy=policy,
             job_forecast=self._job_forecast,
+            trace=trace,
         )
         self._gate = Gate(machine.pool_tokens) if server.gated else None
         # With long blocks, contexts that differ may have no full one. Their tokens tell them apart.
@@ -256,10 +272,15 @@ class _Run:
         if hints is Hints.NONE:
             return None
         job, turn = running.job, running.job.turns[running.turn]
-        last = running.turn + 1 == len(job.turns) or hints is Hints.WRONG
-        said: dict[str, object] = {"job_id": job.name, "is_last_step": last}
+        last = running.turn + 1 == len(job.turns) and job.says_last
+        said: dict[str, object] = {
+            "job_id": job.name,
+            "is_last_step": last or hints is Hints.WRONG,
+        }
         if turn.tool:
             said["tool_command"] = turn.tool
+        if turn.tool_name:
+            said["tool_name"] = turn.tool_name
         return said
 
     def _ended(self, answer: Answer) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import Order, Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import Handshake, Speeds, StoredPages
@@ -29,6 +30,7 @@ from tiered_kv.tiers import SSD, StoreId
 
 from .lookups import RememberedLookups
 from .machines import Machine
+from .settings import connector_settings
 from .substitutes import BEGIN_S, ChunkedRestore, InlineUpkeep, LeapTimer
 from .worker import SimWorker
 
@@ -36,8 +38,6 @@ LONGEST_LEAP = 64
 """Decode steps taken at once."""
 LEAP_WAITING_S = 0.25
 """The longest leap while requests wait: the connector lets them in by the clock, so much later."""
-LONGEST_WAIT_S = 86_400.0
-"""The most that may be set. No run lasts as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ class Engine:
         policy: in place of the one that the server's name says.
         job_forecast: in place of the forecast of how jobs go on.
         folder: an empty one, for vLLM's model and the like.
+        trace: where the connector writes its trace; None writes none.
 
     Raises:
         ValueError: the server does not know KV of several kinds, which the model has.
@@ -118,6 +119,7 @@ class Engine:
         ssd_bytes: float,
         policy: TurnPolicy | None = None,
         job_forecast: JobForecast | None = None,
+        trace: Path | None = None,
     ) -> None:
         if server.chunk and machine.groups:
             raise ValueError(f"{server.name} restores full attention only: choose another model")
@@ -136,28 +138,20 @@ class Engine:
             policy="fcfs" if server.order is Order.ARRIVAL else "priority",
             groups=tuple(replace(group, block_size=block) for group in machine.groups),
         )
-        extra: dict[str, object] | None = None
-        if server.policy is not None:
-            extra = {"policy": "lru" if policy is not None else server.policy}
-            if server.eviction is not None:
-                extra["eviction"] = server.eviction
-            extra["cpu_gib"] = cpu_bytes / 2**30 if server.cpu else 0
-            if server.open:
-                extra["admission"] = "off"
-            if server.patient:
-                extra["admission_max_wait_s"] = LONGEST_WAIT_S
-            if server.ssd:
-                (folder / "ssd").mkdir(parents=True)
-                extra |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / 2**30}
+        extra = connector_settings(
+            server, folder, cpu_bytes=cpu_bytes, ssd_bytes=ssd_bytes, trace=trace
+        )
+        if extra is not None and policy is not None:
+            extra["policy"] = "lru"  # another takes its place
         config = engine_config(folder / "model", size, extra)
         self._server, self._policy, self._job_forecast = server, policy, job_forecast
+        if server.in_job_order:
+            config.scheduler_config.scheduler_cls = ContinuumScheduler
         if server.within_reach:
             config.scheduler_config.scheduler_cls = ReachScheduler
             config.additional_config = {REACH_BLOCKS: held_blocks + 1}
         with given(lambda: self.now, self._change):
-            self.scheduler = make_scheduler(
-                config, kv_config(size), log_stats=False, in_job_order=server.in_job_order
-            )
+            self.scheduler = make_scheduler(config, kv_config(size), log_stats=False)
         if not machine.groups:
             RememberedLookups(self.scheduler.kv_cache_manager)
         self.worker: SimWorker | None = None
@@ -179,6 +173,7 @@ class Engine:
             policy_state=InlineUpkeep(policy),
             job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),
+            wall=lambda: self.now,
             restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
             if chunk
             else found.restore_policy,

@@ -37,7 +37,8 @@ class SimTurn:
         output: tokens of the answer.
         gap_s: from the end of the answer, and of the sub-agents that it started, to the job's
             next turn; 0 after the last.
-        tool: of the tool that runs then; may be empty.
+        tool: command of the tool that runs then; may be empty. tool_name: the tool's name; empty
+            for a shell.
         agents: sub-agents that it starts, at ``arrives_s`` after its end.
     """
 
@@ -47,6 +48,7 @@ class SimTurn:
     gap_s: float
     tool: str = ""
     agents: tuple[SimJob, ...] = ()
+    tool_name: str = ""
 
     @property
     def prompt(self) -> int:
@@ -61,6 +63,7 @@ class SimJob:
         name: unique in its workload.
         arrives_s: when it begins.
         prefix: jobs under the same share their first ``prefix_tokens``; empty is none.
+        says_last: its client says which turn is the last.
     """
 
     name: str
@@ -68,6 +71,7 @@ class SimJob:
     turns: tuple[SimTurn, ...]
     prefix: str = ""
     prefix_tokens: int = 0
+    says_last: bool = True
 
     @property
     def longest(self) -> int:

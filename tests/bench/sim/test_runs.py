@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.engine import LONGEST_WAIT_S, Engine
+from tiered_kv.bench.sim.engine.engine import Engine
 from tiered_kv.bench.sim.engine.metrics import Outcome
+from tiered_kv.bench.sim.engine.settings import LONGEST_WAIT_S
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
 from tiered_kv.bench.sim.study.plot import plot

@@ -1,0 +1,145 @@
+"""Machine of a recording: the engine's sizes from the header, its speeds from the turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_kv.bench.sim.engine.driver import Tiers
+from tiered_kv.bench.sim.engine.machines import Machine
+from tiered_kv.sizing.step_cost import StepCost
+from tiered_kv.trace.trace_header import TraceHeader
+from tiered_kv.trace.turn_record import TurnRecord
+
+from .costs import FittedCost, fit_costs
+from .recording import Recording, WhatIfError
+
+FULL = "full"
+"""Kind of KV of full attention."""
+CPU, SSD = "cpu", "ssd"
+ASSUMED_KV_BYTES = 64 << 10
+"""Bytes of a token where the trace does not tell. Only its ratio to other sizes counts."""
+ASSUMED_STEP_TOKENS, ASSUMED_RUNNING = 2048, 256
+ASSUMED_COPY_S = 10e-6
+"""Seconds to copy a token's KV up from CPU memory."""
+SSD_TIMES = 4.0
+"""Seconds to read a token's KV from SSD over those to copy it, where the trace does not tell."""
+WRITE_SHARE = 0.8
+"""Speed of writing to SSD over that of reading."""
+LEAST_KV = 8
+"""Bytes of a token are a multiple of these in the simulator."""
+NO_END_BYTES = 1 << 44
+MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
+"""Largest sizes that are simulated, far beyond those of any engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMachine:
+    """A machine that stands for the recorded one.
+
+    Attributes:
+        assumed: what the trace does not tell, a sentence each.
+    """
+
+    machine: Machine
+    tiers: Tiers
+    fitted: FittedCost
+    assumed: list[str] = field(default_factory=list)
+
+
+def longest_context(header: TraceHeader) -> int:
+    """Tokens of the longest context that the simulator can hold on such a machine."""
+    pool = header.vram_blocks * header.block_size
+    return min(pool, header.context_tokens or pool, MOST_CONTEXT) - 1
+
+
+def recorded_machine(recording: Recording) -> RecordedMachine:
+    """Describe the machine of a recording.
+
+    Raises:
+        WhatIfError: the simulator has no such machine, or there are too few turns.
+    """
+    header, assumed = recording.header, list[str]()
+    size = header.block_size, header.vram_blocks
+    if not (1 <= size[0] <= MOST_BLOCK_TOKENS and 1 <= size[1] <= MOST_BLOCKS):
+        raise WhatIfError(
+            f"the header of the trace tells of {size[1]:,} blocks of VRAM with {size[0]:,} tokens "
+            "each: no such engine is simulated"
+        )
+    if header.groups and header.groups != (FULL,):
+        raise WhatIfError(
+            f"the engine keeps KV of several kinds ({', '.join(header.groups)}), and a trace does "
+            "not tell enough of them: only models of full attention can be simulated"
+        )
+    kv_bytes = max(LEAST_KV, header.page_bytes // header.block_size // LEAST_KV * LEAST_KV)
+    cpu = float(header.tiers_bytes.get(CPU, 0))
+    ssd = float(header.tiers_bytes.get(SSD, 0) or NO_END_BYTES)
+    if not header.page_bytes:
+        kv_bytes = ASSUMED_KV_BYTES
+        every = sum(max(0, one.tokens.new + one.tokens.output) for one in recording.turns)
+        cpu = ssd = 2.0 * kv_bytes * (every + header.vram_blocks * header.block_size)
+        assumed.append("Bytes of a token are not in the trace: tiers are taken to hold everything.")
+    cpu = min(cpu, float(MOST_BLOCKS * kv_bytes * header.block_size))
+    others = sorted(header.tiers_bytes.keys() - {CPU, SSD})
+    if others:
+        assumed.append(f"Tiers that the simulator lacks are left out: {', '.join(others)}.")
+    step_tokens, running = header.step_tokens, header.running
+    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # so vLLM has it
+        step_tokens, running = ASSUMED_STEP_TOKENS, ASSUMED_RUNNING
+        assumed.append(
+            f"A step is taken to compute up to {step_tokens:,} tokens of up to {running} requests."
+        )
+    copy_s, read_s = _copies(recording.turns, header, assumed)
+    fitted = fit_costs(recording.turns, step_tokens, copy_s)
+    pool = header.vram_blocks * header.block_size
+    machine = Machine(
+        "recorded",
+        pool,
+        kv_bytes,
+        longest_context(header) + 2,
+        fitted.cost,
+        link=kv_bytes / copy_s,
+        ssd_read=kv_bytes / read_s,
+        ssd_write=WRITE_SHARE * kv_bytes / read_s,
+        batched_tokens=step_tokens,
+        max_seqs=running,
+        block=header.block_size,
+    )
+    return RecordedMachine(machine, Tiers(cpu, ssd), fitted, assumed)
+
+
+def _copies(
+    turns: Sequence[TurnRecord], header: TraceHeader, assumed: list[str]
+) -> tuple[float, float]:
+    """Seconds to copy a token's KV up from CPU memory, and to read it from SSD."""
+    copies, reads = list[float](), list[float]()
+    for one in turns:
+        context, costs = one.tokens.prompt + one.tokens.output, one.decision
+        if not costs.cpu_s or costs.cpu_s <= 0 or context <= 0:
+            continue
+        tokens = -(-context // header.block_size) * header.block_size
+        copies.append(costs.cpu_s / tokens)
+        read_s = costs.tiers_s.get(SSD, 0.0) - costs.cpu_s
+        if read_s > 0:
+            reads.append(read_s / tokens)
+    copy_s = float(np.median(copies)) if copies else ASSUMED_COPY_S
+    if not copies:
+        assumed.append("Speed of copies from CPU memory is not in the trace, and is assumed.")
+    # Others in the queue make a read longer: the shorter ones tell the disk.
+    read_s = float(np.quantile(reads, 0.25)) if reads else SSD_TIMES * copy_s
+    if not reads and SSD in header.tiers_bytes:
+        assumed.append("Speed of the SSD is not in the trace, and is assumed.")
+    return copy_s, read_s
+
+
+def costs_of(cost: StepCost) -> dict[str, float]:
+    """Costs of a step by name, seconds."""
+    return {
+        "step_s": cost.step + cost.weights,
+        "token_s": cost.token,
+        "pair_s": cost.pair,
+        "request_s": cost.seq,
+        "read_s": cost.kv,
+    }
