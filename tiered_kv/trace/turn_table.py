@@ -22,6 +22,7 @@ _NUMBERS = {
     "times.held_s": "f",
     "times.pages_s": "f",
     "times.admitted_s": "f",
+    "times.scheduled_s": "f",
     "times.first_token_s": "f",
     "times.end_s": "f",
     "tokens.prompt": "q",
@@ -31,6 +32,7 @@ _NUMBERS = {
     "tokens.recomputed": "q",
     "tokens.lost": "q",
     "tokens.output": "q",
+    "decision.back_s": "f",
     "decision.q50_s": "f",
     "decision.q90_s": "f",
     "decision.benefit_s": "f",
@@ -48,7 +50,7 @@ _NUMBERS = {
     "gap.cost_s": "f",
 }
 """Fields of a record, and the type of their column; a None becomes NaN."""
-_WORDS = ("decision.gap_class", "pin.end", "gap.end")
+_WORDS = ("decision.tier", "decision.gap_class", "pin.end", "gap.end")
 """Fields with few values, whose column has places among these."""
 
 
@@ -87,7 +89,8 @@ class TurnTable:
     Attributes:
         jobs: the jobs. job: the place among them of each turn's job; -1 if it is of none.
         tools: first words of tools. tool: the place among them.
-        words: values of ``decision.gap_class``, ``pin.end`` and ``gap.end``, by field.
+        words: values of ``decision.tier``, ``decision.gap_class``, ``pin.end`` and ``gap.end``, by
+            field.
     """
 
     def __init__(self, records: Iterable[TurnRecord]) -> None:
@@ -96,7 +99,7 @@ class TurnTable:
         read = attrgetter(*_NUMBERS)
         read_words = attrgetter(*_WORDS)
         numbers: list[array[Any]] = [array(code) for code in _NUMBERS.values()]
-        words = [array("b") for _ in _WORDS]
+        words = [array("i") for _ in _WORDS]
         names = list(self.words.values())
         job, tool = array("i"), array("i")
         for one in records:

@@ -38,6 +38,8 @@ LEAP_WAITING_S = 0.25
 """The longest leap while requests wait: the connector lets them in by the clock, so much later."""
 LONGEST_WAIT_S = 86_400.0
 """The most that may be set. No run lasts as long."""
+EPOCH_S = 1.8e9 - BEGIN_S
+"""Seconds since the epoch when the clock says 0: a trace tells of moments, equal in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,7 @@ class Engine:
         chunk = self._server.chunk
         return replace(
             found,
+            wall=lambda: EPOCH_S + self.now,
             policy=policy,
             policy_state=InlineUpkeep(policy),
             job_forecast=self._job_forecast or found.job_forecast,
