@@ -165,7 +165,7 @@ def histogram_chart(
         {
             "type": "scatter",
             "mode": "lines",
-            "name": names[name] if names else "",
+            "name": html.escape(names[name]) if names else "",
             "x": np.append(one.edges[0], one.edges),
             "y": np.concatenate([[0], one.counts, [0]]),
             "line": {"shape": "hv", "width": 1.5, "color": colours.get(name, PLAIN)},
@@ -199,7 +199,7 @@ def histogram_chart(
 def legend(chart: Chart) -> dict[str, str]:
     """Colours of a chart's traces that have a name, by name."""
     return {
-        trace["name"]: trace.get("marker", trace.get("line", {}))["color"]
+        html.unescape(trace["name"]): trace.get("marker", trace.get("line", {}))["color"]
         for trace in chart["data"]
         if trace.get("name")
     }

@@ -179,10 +179,10 @@ def _text(text: str) -> str:
 def _json(chart: Chart) -> str:
     """A chart as JSON without ``<`` or ``>``, so that it cannot end its element. plotly checks its
     names, and packs its numbers."""
-    from plotly.graph_objects import Figure
+    from plotly.graph_objects import Figure, layout
     from plotly.io.json import to_json_plotly
 
-    figure = Figure(data=chart["data"], layout={"template": None, **chart["layout"]})
+    figure = Figure(data=chart["data"], layout={"template": layout.Template(), **chart["layout"]})
     text: str = to_json_plotly(figure, engine="json")
     return text.replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import numpy as np
+
 from tiered_kv.trace.analysis import UNNAMED, Figures, Spread, analyze
 from tiered_kv.trace.job_story import moment, plain, secs, story
 from tiered_kv.trace.trace_reader import TraceReader
@@ -31,6 +33,8 @@ from .worst_turns import WorstTurn, WorstTurns
 
 LEAST_S = 1e-3
 """Shortest time that a histogram tells from others, seconds."""
+MOST_CLASSES = 6
+"""Classes of gaps that are drawn, those with the most gaps. Policies have three."""
 _LABEL = 26
 """Characters of a job's name beside its lane."""
 
@@ -161,7 +165,8 @@ def _over_time(curves: OverTime) -> Section:
         "KV of all jobs by tier": resting_chart(curves),
         "Prompts by where they were found": prompt_chart(curves),
     }
-    return Section("Tiers over time", text, charts)
+    charts = {name: chart for name, chart in charts.items() if chart["data"]}
+    return Section("Tiers over time", text if charts else "No turn was admitted.", charts)
 
 
 def _distributions(trace: ReadTrace, jobs: TracedJobs) -> Section:
@@ -192,7 +197,9 @@ def _times(values: Column, what: str, spread: Spread | None) -> Chart | None:
 
 def _gaps(table: TurnTable) -> Chart | None:
     returned = table.says("gap.end", StoryEnd.RETURNED.value)
-    names = {word: plain(word) or UNNAMED for word in sorted(table.words["decision.gap_class"].of)}
+    counts = np.bincount(table["decision.gap_class"][returned])
+    words = [table.words["decision.gap_class"].of[at] for at in np.argsort(-counts)[:MOST_CLASSES]]
+    names = {word: plain(word) or UNNAMED for word in sorted(words)}
     sets = {
         word: table["gap.gap_s"][returned & table.says("decision.gap_class", word)]
         for word in names
