@@ -1,4 +1,4 @@
-"""A trace as columns of numbers: a million turns take some 250 MB."""
+"""A trace as columns of numbers: a million turns take some 270 MB."""
 
 from __future__ import annotations
 
