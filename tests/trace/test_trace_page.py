@@ -36,7 +36,7 @@ HOSTILE = (
 
 
 class Parsed(HTMLParser):
-    """What a browser finds in a page: elements, texts of table rows and headings, and links."""
+    """Elements of a page as a browser finds them, its texts, rows of tables, links and charts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -135,6 +135,7 @@ def test_the_figures_are_those_of_analyze(tmp_path: Path) -> None:
     assert f"{100 * found['prompts']['vram']:.1f}%" in page.texts
 
 
+@pytest.mark.slow
 def test_a_browser_draws_the_page_with_analyzes_figures_in_it(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", turns())
     report(path, tmp_path / "report.html")
@@ -149,6 +150,7 @@ def test_a_browser_draws_the_page_with_analyzes_figures_in_it(tmp_path: Path) ->
     assert page.links == []
 
 
+@pytest.mark.slow
 def test_a_browser_takes_texts_of_a_trace_as_texts(tmp_path: Path) -> None:
     hostile = turns(job=HOSTILE, request=HOSTILE, tool=(HOSTILE, HOSTILE), client=HOSTILE)
     for one in (HOSTILE, HOSTILE.replace("</", "<!--")):

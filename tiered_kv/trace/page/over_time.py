@@ -14,7 +14,7 @@ from .kv_places import PLACES, Place, Stays
 BINS = 160
 """Moments of a curve."""
 SOURCES = ("tokens.vram", "tokens.cpu", "tokens.ssd", "tokens.recomputed")
-"""Where the tokens of a prompt came from."""
+"""Sources of the tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

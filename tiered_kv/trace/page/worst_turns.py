@@ -35,7 +35,7 @@ class WorstTurn:
         return _waited_s(self.turn)
 
     def reasons(self) -> list[str]:
-        """What it waited for, the longest first, a sentence each."""
+        """Reasons of its wait, the longest first, a sentence each."""
         parts = sorted(_parts(self), key=lambda part: -part[0])
         whole = max(self.waited_s, 1e-9)
         first, told = _first(self.turn), list[str]()
