@@ -55,7 +55,7 @@ def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart
             "x": _floats(origin),
             "y": np.arange(len(names)),
             "marker": {"symbol": "triangle-right", "size": 8, "color": PLAIN},
-            "text": [html.escape(one) for one in told],
+            "text": [_shown(one) for one in told],
             "hovertemplate": "%{text}<extra></extra>",
             "name": "begin of the job",
         }
@@ -66,7 +66,7 @@ def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart
     layout["xaxis"]["range"] = [-0.005 * longest / length, 1.005 * longest / length]
     layout["yaxis"] |= {
         "tickvals": np.arange(len(names)).tolist(),
-        "ticktext": [html.escape(one) for one in names],
+        "ticktext": [_shown(one) for one in names],
         "range": [len(names) - 0.4, -0.6],
         "showgrid": False,
         "zeroline": False,
@@ -165,7 +165,7 @@ def histogram_chart(
         {
             "type": "scatter",
             "mode": "lines",
-            "name": html.escape(names[name]) if names else "",
+            "name": _shown(names[name]) if names else "",
             "x": np.append(one.edges[0], one.edges),
             "y": np.concatenate([[0], one.counts, [0]]),
             "line": {"shape": "hv", "width": 1.5, "color": colours.get(name, PLAIN)},
@@ -266,6 +266,11 @@ def _unit(longest_s: float) -> tuple[str, float]:
         if longest_s >= least * length:
             return name, length
     return "seconds", 1.0
+
+
+def _shown(text: str) -> str:
+    """A text that plotly shows as it is. It reads some HTML, but does not know quotes' entities."""
+    return html.escape(text, quote=False)
 
 
 def _short(length_s: float) -> str:
