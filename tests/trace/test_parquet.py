@@ -41,7 +41,8 @@ SCHEMA = {
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return parquet.read_table(path).to_pylist()
+    rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    return rows
 
 
 def as_row(one: TurnRecord) -> dict[str, Any]:
