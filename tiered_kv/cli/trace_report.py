@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tiered_kv.trace.analysis import Decisions, Figures, Spread
 from tiered_kv.trace.comparison import Comparison
+from tiered_kv.trace.page.html_page import TextTable
 from tiered_kv.trace.steps.step_figures import StepFigures
 
 from .terminal import print_table, size
@@ -27,6 +26,29 @@ _DECISIONS = {
 
 def print_figures(title: str, figures: Figures) -> None:
     """Print the figures of one trace."""
+    for table in figure_tables(title, figures):
+        print_table(table.columns, [[*row] for row in table.rows])
+
+
+def headline(figures: Figures) -> dict[str, str]:
+    """The figures to be seen first, by name."""
+    jobs, waits, prompts = figures.jobs, figures.waits, figures.prompts
+    found = {"jobs": f"{jobs.jobs:,}", "turns": f"{figures.turns:,}"}
+    spreads = {
+        "job completion": jobs.completion_s,
+        "wait for admission": waits.queue_s,
+        "first token": waits.first_token_s,
+    }
+    for name, spread in spreads.items():
+        if spread is not None:
+            found |= {f"{name}, P50": _s(spread.p50), f"{name}, P95": _s(spread.p95)}
+    shares = {"VRAM": prompts.vram, "CPU memory": prompts.cpu, "SSD": prompts.ssd}
+    found |= {f"prompts from {where}": _percent(share) for where, share in shares.items()}
+    return found | {"prompts lost": _percent(prompts.lost)}
+
+
+def figure_tables(title: str, figures: Figures) -> list[TextTable]:
+    """The figures of one trace as tables, without those that are empty."""
     jobs, prompts, moved = figures.jobs, figures.prompts, figures.promotions
     waits, saved_s = figures.waits, figures.prompts.prefill_saved_s
     rows = [
@@ -39,20 +61,22 @@ def print_figures(title: str, figures: Figures) -> None:
         ["from below", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
         ["sent down", f"{figures.demoted:,} pages"],
     ]
-    print_table({title: False, "": False}, rows)
+    tables = [TextTable({title: False, "": False}, rows)]
     spreads = {
         "job completion": jobs.completion_s,
         "wait for admission": waits.queue_s,
         "first token": waits.first_token_s,
     }
     rows = [[name, *_spread(spread)] for name, spread in spreads.items()]
-    print_table({"seconds": False, **_SPREAD}, rows)
+    tables.append(TextTable({"seconds": False, **_SPREAD}, rows))
     rows = [[end, f"{one.pins:,}", *_spread(one.held_s)] for end, one in figures.pins.items()]
-    if rows:
-        print_table({"pins, seconds held": False, "pins": True, **_SPREAD}, rows)
+    tables.append(TextTable({"pins, seconds held": False, "pins": True, **_SPREAD}, rows))
     every = {"all": figures.decisions}
     for name, group in {"": every, "tool": figures.by_tool, "class": figures.by_class}.items():
-        _print_decisions(f"decisions by {name}" if name else "decisions", group)
+        rows = [[name, *_decisions(one)] for name, one in group.items() if one.gaps]
+        heading = f"decisions by {name}" if name else "decisions"
+        tables.append(TextTable({heading: False, **_DECISIONS}, rows))
+    return [table for table in tables if table.rows]
 
 
 def print_steps(figures: StepFigures) -> None:
@@ -67,12 +91,6 @@ def _level(name: str, mean: float, peak: int) -> list[str]:
     if name.startswith("nbytes."):
         return [size(round(mean)), size(peak)]
     return [f"{mean:,.2f}", f"{peak:,}"]
-
-
-def _print_decisions(title: str, group: Mapping[str, Decisions]) -> None:
-    rows = [[name, *_decisions(one)] for name, one in group.items() if one.gaps]
-    if rows:
-        print_table({title: False, **_DECISIONS}, rows)
 
 
 def print_comparison(compared: Comparison) -> None:

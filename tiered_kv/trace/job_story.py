@@ -48,17 +48,17 @@ def story(one: TurnRecord) -> list[str]:
 
 def _beginning(one: TurnRecord) -> Iterator[str]:
     times = one.times
-    yield f"Turn {one.turn} ({_plain(one.request)}) arrived at {_moment(one.arrived)}."
+    yield f"Turn {one.turn} ({plain(one.request)}) arrived at {moment(one.arrived)}."
     if times.admitted_s is None:
-        yield f"It was never admitted, and ended after {_s(times.end_s)}."
+        yield f"It was never admitted, and ended after {secs(times.end_s)}."
         return
     reasons = []
     if times.held_s:
-        reasons.append(f"{_s(times.held_s)} as there was no room for a new job")
+        reasons.append(f"{secs(times.held_s)} as there was no room for a new job")
     if times.pages_s:
-        reasons.append(f"{_s(times.pages_s)} for pages on their way up")
+        reasons.append(f"{secs(times.pages_s)} for pages on their way up")
     of_that = f", {' and '.join(reasons)}" if reasons else ""
-    yield f"It waited {_s(times.admitted_s)}{of_that}."
+    yield f"It waited {secs(times.admitted_s)}{of_that}."
 
 
 def _prompt(one: TurnRecord) -> Iterator[str]:
@@ -83,33 +83,33 @@ def _preempted(one: TurnRecord) -> Iterator[str]:
         return
     often = "once" if times.count == 1 else f"{times.count:,} times"
     at_first = ", at first" if times.count > len(times.at_s) else ","
-    when = f"{at_first} after {_list([_s(at) for at in times.at_s])}" if times.at_s else ""
+    when = f"{at_first} after {_list([secs(at) for at in times.at_s])}" if times.at_s else ""
     yield f"It was preempted {often}{when}."
     for back_s, found in zip(times.back_s, times.found, strict=False):
-        yield f"It went on after {_s(back_s)}, with {found:,} tokens found."
+        yield f"It went on after {secs(back_s)}, with {found:,} tokens found."
 
 
 def _answer(one: TurnRecord) -> Iterator[str]:
     times, tokens = one.times, one.tokens
     if times.admitted_s is None:
         return
-    first = f"Its first token came after {_s(times.first_token_s)}" if times.first_token_s else ""
-    end = f"it ended after {_s(times.end_s)} with {tokens.output:,} tokens ({_plain(one.finish)})"
+    first = f"Its first token came after {secs(times.first_token_s)}" if times.first_token_s else ""
+    end = f"it ended after {secs(times.end_s)} with {tokens.output:,} tokens ({plain(one.finish)})"
     yield f"{first}, {end}." if first else f"{end[0].upper()}{end[1:]}."
 
 
 def _decision(one: TurnRecord) -> Iterator[str]:
     made = one.decision
     if one.tool:
-        yield f"Then its tool ran: {_plain(one.tool[-1])}."
+        yield f"Then its tool ran: {plain(one.tool[-1])}."
     if one.gap.end in (StoryEnd.OVER, StoryEnd.NO_GAP) or not made.tier:
         return
     if made.q50_s is not None:
-        later = f" and {_s(made.q90_s)} (9 in 10)" if made.q90_s is not None else ""
-        yield f"The next turn was expected after {_s(made.q50_s)} (1 in 2){later}."
-    where = _TIERS.get(made.tier, "kept elsewhere").format(ttl=_s(made.ttl_s))
+        later = f" and {secs(made.q90_s)} (9 in 10)" if made.q90_s is not None else ""
+        yield f"The next turn was expected after {secs(made.q50_s)} (1 in 2){later}."
+    where = _TIERS.get(made.tier, "kept elsewhere").format(ttl=secs(made.ttl_s))
     yield (
-        f"So its KV was {where}: that it is there saves {_s(made.benefit_s)}, "
+        f"So its KV was {where}: that it is there saves {secs(made.benefit_s)}, "
         f"and a second of VRAM costs {made.vram_price:g} s."
     )
 
@@ -117,36 +117,39 @@ def _decision(one: TurnRecord) -> Iterator[str]:
 def _what_came(one: TurnRecord) -> Iterator[str]:
     pin, pages, gap = one.pin, one.pages, one.gap
     if pin.end is not None:
-        yield f"{pin.blocks:,} blocks were pinned for {_s(pin.held_s)}, until {_PIN_ENDS[pin.end]}."
+        why = _PIN_ENDS[pin.end]
+        yield f"{pin.blocks:,} blocks were pinned for {secs(pin.held_s)}, until {why}."
     if pages.promoted or pages.used:
         yield f"{pages.promoted:,} pages came up for it, and it used {pages.used:,}."
     if pages.demoted:
         yield f"{pages.demoted:,} pages went down."
     if pages.evicted:
-        told = [(_LEFT.get(tier, _plain(tier)), count) for tier, count in pages.evicted.items()]
+        told = [(_LEFT.get(tier, plain(tier)), count) for tier, count in pages.evicted.items()]
         left = [f"{count:,} {where}" for where, count in told]
         yield f"Of its pages {_list(left)} were evicted."
     if pages.ahead:
         yield f"{pages.ahead:,} pages came up before the next turn."
-    yield _ENDS[gap.end].format(gap=_s(gap.gap_s or 0.0))
+    yield _ENDS[gap.end].format(gap=secs(gap.gap_s or 0.0))
     if gap.saved_s or gap.cost_s:
-        yield f"That saved {_s(gap.saved_s)} and cost {_s(gap.cost_s)}."
+        yield f"That saved {secs(gap.saved_s)} and cost {secs(gap.cost_s)}."
 
 
 def _list(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
+    """A moment, given in seconds since the epoch, as people write it."""
     with contextlib.suppress(ValueError, OverflowError, OSError):  # of no year that there is
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
     return f"{seconds:g} s after 1970"
 
 
-def _s(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+def secs(length: float) -> str:
+    """A length of time, given in seconds, as people write it."""
+    return f"{length:.3g} s" if length < 100 else f"{length:,.0f} s"
 
 
-def _plain(text: str) -> str:
-    """A text of a client's that does nothing to a terminal."""
+def plain(text: str) -> str:
+    """A text of a client's that does nothing to a terminal, and shows whole on a page."""
     return "".join(char if char.isprintable() else "?" for char in text)

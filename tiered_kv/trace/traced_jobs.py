@@ -12,7 +12,8 @@ from .turn_table import Column, TurnTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedJobs:
-    """Jobs, ordered by name and then by their start. All columns have shape (jobs,).
+    """Jobs, ordered by name and then by their start. Columns have shape (jobs,), if not said
+    otherwise.
 
     A job is what one engine took for one: a name that begins again with turn 1 is another job.
 
@@ -25,6 +26,8 @@ class TracedJobs:
         completion_s: from the arrival of its first turn to the end of its last one, seconds.
         queue_s, first_token_s: sums over its turns, seconds.
         recomputed: prompt tokens that were computed.
+        rows: rows of the table, job by job, each job's in the order of arrival. Shape (turns,).
+        begins: place in ``rows`` of each job's first turn.
     """
 
     name: Column
@@ -36,6 +39,15 @@ class TracedJobs:
     queue_s: Column
     first_token_s: Column
     recomputed: Column
+    rows: Column
+    begins: Column
+
+    @property
+    def followed(self) -> Column:
+        """True for turns in ``rows`` after which another one of their job comes. Shape (turns,)."""
+        found = np.ones(len(self.rows), bool)
+        found[self.begins - 1] = False
+        return found
 
     @classmethod
     def of(cls, table: TurnTable) -> TracedJobs:
@@ -59,7 +71,7 @@ class TracedJobs:
 
         ended = arrived + table["times.end_s"][rows]
         if not len(rows):
-            return cls(*[np.zeros(0)] * 9)
+            return cls(*[np.zeros(0)] * 9, *[np.zeros(0, int)] * 2)
         return cls(
             name=name[begins],
             number=number,
@@ -70,4 +82,6 @@ class TracedJobs:
             queue_s=total(table["times.admitted_s"][rows].astype(float)),
             first_token_s=total(table["times.first_token_s"][rows].astype(float)),
             recomputed=total(table["tokens.recomputed"][rows].astype(float)),
+            rows=rows,
+            begins=begins,
         )

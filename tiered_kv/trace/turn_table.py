@@ -1,4 +1,4 @@
-"""A trace as columns of numbers: a million turns take some 250 MB."""
+"""A trace as columns of numbers: a million turns take some 270 MB."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _NUMBERS = {
     "times.held_s": "f",
     "times.pages_s": "f",
     "times.admitted_s": "f",
+    "times.scheduled_s": "f",
     "times.first_token_s": "f",
     "times.end_s": "f",
     "tokens.prompt": "q",
@@ -34,6 +35,7 @@ _NUMBERS = {
     "would_have.vram": "q",
     "would_have.cpu": "q",
     "would_have.ssd": "q",
+    "decision.back_s": "f",
     "decision.q50_s": "f",
     "decision.q90_s": "f",
     "decision.benefit_s": "f",
@@ -51,7 +53,7 @@ _NUMBERS = {
     "gap.cost_s": "f",
 }
 """Fields of a record, and the type of their column; a None becomes NaN."""
-_WORDS = ("decision.gap_class", "pin.end", "gap.end")
+_WORDS = ("decision.tier", "decision.gap_class", "pin.end", "gap.end")
 """Fields with few values, whose column has places among these."""
 
 
@@ -90,7 +92,8 @@ class TurnTable:
     Attributes:
         jobs: the jobs. job: the place among them of each turn's job; -1 if it is of none.
         tools: first words of tools. tool: the place among them.
-        words: values of ``decision.gap_class``, ``pin.end`` and ``gap.end``, by field.
+        words: values of ``decision.tier``, ``decision.gap_class``, ``pin.end`` and ``gap.end``, by
+            field.
     """
 
     def __init__(self, records: Iterable[TurnRecord]) -> None:
@@ -99,7 +102,7 @@ class TurnTable:
         read = attrgetter(*_NUMBERS)
         read_words = attrgetter(*_WORDS)
         numbers: list[array[Any]] = [array(code) for code in _NUMBERS.values()]
-        words = [array("b") for _ in _WORDS]
+        words = [array("i") for _ in _WORDS]
         names = list(self.words.values())
         job, tool = array("i"), array("i")
         for one in records:

@@ -38,6 +38,8 @@ LONGEST_LEAP = 64
 """Decode steps taken at once."""
 LEAP_WAITING_S = 0.25
 """The longest leap while requests wait: the connector lets them in by the clock, so much later."""
+EPOCH_S = 1.8e9 - BEGIN_S
+"""Seconds since the epoch when the clock says 0: a trace tells of moments, equal in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +171,11 @@ class Engine:
         chunk = self._server.chunk
         return replace(
             found,
+            wall=lambda: EPOCH_S + self.now,
             policy=policy,
             policy_state=InlineUpkeep(policy),
             job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),
-            wall=lambda: self.now,
             restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
             if chunk
             else found.restore_policy,

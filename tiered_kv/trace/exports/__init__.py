@@ -1,0 +1,1 @@
+"""Exports of a trace that need a library of an extra."""

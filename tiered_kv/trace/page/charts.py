@@ -1,0 +1,294 @@
+"""Charts of a page, as plotly's figures are written in JSON. Their numbers are computed before.
+
+Texts and lines that are neither of a colour of ours get theirs from the page's style, which knows
+whether it is light or dark.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.trace.analysis import Spread
+from tiered_kv.trace.turn_table import Column
+
+from .colours import PHASE_COLOURS, PLACE_COLOURS, PLAIN, SOURCE_COLOURS
+from .histograms import Histogram
+from .kv_places import PLACES, Place
+from .lanes import Bars, Lanes, Phase
+from .over_time import OverTime
+
+Chart = dict[str, Any]
+"""A figure: its traces under ``data``, and its ``layout``."""
+
+LANE_PX = 22
+"""Height of a lane."""
+_TURN_PX, _KV_PX = 11, 5
+_SOURCE_NAMES = {
+    "tokens.vram": "found in VRAM",
+    "tokens.cpu": "found in CPU memory",
+    "tokens.ssd": "found on SSD",
+    "tokens.recomputed": "computed",
+}
+_UNITS = (("days", 86_400.0, 2.0), ("hours", 3600.0, 3.0), ("minutes", 60.0, 10.0))
+"""Units of time, their seconds, and how many of them an axis has at least."""
+
+
+def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart:
+    """The lanes: turns as thick bars, the KV between them as thin ones.
+
+    Args:
+        names, told: label of each lane, and what is told of its job.
+    """
+    longest = max((float(bars.end.max(initial=0.0)) for bars in lanes.bars.values()), default=0.0)
+    unit, length = _unit(longest)
+    data = [_lane_trace(kind, bars, length) for kind, bars in lanes.bars.items() if len(bars.lane)]
+    origin = np.zeros(len(names)) if lanes.apart else lanes.began / length
+    data.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": _floats(origin),
+            "y": np.arange(len(names)),
+            "marker": {"symbol": "triangle-right", "size": 8, "color": PLAIN},
+            "text": [_shown(one) for one in told],
+            "hovertemplate": "%{text}<extra></extra>",
+            "name": "begin of the job",
+        }
+    )
+    since = "the job's first arrival" if lanes.apart else "the first arrival of the trace"
+    layout = _layout(f"{unit} since {since}", "", 90 + LANE_PX * len(names))
+    layout["hoverdistance"] = 40
+    layout["xaxis"]["range"] = [-0.005 * longest / length, 1.005 * longest / length]
+    layout["yaxis"] |= {
+        "tickvals": np.arange(len(names)).tolist(),
+        "ticktext": [_shown(one) for one in names],
+        "range": [len(names) - 0.4, -0.6],
+        "showgrid": False,
+        "zeroline": False,
+    }
+    return {"data": data, "layout": layout}
+
+
+def _lane_trace(kind: Phase | Place, bars: Bars, length: float) -> Chart:
+    """Bars as one line with breaks. The points in their middles are there to be pointed at."""
+    count = len(bars.lane)
+    middle, nothing = (bars.begin + bars.end) / 2, np.full(count, np.nan)
+    x = np.stack([bars.begin, middle, bars.end, nothing], axis=1).ravel() / length
+    told = np.stack([bars.turn, bars.end - bars.begin], axis=1)
+    is_phase = isinstance(kind, Phase)
+    what = f"turn %{{customdata[0]}} {kind.value}" if is_phase else f"its KV is {kind.value}"
+    colour = PHASE_COLOURS[kind] if isinstance(kind, Phase) else PLACE_COLOURS[kind]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"turn {kind.value}" if is_phase else f"KV {kind.value}",
+        "x": _floats(x),
+        "y": np.repeat(bars.lane, 4),
+        "customdata": _floats(np.repeat(told, 4, axis=0)),
+        "line": {"width": _TURN_PX if is_phase else _KV_PX, "color": colour},
+        "hovertemplate": f"{what} for %{{customdata[1]:,.4~r}} s<extra></extra>",
+    }
+
+
+def resting_chart(curves: OverTime) -> Chart:
+    """Tokens of KV over time, by place."""
+    names = {place: f"{place.value}" for place in PLACES}
+    return _stacked(
+        curves.at, curves.resting, names, PLACE_COLOURS, "tokens of KV", "{y:,.3~s} tokens"
+    )
+
+
+def prompt_chart(curves: OverTime) -> Chart:
+    """Tokens of prompts over time, by source."""
+    return _stacked(
+        curves.at,
+        curves.prompts,
+        _SOURCE_NAMES,
+        SOURCE_COLOURS,
+        "tokens of prompts, each second",
+        "{y:,.3~s} tokens/s",
+    )
+
+
+def _stacked(
+    at: Column,
+    curves: Mapping[Any, Column],
+    names: Mapping[Any, str],
+    colours: Mapping[Any, str],
+    what: str,
+    told: str,
+) -> Chart:
+    unit, length = _unit(float(at[-1]))
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "one",
+            "name": names[kind],
+            "x": _floats(at / length),
+            "y": _floats(curve),
+            "line": {"width": 0, "color": colours[kind], "shape": "hvh"},
+            "fillcolor": colours[kind],
+            "hovertemplate": f"%{told}",
+        }
+        for kind, curve in curves.items()
+        if curve.any()
+    ]
+    layout = _layout(f"{unit} since the first arrival of the trace", what, 380)
+    layout["hovermode"] = "x unified"
+    layout["yaxis"]["tickformat"] = "~s"
+    return {"data": data, "layout": layout}
+
+
+def histogram_chart(
+    found: Mapping[str, Histogram],
+    colours: Mapping[str, str],
+    *,
+    y: str,
+    times: bool = True,
+    names: Mapping[str, str] | None = None,
+    spread: Spread | None = None,
+) -> Chart:
+    """Histograms over powers of ten.
+
+    Args:
+        y: what has the values. times: whether they are seconds; else they are tokens.
+        names: of the histograms in the legend; there is none without them.
+        spread: whose median and 95th percentile are marked.
+    """
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": _shown(names[name]) if names else "",
+            "x": np.append(one.edges[0], one.edges),
+            "y": np.concatenate([[0], one.counts, [0]]),
+            "line": {"shape": "hv", "width": 1.5, "color": colours.get(name, PLAIN)},
+            "fill": "tozeroy",
+            "fillcolor": _faint(colours.get(name, PLAIN)),
+            "hovertemplate": f"%{{y:,}} {y}",
+        }
+        for name, one in found.items()
+    ]
+    most = max(int(one.counts.max()) for one in found.values())
+    low, high = np.log10(next(iter(found.values())).edges[[0, -1]]).round()
+    if spread is not None:
+        data += _marks(spread, float(low), float(high), most)
+    layout = _layout("time" if times else "tokens of a turn", y, 330)
+    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    ticks = [step * 10.0**power for power in np.arange(low, high + 1) for step in steps]
+    tick = _short if times else _count
+    layout["xaxis"] |= {
+        "type": "log",
+        "range": [float(low), float(high)],
+        "tickvals": ticks,
+        "ticktext": [tick(one) for one in ticks],
+    }
+    layout["yaxis"] |= {"range": [0, 1.3 * most], "tickformat": ",~r"}
+    if most < 6:
+        layout["yaxis"]["dtick"] = 1  # there are no halves
+    layout["hovermode"] = "x"
+    return {"data": data, "layout": layout}
+
+
+def legend(chart: Chart) -> dict[str, str]:
+    """Colours of a chart's traces that have a name, by name."""
+    return {
+        html.unescape(trace["name"]): trace.get("marker", trace.get("line", {}))["color"]
+        for trace in chart["data"]
+        if trace.get("name")
+    }
+
+
+def source_name(source: str) -> str:
+    """Name of a source of prompts, as legends have it."""
+    return _SOURCE_NAMES[source]
+
+
+def _marks(spread: Spread, low: float, high: float, most: int) -> list[Chart]:
+    """Lines at the median and at the 95th percentile. Their texts are on one side of them, at two
+    heights, so that neither meets the other or leaves the chart."""
+
+    def share(value: float) -> float:
+        return (math.log10(max(value, 10**low)) - low) / (high - low)
+
+    to_left = share(spread.p95) > 0.6
+    sides = {"P50": "left" if to_left and share(spread.p50) > 0.25 else "right"}
+    sides["P95"] = "left" if to_left else "right"
+    heights = (1.1, 1.22) if to_left else (1.22, 1.1)
+    values = (spread.p50, spread.p95)
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines+text",
+            "x": [max(value, 10**low)] * 2,
+            "y": [0, height * most],
+            "text": ["", f" {name} {_short(value)} "],
+            "textposition": f"middle {side}",
+            "line": {"width": 1.5, "dash": "dot", "color": PLACE_COLOURS[Place.NOWHERE]},
+            "hoverinfo": "skip",
+            "cliponaxis": False,
+        }
+        for (name, side), value, height in zip(sides.items(), values, heights, strict=True)
+    ]
+
+
+def _layout(x: str, y: str, height: int) -> Chart:
+    axis: dict[str, Any] = {
+        "automargin": True,
+        "ticks": "outside",
+        "ticklen": 5,
+        "tickcolor": "rgba(0,0,0,0)",
+        "title": {"standoff": 12},
+        "zeroline": False,
+    }
+    return {
+        "height": height,
+        "margin": {"l": 60, "r": 20, "t": 20, "b": 50},
+        "font": {"size": 13, "family": "system-ui, sans-serif"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "showlegend": False,  # the page has one that never covers anything
+        "hoverlabel": {"namelength": -1},
+        "xaxis": {**axis, "title": {**axis["title"], "text": x}},
+        "yaxis": {**axis, "title": {**axis["title"], "text": y}},
+    }
+
+
+def _unit(longest_s: float) -> tuple[str, float]:
+    """Unit of time for an axis, and its seconds."""
+    for name, length, least in _UNITS:
+        if longest_s >= least * length:
+            return name, length
+    return "seconds", 1.0
+
+
+def _shown(text: str) -> str:
+    """A text that plotly shows as it is. It reads some HTML, but does not know quotes' entities."""
+    return html.escape(text, quote=False)
+
+
+def _short(length_s: float) -> str:
+    if length_s >= 1:
+        return f"{float(f'{length_s:.3g}'):,.10g} s"
+    return f"{length_s * 1e3:.3g} ms"
+
+
+def _count(tokens: float) -> str:
+    return f"{tokens:,.0f}"
+
+
+def _faint(colour: str) -> str:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.22)"
+
+
+def _floats(values: Column) -> Column:
+    """Numbers in half of the space; nobody sees the difference."""
+    short: Column = values.astype(np.float32)
+    return short
