@@ -100,7 +100,8 @@ def write(path: Path, records: list[TurnRecord], header: str = HEADER.to_line())
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["trace", *map(str, arguments)])
+    wide = {"COLUMNS": "400"}  # no line is broken, however long the path of the trace
+    return CliRunner().invoke(app, ["trace", *map(str, arguments)], env=wide)
 
 
 def report(path: Path, out: Path) -> str:

@@ -34,14 +34,15 @@ class ParquetColumn:
     Attributes:
         name: of the part and the field, with ``_`` between them.
         path: where a record has it, with dots.
-        kind: what its values are: bool, int, float, str, tuple (of texts) or dict (of numbers by
-            text).
+        kind: what its values are: bool, int, float, str, tuple or dict.
+        item: what is in a tuple, or in a dict under texts: str, int or float.
         nullable: True if a value may be null.
     """
 
     name: str
     path: str
     kind: type
+    item: type
     nullable: bool
 
 
@@ -56,14 +57,18 @@ def parquet_columns(kind: Any = TurnRecord, before: str = "") -> Iterator[Parque
         nullable = isinstance(hint, types.UnionType)
         if nullable:
             (hint,) = (one for one in hint.__args__ if one is not types.NoneType)
-        yield ParquetColumn(path.replace(".", "_"), path, _kind(hint), nullable)
+        yield ParquetColumn(path.replace(".", "_"), path, *_kind(hint), nullable)
 
 
-def _kind(hint: Any) -> type:
-    origin = typing.get_origin(hint)
+def _kind(hint: Any) -> tuple[type, type]:
+    """What values of a hint are, and what is in them; of a plain one, itself."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return tuple, inner[0]
     if origin is not None:
-        return tuple if origin is tuple else dict
-    return str if issubclass(hint, Enum) else hint
+        return dict, inner[1]
+    plain = str if issubclass(hint, Enum) else hint
+    return plain, plain
 
 
 def write_parquet(records: Iterable[TurnRecord], path: Path) -> int:
@@ -81,21 +86,26 @@ def write_parquet(records: Iterable[TurnRecord], path: Path) -> int:
             "an export to Parquet needs pyarrow: pip install 'tiered-kv[parquet]'"
         ) from None
     columns = list(parquet_columns())
-    types_of: Mapping[type, Any] = {
+    plain: Mapping[type, Any] = {
         bool: pa.bool_(),
         int: pa.int64(),
         float: pa.float64(),
         str: pa.string(),
-        tuple: pa.list_(pa.string()),
-        dict: pa.map_(pa.string(), pa.float64()),
     }
-    schema = pa.schema([pa.field(one.name, types_of[one.kind], one.nullable) for one in columns])
+
+    def type_of(column: ParquetColumn) -> Any:
+        item = plain[column.item]
+        if column.kind is tuple:
+            return pa.list_(item)
+        return pa.map_(pa.string(), item) if column.kind is dict else item
+
+    schema = pa.schema([pa.field(one.name, type_of(one), one.nullable) for one in columns])
     records = iter(records)
     rows, count = list(islice(records, ROWS)), 0
     path.touch(mode=0o600)
     with path.open("wb") as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         while rows:
-            arrays = [pa.array(_values(rows, one), type=types_of[one.kind]) for one in columns]
+            arrays = [pa.array(_values(rows, one), type=type_of(one)) for one in columns]
             writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROWS)
             count += len(rows)
             rows = list(islice(records, ROWS))
@@ -106,7 +116,7 @@ def _values(rows: Iterable[TurnRecord], column: ParquetColumn) -> list[Any]:
     """Values of a column, as pyarrow takes them."""
     found = map(attrgetter(column.path), rows)
     if column.kind is tuple:
-        return [[_text(one) for one in value] for value in found]
+        return [[_text(one) for one in value] if column.item is str else value for value in found]
     if column.kind is dict:
         return [[(_text(name), number) for name, number in value.items()] for value in found]
     if column.kind is str:
