@@ -43,8 +43,7 @@ class TraceFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o600)
         self._plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        self._introduced = False
-        self._torn = self._plain and _is_torn(self._path)
+        self._introduced = self._torn = False
 
     def append(self, lines: Sequence[str]) -> None:
         """Write ASCII lines, in a new file if this one would grow too large. May block.
@@ -95,6 +94,8 @@ class TraceFile:
     def _write(self, data: bytes) -> None:
         if not self._introduced:
             data = self._header + data
+            # Looked at under the lock: who writes just now has not torn anything.
+            self._torn = self._torn or (self._plain and _is_torn(self._path))
         if self._torn:
             data = b"\n" + data
         self._torn = True  # until all of it is there
