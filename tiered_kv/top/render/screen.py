@@ -53,7 +53,7 @@ def printed(snapshot: Snapshot, view: View, canvas: Canvas) -> RenderableType:
 
 
 def _above(snapshot: Snapshot, view: View, canvas: Canvas) -> list[tuple[RenderableType, int]]:
-    """What is above the jobs: parts, and how many lines each takes."""
+    """Parts above the jobs, and how many lines each takes."""
     looked_at = view.of(snapshot)
     engine = looked_at.total
     head = [_head(looked_at, view), *_sentences(snapshot, view, canvas)]

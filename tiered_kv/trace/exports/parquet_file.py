@@ -61,7 +61,7 @@ def parquet_columns(kind: Any = TurnRecord, before: str = "") -> Iterator[Parque
 
 
 def _kind(hint: Any) -> tuple[type, type]:
-    """What values of a hint are, and what is in them; of a plain one, itself."""
+    """Kind of a hint's values, and of what is in them; twice the same for a plain one."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         return tuple, inner[0]
