@@ -1,4 +1,4 @@
-"""Agents under pressure on models of several KV groups: ours beside three servers of stock vLLM.
+"""Agents under pressure on models of several KV groups: ours beside stock vLLM and two bounds.
 
     python -m bench.hybrid --json
     python -m bench.hybrid --only gemma3 --rounds 1
@@ -7,9 +7,10 @@
 Models with random weights, served over HTTP. Jobs of several turns share a system prompt; while a
 tool runs, other jobs need the KV pool, which holds a third of the jobs' contexts. Stock vLLM caches
 no window and no state behind a prompt's end; ``stock_dense`` caches those of every block;
-``unlimited`` is stock with a pool that holds everything. Answers are forced, so that all servers
-get the same prompts, and logprobs tell whether they agree. Of ``prompt_tokens_computed`` each
-server tells on ``/metrics``.
+``unlimited`` is stock with a pool that holds everything. ``reach`` holds everything, keeps what
+``stock_dense`` does, and runs no more at once than the small pool holds: a policy that loses
+nothing could be as fast. Answers are forced, so that all servers get the same prompts, and logprobs
+tell whether they agree. Of ``prompt_tokens_computed`` each server tells on ``/metrics``.
 """
 
 from __future__ import annotations

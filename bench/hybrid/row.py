@@ -15,7 +15,7 @@ from tiered_kv.bench.replay.ledger import Kept
 from tiered_kv.bench.replay.results import JobDone, Run
 
 from .counts import Counts
-from .servers import DENSE, OURS, STOCK, UNLIMITED
+from .servers import DENSE, OURS, REACH, STOCK, UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ def make_row(
         "servers": {name: _server(runs) for name, runs in by_server.items()},
         **_over("stock", by_server, STOCK),
         **_over("dense", by_server, DENSE),
+        **_over("reach", by_server, REACH),
         **_over("unlimited", by_server, UNLIMITED),
         "answers_equal": within(found, usual) if found and usual else None,
         "answers": {

@@ -12,7 +12,7 @@ from tiered_kv.bench.common.server import ServerOptions
 from tiered_kv.bench.hybrid.__main__ import chosen
 from tiered_kv.bench.hybrid.counts import Counts, group_blocks, read_counts
 from tiered_kv.bench.hybrid.row import Played, make_row, mean_difference
-from tiered_kv.bench.hybrid.servers import DENSE, OURS, STOCK, UNLIMITED, make_servers
+from tiered_kv.bench.hybrid.servers import DENSE, OURS, REACH, STOCK, UNLIMITED, make_servers
 from tiered_kv.bench.hybrid.shapes import QUICK, Pools
 from tiered_kv.bench.replay.ledger import Kept
 from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
@@ -104,7 +104,8 @@ def test_a_mistake_is_measured_on_the_first_answer() -> None:
 def test_servers_differ_in_what_is_compared_only() -> None:
     kinds = make_servers_of_a_tiny_model(alone=False)
     stock = kinds[STOCK]
-    assert kinds[UNLIMITED].kv_blocks == 900
+    assert kinds[UNLIMITED].kv_blocks == kinds[REACH].kv_blocks == 900
+    assert '{"reach_blocks": 30}' in kinds[REACH].extra_args
     assert {kinds[name].kv_blocks for name in (STOCK, DENSE, OURS)} == {30}
     assert kinds[DENSE].extra_args[len(stock.extra_args) :] == (
         "--prefix-cache-retention-interval",
