@@ -13,7 +13,7 @@ import pytest
 
 from tiered_kv.codecs import autotune
 from tiered_kv.codecs.base import Bytes, EncodedPage
-from tiered_kv.connectors.runtime.worker import worker
+from tiered_kv.connectors.runtime.worker import kv_tensors
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache import compression
@@ -45,7 +45,7 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     longer than it takes."""
     monkeypatch.setattr(compression, "BUNDLE_BYTES", 4 * PAGE)
     monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
-    monkeypatch.setattr(worker, "measure_flops", lambda *_: 0.0)
+    monkeypatch.setattr(kv_tensors, "measure_flops", lambda *_: 0.0)
 
 
 def cold_settings(slots: int = SLOTS, page: int = PAGE, **more: Any) -> dict[str, Any]:

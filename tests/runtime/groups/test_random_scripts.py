@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.test_random_scripts import play_script
-from tiered_kv.connectors.runtime.worker import worker
+from tiered_kv.connectors.runtime.worker import kv_tensors
 
 from .kinds import MODELS
 
@@ -20,7 +20,7 @@ NIGHTLY_SCRIPTS = 10_000
 @pytest.fixture(autouse=True)
 def _processor_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix products of every engine would take a quarter of the time; the rig ignores them."""
-    monkeypatch.setattr(worker, "measure_flops", lambda *_: 0.0)
+    monkeypatch.setattr(kv_tensors, "measure_flops", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
