@@ -57,7 +57,8 @@ def test_a_streamed_answer_has_its_report(client: httpx.Client, path: str) -> No
     found = events(client, path, body)
     assert len(found) > 4, "token by token"
     said = reports(found)
-    assert len(said) == body.get("n", 1)
+    # vLLM joins outputs of several answers that wait to be sent: the report of one may go then.
+    assert 1 <= len(said) <= body.get("n", 1)
     for one in said:
         assert one["prompt_tokens"] > 100
         assert sum(one[part] for part in PARTS) == one["prompt_tokens"]
