@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from tiered_kv.doctor.metrics_page import events, totals
 
+FAULTS = (
+    "save_failures",
+    "restore_failures",
+    "demotion_failures",
+    "promotion_failures",
+    "compression_failures",
+    "ssd_errors",
+    "hook_errors",
+    "trace_dropped",
+)
+"""Counters that stay 0 where nothing goes wrong."""
+
 COUNTED = (
     "turns",
     "prompt_tokens_vram",
@@ -18,14 +30,7 @@ COUNTED = (
     "pins",
     "pins_ended_expired",
     "jobs_held",
-    "save_failures",
-    "restore_failures",
-    "demotion_failures",
-    "promotion_failures",
-    "compression_failures",
-    "ssd_errors",
-    "hook_errors",
-    "trace_dropped",
+    *FAULTS,
 )
 """Counters of the connector, by the names that ``/tiered_kv/status`` has for them."""
 
@@ -40,18 +45,6 @@ OF_VLLM = {
     "preemptions": "vllm:num_preemptions_total",
 }
 """Counters of vLLM's own."""
-
-FAULTS = (
-    "save_failures",
-    "restore_failures",
-    "demotion_failures",
-    "promotion_failures",
-    "compression_failures",
-    "ssd_errors",
-    "hook_errors",
-    "trace_dropped",
-)
-"""Counters that stay 0 where nothing goes wrong."""
 
 
 def read_metrics(text: str) -> dict[str, int]:

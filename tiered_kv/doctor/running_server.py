@@ -104,15 +104,15 @@ def _work(found: Mapping[str, float]) -> Finding:
         f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} was "
         "computed"
     )
-    if _gauge(found, "cpu_slots") and not _count(found, "pages_saved"):
+    if _count(found, "cpu_slots") and not _count(found, "pages_saved"):
         advice = "See the server's log: turns shorter than a block of KV have nothing to save."
         return warn("connector", f"{words}; no page was saved", advice)
     return ok("connector", words)
 
 
 def _tiers(found: Mapping[str, float]) -> Finding:
-    slots = _gauge(found, "cpu_slots")
-    pages, below = (_gauge(found, name) for name in ("cpu_pages", "ssd_pages"))
+    slots = _count(found, "cpu_slots")
+    pages, below = (_count(found, name) for name in ("cpu_pages", "ssd_pages"))
     if not slots:
         advice = "Set TIERED_KV_CPU_GIB, unless pins alone are meant."
         return warn("tiers", "CPU memory is off", advice)
@@ -122,10 +122,10 @@ def _tiers(found: Mapping[str, float]) -> Finding:
 
 def _cold_pages(found: Mapping[str, float]) -> ColdPages:
     return ColdPages(
-        pages=_gauge(found, "cpu_pages"),
-        slots=_gauge(found, "cpu_slots"),
-        cold=_gauge(found, "cpu_pages_compressed"),
-        cold_slots=_gauge(found, "cpu_slots_compressed"),
+        pages=_count(found, "cpu_pages"),
+        slots=_count(found, "cpu_slots"),
+        cold=_count(found, "cpu_pages_compressed"),
+        cold_slots=_count(found, "cpu_slots_compressed"),
         compressed=_count(found, "pages_compressed"),
         evicted=_count(found, "pages_evicted"),
         encoding_s=_count(found, "compression_seconds"),
@@ -134,8 +134,4 @@ def _cold_pages(found: Mapping[str, float]) -> ColdPages:
 
 
 def _count(found: Mapping[str, float], name: str) -> float:
-    return found.get(name, 0.0)
-
-
-def _gauge(found: Mapping[str, float], name: str) -> float:
     return found.get(name, 0.0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,15 @@ class JobReading:
         return self.since + self.q50_s
 
 
+Part = TypeVar("Part", VramReading, CpuReading, JobCounts)
+
+
+def _sum(kind: type[Part], parts: Sequence[Part]) -> Part:
+    """Parts of which every field is a count, added up field by field."""
+    names = [field.name for field in fields(kind)]
+    return kind(**{name: sum(getattr(one, name) for one in parts) for name in names})
+
+
 def add_up(engines: Sequence[EngineReading]) -> EngineReading:
     """Several engines as one. There is at least one."""
     if len(engines) == 1:
@@ -211,33 +221,10 @@ def add_up(engines: Sequence[EngineReading]) -> EngineReading:
         engine=None,
         now=max(one.now for one in engines),
         policy=engines[0].policy,
-        vram=VramReading(
-            blocks=sum(one.vram.blocks for one in engines),
-            free=sum(one.vram.free for one in engines),
-            findable=sum(one.vram.findable for one in engines),
-            pinned=sum(one.vram.pinned for one in engines),
-            nbytes=sum(one.vram.nbytes for one in engines),
-        ),
-        cpu=CpuReading(
-            slots=sum(one.cpu.slots for one in engines),
-            free_slots=sum(one.cpu.free_slots for one in engines),
-            compressed_slots=sum(one.cpu.compressed_slots for one in engines),
-            pages=sum(one.cpu.pages for one in engines),
-            compressed_pages=sum(one.cpu.compressed_pages for one in engines),
-            nbytes=sum(one.cpu.nbytes for one in engines),
-        ),
+        vram=_sum(VramReading, [one.vram for one in engines]),
+        cpu=_sum(CpuReading, [one.cpu for one in engines]),
         below=tuple(below.values()),
-        jobs=JobCounts(
-            known=sum(one.jobs.known for one in engines),
-            waiting=sum(one.jobs.waiting for one in engines),
-            running=sum(one.jobs.running for one in engines),
-            queued=sum(one.jobs.queued for one in engines),
-            held=sum(one.jobs.held for one in engines),
-            pins=sum(one.jobs.pins for one in engines),
-            pinned_blocks=sum(one.jobs.pinned_blocks for one in engines),
-            most_pinned=sum(one.jobs.most_pinned for one in engines),
-            expected_up=sum(one.jobs.expected_up for one in engines),
-        ),
+        jobs=_sum(JobCounts, [one.jobs for one in engines]),
         transfers=transfers,
         decided=Decided(min(begins, default=None), kinds),
         counters=summed(one.counters for one in engines),
