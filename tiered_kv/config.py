@@ -58,6 +58,7 @@ class TierConfig:
         admission_max_wait_s: longest time that a job is held, seconds.
         trace: path of the newest file of the trace; None writes none.
         mode: whether decisions are carried out.
+        snapshot_path: folder of snapshots of jobs; None takes none.
         trace_steps: True if the trace has steps as well, in files beside those of turns.
     """
 
@@ -75,6 +76,7 @@ class TierConfig:
     trace: Path | None = None
     mode: Mode = Mode.MANAGE
     trace_steps: bool = False
+    snapshot_path: Path | None = None
 
     @property
     def observes(self) -> bool:
@@ -142,6 +144,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         trace=_path(given, "trace"),
         mode=Mode(_either(given, "mode", ("manage", "observe"))),
         trace_steps=_flag(given, "trace_steps"),
+        snapshot_path=_folder(given, "snapshot_path"),
     )
     if config.policy == "none":
         config = replace(config, cpu_gib=0.0, ssd_path=None, tiers=())

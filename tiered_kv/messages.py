@@ -16,6 +16,7 @@ from .orders import (
     PackOrder,
     PromoteOrder,
     SaveOrder,
+    SnapshotOrder,
 )
 from .tiers import StoreId
 
@@ -144,6 +145,7 @@ class Orders:
             that a worker makes before its failures are seen may hold KV computed from bytes
             that never arrived, so the worker fails them.
         stores: orders for stores.
+        snapshots: orders for snapshots of jobs.
     """
 
     saves: tuple[SaveOrder, ...] = ()
@@ -152,6 +154,7 @@ class Orders:
     failed_loads: tuple[FailLoad, ...] = ()
     seen_failures: Mapping[int, int] = field(default_factory=dict)
     stores: Mapping[StoreId, TierOrders] = field(default_factory=dict)
+    snapshots: tuple[SnapshotOrder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

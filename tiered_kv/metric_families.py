@@ -110,6 +110,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("decisions", _C, "Gaps, by class and by where their KV was to wait."),
         Family("hints_ignored", _C, COUNTERS["hints_ignored"]),
         Family("jobs_inferred", _C, COUNTERS["jobs_inferred"]),
+        Family("snapshots_taken", _C, COUNTERS["snapshots_taken"]),
+        Family("snapshots_restored", _C, COUNTERS["snapshots_restored"]),
+        Family("jobs_forked", _C, COUNTERS["jobs_forked"]),
         Family("answers_unread", _C, COUNTERS["answers_unread"]),
         Family("concurrent_turns", _C, COUNTERS["concurrent_turns"]),
         Family("holds", _C, COUNTERS["jobs_held"]),
@@ -225,6 +228,7 @@ SERIES: Mapping[str, Series] = {
         for tier in DECIDED
     },
     **_plain("turns", "restores_in_pieces", "pins", "pins_refused", "hints_ignored"),
+    **_plain("snapshots_taken", "snapshots_restored", "jobs_forked"),
     **_plain("jobs_inferred", "answers_unread", "concurrent_turns", "resets"),
     "pages_decompressed": Series("decompressed_pages", {}),
     "bytes_decompressed": Series("decompressed_bytes", {}),

@@ -136,6 +136,40 @@ class LookupOrder:
     deadline_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ExportOrder:
+    """Write pages of the CPU pool into the snapshot that is being made in ``folder``.
+
+    Page ``keys[i]`` lies in ``slots[i]`` and is that of block ``blocks[i]`` of its context, in
+    group ``groups[i]``. The slots stay as they are until the order is reported.
+
+    Attributes:
+        slots: of a cold page ``cold_place`` of its bundle, which is below 0.
+    """
+
+    order_id: OrderId
+    folder: str
+    groups: tuple[int, ...]
+    blocks: tuple[int, ...]
+    keys: tuple[PageKey, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOrder:
+    """Read pages of the snapshot at ``path`` into the CPU pool: the page of block ``blocks[i]`` of
+    its context, in group ``groups[i]``, into ``slots[i]``, as page ``keys[i]``."""
+
+    order_id: OrderId
+    path: str
+    groups: tuple[int, ...]
+    blocks: tuple[int, ...]
+    keys: tuple[PageKey, ...]
+    slots: tuple[int, ...]
+
+
+SnapshotOrder: TypeAlias = ExportOrder | ImportOrder
+"""Orders that concern snapshots of jobs. Their numbers are below 0."""
 StoreOrder: TypeAlias = DemoteOrder | PromoteOrder | LookupOrder
 """Orders that a tier's store carries out."""
 Order: TypeAlias = SaveOrder | LoadOrder | PackOrder | StoreOrder

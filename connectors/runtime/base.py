@@ -7,14 +7,28 @@ configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import PageGroup, slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Way in which an answer is sampled.
+
+    Attributes:
+        parameters: the client's, as JSON.
+        inexact: why an answer that goes on elsewhere might differ though its KV is equal, as a
+            sentence; None if it cannot.
+    """
+
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    inexact: str | None = None
 
 
 class Request(Protocol):
@@ -85,9 +99,23 @@ class Request(Protocol):
     @property
     def outcome(self) -> str: ...
 
+    @property
+    def sampling(self) -> Sampling:
+        """Way in which its answer is sampled."""
+        ...
+
+    def end_after_next_token(self) -> None:
+        """Have its answer end with the next token, as if it were as long as it may be."""
+        ...
+
     def extra_key(self, token: int) -> object:
         """The part of the block's identity beside its tokens: adapter, salt."""
         ...
+
+
+MakeRequest: TypeAlias = Callable[[Sequence[int], str | None, int], Request]
+"""Makes a request that never runs, of tokens and a cache salt, to name a context: its hashes are
+each of so many tokens. Called on any thread."""
 
 
 class Block(Protocol):
@@ -243,6 +271,7 @@ class EngineFacts:
         speculates: True if a step computes tokens that may be taken back.
         placeholders: blocks of the pool that no request is ever given.
         model: name of the model, for people.
+        version: the engine's version.
         limits: limits of the engine's scheduler.
     """
 
@@ -258,6 +287,7 @@ class EngineFacts:
     speculates: bool = False
     placeholders: int = 0
     model: str = ""
+    version: str = ""
     limits: EngineLimits = EngineLimits()
 
     @property

@@ -43,6 +43,7 @@ from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.pages.tier_index import make_index
 from tiered_kv.policies.admission.job_order import prefill_blocks
 from tiered_kv.policies.jobs.lineage import Lineage
@@ -82,6 +83,8 @@ class Pages:
     Attributes:
         names: names of requests' pages.
         order: order of eviction from CPU memory.
+        finder, sources: prefixes that can be had, and where.
+        snapshots: orders for snapshots of jobs.
         dispatch: orders out, reports in.
     """
 
@@ -90,6 +93,9 @@ class Pages:
     order: EvictionOrder
     book: OrderBook
     tails: TailIndex
+    finder: HitFinder
+    sources: PageSources
+    snapshots: SnapshotOrders
     restores: Restores
     pieces: RestorePieces
     saves: Saves
@@ -166,6 +172,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     }
     tiers = LowerTiers(lower)
     sources = PageSources(lower, book)
+    snapshots = SnapshotOrders(index, facts.ranks)
     pieces = RestorePieces(lower, sources, book, restores, engine.counters, clock)
     return Pages(
         index=index,
@@ -173,6 +180,9 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         order=order,
         book=book,
         tails=tails,
+        finder=finder,
+        sources=sources,
+        snapshots=snapshots,
         restores=restores,
         saves=saves,
         pieces=pieces,
@@ -194,6 +204,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             pieces,
             Compression(book, given.fingerprints.group_of, engine.counters, facts.ranks),
             tiers,
+            snapshots,
             failed_restores=FailedRestores(pool, saves, restores),
             turns=engine.turns.by_id,
             clock=clock,

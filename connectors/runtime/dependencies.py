@@ -14,7 +14,7 @@ from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
 
-from .base import EngineFacts, Fingerprints
+from .base import EngineFacts, Fingerprints, MakeRequest
 from .step_timer import StepTimer
 
 Clock = Callable[[], float]
@@ -36,6 +36,7 @@ class Dependencies:
         restore_policy: chooses how a restore is made.
         job_forecast: forecasts how jobs go on.
         tools: reads tool calls; owned.
+        make_request: makes requests that never run, to name contexts.
         step_timer: measures steps.
         clock: monotonic seconds.
         wall: seconds since the epoch, for the trace.
@@ -51,6 +52,7 @@ class Dependencies:
     restore_policy: RestorePolicy
     job_forecast: JobForecast
     tools: ToolCalls
+    make_request: MakeRequest
     step_timer: StepTimer
     clock: Clock
     wall: Clock

@@ -68,6 +68,19 @@ class JobTable:
         job.running.add(request_id)
         return job
 
+    def adopt(self, key: JobKey, now: float, blocks: int, turns: int) -> Job:
+        """The job of that key, made if there is none, as one that has had so many turns.
+
+        Args:
+            blocks: blocks of its context.
+        """
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._enter(Job(key, next(self._count), now, blocks))
+        self._jobs.move_to_end(key)
+        job.turns, job.over = turns, False
+        return job
+
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
         """End a turn; ``over`` if the client said that none follows."""
         job.running.discard(request_id)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
+from tiered_kv.connectors.runtime.snapshots.build_snapshots import build_snapshots
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
@@ -52,6 +53,7 @@ class SchedulerHalf:
         pages: components that keep pages.
         admission: components that share VRAM out.
         gaps: components that decide between turns.
+        snapshots: takes jobs out and brings them back.
         step: steps built so far.
         stats: counters and gauges.
         stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
@@ -69,6 +71,7 @@ class SchedulerHalf:
         prefills = PrefillTimer(ahead=self.facts.ahead)
         self.admission = build_admission(given, engine, self.pages, gaps, prefills.fit)
         self.gaps = build_gaps(given, engine, self.pages, self.admission, gaps, prefills)
+        self.snapshots = build_snapshots(given, engine, self.pages, self.gaps)
         self.step = 0
         self.stats_due = True
         self.given = given
@@ -247,7 +250,7 @@ class SchedulerHalf:
             self._was_idle = False
             if now >= self._look_at:
                 self._look_at = now + POLL_EVERY_S
-                self.measure_demand()
+                gaps.costs.measure_demand()
                 gaps.manager.poll()
         if self._answers:
             gaps.manager.apply_tool_calls()
@@ -262,6 +265,7 @@ class SchedulerHalf:
             self._on_state_kept(state)
         admission.boundaries.step(scheduled)
         pages.saves.step(self.step, scheduled)
+        self.snapshots.advance()
         return pages.dispatch.take()
 
     def _on_state_kept(self, state: KeptState) -> None:
@@ -281,15 +285,6 @@ class SchedulerHalf:
         self.admission.queue.let_all_in()
         self.pages.pieces.end_all()
         self.pages.promotions.stop_all_waits(self.turns.by_id.values())
-
-    def measure_demand(self) -> None:
-        """Measure how much VRAM is wanted."""
-        waiting = (
-            self.facts.mean_blocks(turn.request.num_tokens)
-            for turn in self.turns.by_id.values()
-            if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
-        )
-        self.gaps.costs.observe_demand(sum(waiting))
 
     def take_orders(self) -> Orders:
         """Hand over the orders not yet sent, as when ``build_orders`` itself fails."""
@@ -331,6 +326,7 @@ class SchedulerHalf:
             self._release_first(turn)
         self.admission.gate.on_ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
         gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
+        self.snapshots.on_ended(turn)
         if self.facts.ahead and request.num_in_flight_tokens > 0:
             own = self.pool.blocks_of(turn.request_id)
             late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
@@ -367,6 +363,7 @@ class SchedulerHalf:
         """
         pages, fingerprints = self.pages, self.given.fingerprints
         self.counters.add("resets")
+        self.snapshots.on_reset()
         self.release_all()
         fingerprints.next_generation()
         pages.pieces.end_all()
@@ -387,11 +384,12 @@ class SchedulerHalf:
         An engine that has just started makes one step: gauges are exported with steps only.
         """
         self.gaps.manager.on_idle()
-        return not self.step or self.pages.dispatch.under_way
+        return not self.step or self.snapshots.under_way or self.pages.dispatch.under_way
 
     def close(self) -> None:
         """Save what was learned, stop the threads. Idempotent."""
         try:
+            self.snapshots.close()
             self.gaps.manager.close_all()
         finally:
             self.given.close()

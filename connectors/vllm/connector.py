@@ -50,6 +50,7 @@ from .engine_config import check_version, read_engine, refuse_unsupported, with_
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
+from .named_requests import request_maker
 from .plugin import share_logging
 from .requests import VllmRequest, hints_of
 from .resets import Resets, watch_resets
@@ -151,6 +152,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             restore_policy=FasterRestore(),
             job_forecast=JobForecast(),
             tools=_tool_reader(vllm_config) if policy.reads_tools else NoTools(),
+            make_request=request_maker(vllm_config),
             step_timer=StepTimer(),
             clock=cls.clock(),
             wall=time.time,

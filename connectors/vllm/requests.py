@@ -8,7 +8,10 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import RequestStatus
 
+from tiered_kv.connectors.runtime.base import Sampling
 from tiered_kv.policies.jobs.hints import TurnHints, read_hints
+
+from .sampling import read_sampling
 
 _ANSWERED = frozenset(
     {
@@ -140,6 +143,15 @@ class VllmRequest:
     @property
     def outcome(self) -> str:
         return str(self._request.status.name)
+
+    @property
+    def sampling(self) -> Sampling:
+        return read_sampling(self._request)
+
+    def end_after_next_token(self) -> None:
+        """Have its answer end with the next token: vLLM looks at this number after each."""
+        request = self._request
+        request.max_tokens = min(request.max_tokens, int(request.num_output_tokens) + 1)
 
     def extra_key(self, token: int) -> object:
         extra, _ = generate_block_hash_extra_keys(self._request, token, token + 1, 0)

@@ -158,6 +158,29 @@ class Lineage:
         turn.answer = _packed(answer[:ANSWER_TOKENS])
         turn.ended_at = self._arrivals
 
+    def adopt(
+        self,
+        job: JobKey,
+        turn: int,
+        hashes: Sequence[bytes],
+        prompt: Sequence[int],
+        answer: Sequence[int],
+    ) -> None:
+        """Remember a job whose last turn another engine served, or another job: that turn has ended.
+
+        Args:
+            turn: its number.
+            hashes, prompt: as for ``arrived``. answer: as for ``ended``.
+        """
+        blocks = (len(prompt) - TOLERANCE) // self._block_size
+        if not 1 <= blocks <= len(hashes):
+            return
+        self.forget(job)
+        start = blocks * self._block_size
+        rest = _packed(prompt[start:])
+        self._remember(_Turn(job, turn, len(prompt), hashes[blocks - 1], start, rest))
+        self.ended(job, answer, aborted=False)
+
     def forget(self, job: JobKey) -> None:
         """Forget a job that has no further turn. Unknown jobs are ignored."""
         turn = self._jobs.pop(job, None)

@@ -146,6 +146,8 @@ class EngineRig(ABC):
             half.backend.drain()
         if half.compressor is not None:
             half.compressor.drain()
+        if half.snapshots is not None:
+            half.snapshots.drain()
         for tier in half.stores.values():
             tier.io.wake()  # the rig's clock went on: some may be due
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"

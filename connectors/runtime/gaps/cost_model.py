@@ -70,15 +70,15 @@ class CostModel:
         if turn.gap.saved:
             self.survival.observe(source.cpu_tokens, had - source.vram_tokens)
 
-    def observe_demand(self, waiting_blocks: float) -> None:
-        """Measure how much VRAM is wanted.
-
-        Args:
-            waiting_blocks: blocks of requests that are not admitted yet.
-        """
-        in_use = self._facts.usable_blocks - self._pool.num_free()
-        waiting = math.ceil(waiting_blocks)
-        self.price.observe(in_use - self._pins.held_blocks + waiting, self._clock())
+    def measure_demand(self) -> None:
+        """Measure how much VRAM is wanted."""
+        waiting = sum(
+            self._facts.mean_blocks(turn.request.num_tokens)
+            for turn in self._turns.by_id.values()
+            if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
+        )
+        in_use = self._facts.usable_blocks - self._pool.num_free() - self._pins.held_blocks
+        self.price.observe(in_use + math.ceil(waiting), self._clock())
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
         """Costs of each tier for the context of a turn that is ending.

@@ -144,7 +144,9 @@ class GapManager:
         """The job that the client names, or that the prompt tells."""
         salt = request.cache_salt or ""
         if hints.job_id is not None:
-            return JobKey(salt, hints.job_id)
+            key = JobKey(salt, hints.job_id)
+            self._lineage.forget(key)  # it was adopted, and its client names it
+            return key
         prompt = request.prompt_token_ids
         if prompt is None or not request.text_only:  # tokens alone do not tell such prompts apart
             return None
@@ -159,6 +161,28 @@ class GapManager:
         self._cost_model.on_admitted(turn)
         if turn.job is not None and self._planner.stores:
             self._placement.on_admitted(turn.job.key)
+
+    def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
+        """Take in a job that comes from elsewhere, or from another job: it waits for its next turn.
+
+        Args:
+            end: the end of its last turn. It is said to be aborted: how long the job was away
+                teaches nothing of gaps.
+            named: a request of its context that never runs.
+            pages: its pages, first to last.
+        """
+        assert end.job is not None
+        blocks = self._facts.blocks(end.context_tokens)
+        self.jobs.adopt(end.job, self._clock(), blocks, end.turn)
+        prompt, answer = end.context_tokens - end.output_tokens, named.all_token_ids
+        self._lineage.adopt(
+            end.job, end.turn, named.block_hashes, answer[:prompt], answer[prompt:]
+        )
+        sketch = PrefixSketch.of(named.block_hashes)
+        gap = self._placement.decide(
+            named.request_id, end, pages, sketch, None, unread=False, away=True
+        )
+        self._placement.settle(gap)
 
     # -- a turn ends ----------------------------------------------------------------
 

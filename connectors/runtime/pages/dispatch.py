@@ -9,6 +9,7 @@ from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.snapshot_orders import SnapshotOrders
 
 from .cpu_compression import Compression
 from .failed_restores import FailedRestores
@@ -41,6 +42,7 @@ class OrderDispatch:
         pieces: RestorePieces,
         compression: Compression,
         tiers: LowerTiers,
+        snapshots: SnapshotOrders,
         failed_restores: FailedRestores,
         turns: Mapping[str, Turn],
         clock: Callable[[], float],
@@ -53,6 +55,7 @@ class OrderDispatch:
         self._pieces = pieces
         self._compression = compression
         self._tiers = tiers
+        self._snapshots = snapshots
         self._failed_restores = failed_restores
         self._turns = turns
         self._clock = clock
@@ -86,6 +89,7 @@ class OrderDispatch:
             failed_loads=self._restores.take_refused(),
             seen_failures=self.seen_failures,
             stores=self._tiers.take(),
+            snapshots=self._snapshots.take(),
         )
 
     def restore(self, turn: Turn, tokens: int) -> None:
@@ -120,6 +124,7 @@ class OrderDispatch:
             or restores.refused
             or self._compression.unsent
             or self._tiers.unsent
+            or self._snapshots.unsent
         )
 
     @property
@@ -128,7 +133,8 @@ class OrderDispatch:
         if self._unsent or self._pieces:
             return True
         now = self._clock()
-        return self._planner.expected(now) > 0 and now - self._last_word < MAX_PUSH_S
+        expected = self._planner.expected(now) + self._snapshots.in_flight
+        return expected > 0 and now - self._last_word < MAX_PUSH_S
 
     def on_reports(self, reports: Reports, step: int) -> None:
         """Pass on the workers' reports after ``step``."""
@@ -140,6 +146,7 @@ class OrderDispatch:
             self.seen_failures = {**self.seen_failures, **reports.failures}
             self._no_orders = Orders(seen_failures=self.seen_failures)
         settled = self._planner.settle(reports.orders)
+        self._snapshots.settle(reports.orders)
         try:
             self._on_settled(settled, step)
         finally:  # what one of the two does wrong must not cost the other's blocks

@@ -311,16 +311,25 @@ class Saves:
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> SaveOrder | None:
         """Order saves of pages, by group; the last of these orders."""
-        last, book, index = None, self._planner, self._planner.index
+        book, index = self._planner, self._planner.index
+        if book.stores:
+            filled = [
+                worth_a_slot(index.unknown(pages), book.stored, index.free_slots) if pages else {}
+                for pages in filled
+            ]
+        orders = self.capture(filled)
+        return orders[-1] if orders else None
+
+    def capture(self, filled: Sequence[Mapping[PageKey, int]]) -> list[SaveOrder]:
+        """Order saves of pages, by group, worth a slot or not; as many as have room."""
+        orders = list[SaveOrder]()
         for at, pages in enumerate(filled):
-            if pages and book.stores:
-                pages = worth_a_slot(index.unknown(pages), book.stored, index.free_slots)
-            order = book.plan_save(pages, at) if pages else None
+            order = self._planner.plan_save(pages, at) if pages else None
             if order is not None:
                 self._pool.hold([self._pool.blocks[block] for block in order.blocks])
                 self.unsent.append(order)
-                last = order
-        return last
+                orders.append(order)
+        return orders
 
     def _give_up(self, block_ids: Sequence[int]) -> None:
         blocks = self._pool.blocks

@@ -6,6 +6,12 @@ A question is ``{"ask": ASK}`` with what that needs:
 - ``jobs``: ``limit``, and ``after`` with the engine and number of the job before the first, as
   ``[engine, number]``. With several engines the jobs of the first come first.
 - ``job``: ``id``.
+- ``snapshot``: ``job``, ``name``, ``wait_turn``, ``stop``, ``exact``.
+- ``restore``: ``name``, ``job`` or null, ``exact``.
+- ``fork``: ``job``, ``as`` with the names of the new jobs, ``exact``.
+- ``operation``: ``engine`` and ``id``, as one of the last three was answered with.
+
+Those three begin something and change the engine; all others only look.
 """
 
 from __future__ import annotations
@@ -14,6 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.snapshots.no_snapshots import NoFolderError, NoSnapshots
+from tiered_kv.connectors.runtime.snapshots.snapshots import Snapshots
+from tiered_kv.snapshot.manifest import SnapshotError
 
 from .engine_status import status
 from .job_view import JobView
@@ -25,7 +34,7 @@ MOST_NAMESAKES = 100
 
 
 def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a question. Changes nothing; takes time for what is asked alone.
+    """Answer a question. Takes time for what is asked alone.
 
     Raises:
         KeyError, TypeError, ValueError: it is no question.
@@ -39,8 +48,45 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
         case "job":
             jobs = JobView(half).named(str(question["id"]), MOST_NAMESAKES)
             return {**_now(half), "jobs": jobs}
+        case "snapshot" | "restore" | "fork" | "operation":
+            engine = half.facts.replica
+            if question.get("engine", engine) != engine:  # another one's operation
+                return {"engine": engine, "state": None}
+            return {"engine": engine, **_of_snapshots(half.snapshots, question)}
         case unknown:
             raise ValueError(f"nobody can answer {unknown!r}")
+
+
+def _of_snapshots(
+    snapshots: Snapshots | NoSnapshots, question: Mapping[str, Any]
+) -> dict[str, Any]:
+    try:
+        match question["ask"]:
+            case "operation":
+                return snapshots.outcome(int(question["id"]))
+            case "snapshot":
+                begun = snapshots.take(
+                    str(question["job"]),
+                    str(question["name"]),
+                    wait_turn=bool(question["wait_turn"]),
+                    stop=bool(question["stop"]),
+                    exact=bool(question["exact"]),
+                )
+            case "restore":
+                job = question["job"]
+                begun = snapshots.restore(
+                    str(question["name"]),
+                    str(job) if job is not None else None,
+                    exact=bool(question["exact"]),
+                )
+            case _:
+                children = [str(name) for name in question["as"]]
+                begun = snapshots.fork(
+                    str(question["job"]), children, exact=bool(question["exact"])
+                )
+    except SnapshotError as error:
+        return {"refused": str(error), "status": 501 if isinstance(error, NoFolderError) else 409}
+    return {"operation": begun}
 
 
 def _now(half: SchedulerHalf) -> dict[str, float]:

@@ -21,7 +21,15 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.machine.memory import system_memory
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
-from tiered_kv.orders import FailLoad, LoadOrder, OrderId, OrderReport, RestoreMode, SaveOrder
+from tiered_kv.orders import (
+    FailLoad,
+    ImportOrder,
+    LoadOrder,
+    OrderId,
+    OrderReport,
+    RestoreMode,
+    SaveOrder,
+)
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
@@ -31,6 +39,8 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 from .cold_loads import ColdLoads
 from .compressor import Compressor, make_compressor
 from .kv_tensors import flops_of, storage_of
+from .snapshot_worker import SnapshotWorker
+from .cpu_size import slots_of
 from .speed_probe import measure_copies
 from .tier_worker import TierWorker
 
@@ -80,6 +90,7 @@ class WorkerHalf:
         self.pool: CpuPool | None = None
         self.backend: TransferBackend | None = None  # none while VRAM is released
         self.compressor: Compressor | None = None
+        self.snapshots: SnapshotWorker | None = None
         self._cold_loads = ColdLoads()
         self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
@@ -137,6 +148,8 @@ class WorkerHalf:
                 self._facts, codec, pool.slots, lambda: self._make_backend(pool)
             )
             bundles = self.compressor.groups if self.compressor is not None else {}
+            if self._config.snapshot_path is not None:
+                self.snapshots = SnapshotWorker(self._facts, self._rank, pool.slots, bundles)
             tiers = make_tiers(self._config)
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
@@ -212,6 +225,11 @@ class WorkerHalf:
                 self._overwrite(promote.slots)
             if name in self.stores:
                 self.stores[name].carry_out(tier_orders)
+        for snapshot in orders.snapshots:
+            if isinstance(snapshot, ImportOrder):
+                self._overwrite(snapshot.slots)
+            if self.snapshots is not None:
+                self.snapshots.carry_out(snapshot)
         loads: list[FailLoad | LoadOrder] = [*orders.loads, *orders.failed_loads]
         self._parts.update(one.request_id for one in loads if one.mode is RestoreMode.ASYNC)
         for one in loads:
@@ -303,6 +321,8 @@ class WorkerHalf:
                 news[name] = {self._rank: report}
         if self.compressor is not None:
             self._reports.update(self.compressor.take_reports())
+        if self.snapshots is not None:
+            self._reports.update(self.snapshots.take_reports())
         if not self._reports and not self._newly_failed and not news:
             return None
         reports, self._reports = self._reports, {}
@@ -360,24 +380,10 @@ class WorkerHalf:
                 last_to_first.callback(tier.close)
             if self.compressor is not None:
                 last_to_first.callback(self.compressor.close)
+            if self.snapshots is not None:
+                last_to_first.callback(self.snapshots.close)
             if self.backend is not None:
                 backend, self.backend = self.backend, None
                 self._stop(backend)
         self.stores = {}
         self.compressor = None
-
-
-def slots_of(facts: EngineFacts, config: TierConfig) -> int:
-    """Slots of a rank's share of the CPU tier, which is not off.
-
-    Raises:
-        ConfigError: it holds no page.
-    """
-    slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
-    if slots == 0:
-        raise ConfigError(
-            f"TIERED_KV_CPU_GIB={config.cpu_gib:g} holds no page: one takes "
-            f"{facts.slot_bytes / (1 << 20):g} MiB on each of {facts.ranks} ranks. Give "
-            "more, or 0."
-        )
-    return slots

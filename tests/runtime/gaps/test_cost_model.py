@@ -62,7 +62,7 @@ def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) 
         rig.add("t1", text(400, seed=1), max_tokens=20, params=JOB)
         while not rig.finished:
             rig.step()
-            rig.half.measure_demand()
+            rig.gaps.costs.measure_demand()
         assert [costs.vram_price for costs in asked.costs] == [0.0]
 
 
@@ -71,11 +71,11 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
         rig.add(f"r{i}", text(400, seed=i), max_tokens=60)
     for _ in range(10):
         rig.step()
-    rig.half.measure_demand()
+    rig.gaps.costs.measure_demand()
     assert rig.costs(320).vram_price == PRICE
     rig.run()
     rig.now += 120.0
-    rig.half.measure_demand()
+    rig.gaps.costs.measure_demand()
     assert rig.costs(320).vram_price == 0.0
 
 

@@ -18,7 +18,7 @@ def test_pins_are_no_demand(make_rig: MakeRig) -> None:
     for job in ("a", "b"):
         rig.ask(job, text(260, seed=ord(job)), params={"job_id": job})
     assert rig.pins.held_blocks == 32
-    rig.half.measure_demand()
+    rig.gaps.costs.measure_demand()
     assert rig.costs(16).vram_price == 0.0
 
 

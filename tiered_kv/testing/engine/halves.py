@@ -20,7 +20,14 @@ from tiered_kv.policies.jobs.hints import read_hints
 
 from .engine import Engine
 from .offload import Loads, Offload
-from .port import OneModel, PortPool, PortRequest, base_fingerprint, read_facts
+from .port import (
+    OneModel,
+    PortPool,
+    PortRequest,
+    base_fingerprint,
+    named_request,
+    read_facts,
+)
 from .requests import Request
 
 
@@ -59,6 +66,7 @@ class Halves(Offload):
             restore_policy=FasterRestore(),
             job_forecast=JobForecast(),
             tools=NoTools(),
+            make_request=named_request,
             step_timer=StepTimer(),
             clock=clock,
             wall=clock,

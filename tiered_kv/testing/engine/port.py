@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiered_kv.codecs.base import ElementType
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.base import EngineFacts, Sampling
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.page_group import CONTEXT, PageGroup
@@ -181,5 +181,19 @@ class PortRequest:
     def outcome(self) -> str:
         return self._request.outcome.name if self._request.outcome else ""
 
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling()
+
+    def end_after_next_token(self) -> None:
+        self._request.max_tokens = min(self._request.max_tokens, len(self._request.output) + 1)
+
     def extra_key(self, token: int) -> object:
         return self.cache_salt
+
+
+def named_request(tokens: Sequence[int], salt: str | None, hash_tokens: int) -> PortRequest:
+    """A request that never runs, to name a context."""
+    request = Request("named", list(tokens), 1, 0.0, salt=salt)
+    request.append(request.prompt, hash_tokens)
+    return PortRequest(request)

@@ -1,0 +1,1 @@
+"""Snapshots of jobs on a real server."""

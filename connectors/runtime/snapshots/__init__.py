@@ -1,0 +1,1 @@
+"""Snapshots of jobs: taken, brought back, and forked, while the engine serves."""

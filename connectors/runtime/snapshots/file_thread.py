@@ -1,0 +1,166 @@
+"""Files of snapshots, as the scheduler half handles them: on a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tiered_kv import __version__
+from tiered_kv.connectors.runtime.base import EngineFacts, Fingerprints
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import UNIDENTIFIED, Fingerprint
+from tiered_kv.snapshot.manifest import Manifest, SnapshotError, SnapshotGroup
+from tiered_kv.snapshot.mismatch import EngineIdentity, mismatches
+from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
+from tiered_kv.snapshot.draft import SnapshotDraft
+
+from .capture import Captured
+from .context_pages import ContextNames
+
+LEFT_OUT = ("generation", "hash_algorithm")
+"""Fields of a fingerprint that say nothing of bytes: whoever restores computes keys anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A snapshot that fits the engine.
+
+    Attributes:
+        path: the folder or file.
+        named: a turn of the tokens whose KV it has.
+        salt: cache salt that this is named by.
+    """
+
+    path: Path
+    manifest: Manifest
+    named: Turn
+    salt: str | None
+
+
+class SnapshotFiles:
+    """Begins, ends and opens snapshots under one folder.
+
+    Args:
+        root: the folder.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        facts: EngineFacts,
+        fingerprints: Fingerprints,
+        names: ContextNames,
+    ) -> None:
+        self.root = root
+        self._facts = facts
+        self._fingerprints = fingerprints
+        self._names = names
+        self.thread = ThreadPoolExecutor(1, "tiered-kv-snapshot-files")
+
+    def identity(self) -> EngineIdentity:
+        """The engine, as far as the bytes of its pages depend on it.
+
+        Raises:
+            SnapshotError: nobody could tell its weights from others.
+        """
+        found = [self._fingerprints.base(at) for at in range(len(self._facts.groups))]
+        if any(one.model.startswith(UNIDENTIFIED) for one in found):
+            raise SnapshotError(
+                "This server's weights have no files, so that nobody could tell them from others: "
+                "serve a model from a folder."
+            )
+        groups = tuple(
+            SnapshotGroup(group.index, group.block_size, group.page_format, _in_words(one))
+            for group, one in zip(self._facts.groups, found, strict=True)
+        )
+        return EngineIdentity(self._facts.ranks, self._facts.hash_tokens, self._facts.version, groups)
+
+    def begin(self, name: str) -> Future[SnapshotDraft]:
+        """Begin a snapshot."""
+        return self.thread.submit(_begin, self.root, name)
+
+    def abandon(self, draft: Future[SnapshotDraft]) -> None:
+        """Remove a snapshot that was not sealed."""
+        self.thread.submit(_abandon, draft)
+
+    def seal(
+        self, draft: SnapshotDraft, captured: Captured, job: str, exact: bool, now: float
+    ) -> Future[Manifest]:
+        """End a snapshot whose pages all ranks have written.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        engine, context = self.identity(), captured.context
+        return self.thread.submit(
+            lambda: draft.seal(
+                Manifest(
+                    created=now,
+                    tiered_kv=__version__,
+                    vllm=engine.vllm,
+                    model=self._facts.model,
+                    ranks=engine.ranks,
+                    hash_tokens=engine.hash_tokens,
+                    groups=engine.groups,
+                    token_ids=tuple(map(int, context.token_ids)),
+                    kv_tokens=context.kv_tokens,
+                    prompt_tokens=context.prompt_tokens,
+                    job=job,
+                    turns=context.turns,
+                    parents=context.parents,
+                    cache_salt=context.salt,
+                    exact=exact,
+                    sampling=context.sampling,
+                    pages=(),
+                    stored_bytes=0,
+                    shared_bytes=0,
+                )
+            )
+        )
+
+    def open(self, name: str, salt: str | None, exact: bool) -> Future[Opened]:
+        """Open a snapshot, and name its pages.
+
+        Args:
+            salt: cache salt for an exact one; others have their own.
+        """
+        return self.thread.submit(self._open, name, salt, exact, self.identity())
+
+    def _open(self, name: str, salt: str | None, exact: bool, engine: EngineIdentity) -> Opened:
+        path = find_snapshot(self.root, name)
+        with open_snapshot(path) as snapshot:
+            manifest = snapshot.manifest
+        if wrong := mismatches(manifest, engine):
+            raise SnapshotError(f"{name} was not taken of an engine like this one. {' '.join(wrong)}")
+        if exact and not manifest.exact:
+            raise SnapshotError(f"{name} was not taken with --exact: restore it without.")
+        salt = salt if exact else manifest.cache_salt
+        tokens: Sequence[int] = manifest.token_ids[: manifest.kv_tokens]
+        return Opened(path, manifest, self._names.name(list(tokens), salt), salt)
+
+    def close(self) -> None:
+        """Finish what is under way, and end the thread. Idempotent."""
+        self.thread.shutdown()
+
+
+def _in_words(fingerprint: Fingerprint) -> Mapping[str, object]:
+    lasting = replace(fingerprint, config=dict(fingerprint.config))
+    return {name: value for name, value in asdict(lasting).items() if name not in LEFT_OUT}
+
+
+def _begin(root: Path, name: str) -> SnapshotDraft:
+    try:
+        root.mkdir(exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(
+            f"The folder for snapshots cannot be made ({error.strerror}): make it, or name another "
+            "in TIERED_KV_SNAPSHOT_PATH."
+        ) from error
+    return SnapshotDraft.begin(root, name)
+
+
+def _abandon(draft: Future[SnapshotDraft]) -> None:
+    if draft.exception() is None:
+        draft.result().abandon()

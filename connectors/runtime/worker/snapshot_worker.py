@@ -1,0 +1,156 @@
+"""Snapshots on one rank: pages of CPU memory are written to files, and read from them.
+
+On threads of its own, which yield to everything else on the machine: nobody computes meanwhile
+what they wait for, but the engine serves others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.machine.affinity import CORES
+from tiered_kv.orders import ExportOrder, ImportOrder, OrderId, OrderReport, SnapshotOrder
+from tiered_kv.pages.cpu_index import cold_place
+from tiered_kv.snapshot.reader import open_snapshot
+from tiered_kv.snapshot.rank_writer import PageWriter
+from tiered_kv.storage.bundles import Bundles
+
+logger = logging.getLogger(__name__)
+
+NICE = 5
+"""Niceness of these threads."""
+THREADS = 2
+"""Threads that read and write pages; one more waits for them."""
+
+
+class SnapshotWorker:
+    """Carries out orders for snapshots, one after the other.
+
+    Args:
+        slots: the CPU pool's slots.
+        bundles: compressed pages of each page group that has some.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        rank: int,
+        slots: NDArray[np.uint8],
+        bundles: Mapping[int, Bundles],
+    ) -> None:
+        self._groups = facts.groups
+        self._rank = rank
+        self._slots = slots
+        self._bundles = bundles
+        self._reports: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()
+        self._orders = ThreadPoolExecutor(1, "tiered-kv-snapshot", _be_nice)
+        self._pages = ThreadPoolExecutor(THREADS, "tiered-kv-snapshot-page", _be_nice)
+
+    def carry_out(self, order: SnapshotOrder) -> None:
+        """Begin an order."""
+        self._orders.submit(self._carry_out, order)
+
+    def _carry_out(self, order: SnapshotOrder) -> None:
+        began, all_of_them = time.perf_counter(), frozenset(range(len(order.keys)))
+        try:
+            move = self._write if isinstance(order, ExportOrder) else self._read
+            failed = move(order)  # type: ignore[operator]
+        except Exception:
+            logger.exception("a snapshot's pages cannot be moved")
+            failed = all_of_them
+        nbytes = sum(self._groups[group].page_bytes for group in order.groups)
+        seconds = time.perf_counter() - began
+        self._reports.put((order.order_id, OrderReport(1, failed, nbytes, seconds)))
+
+    def _write(self, order: ExportOrder) -> frozenset[int]:
+        writer = PageWriter(Path(order.folder), self._rank)
+
+        def write(i: int) -> bool:
+            group = order.groups[i]
+            page = self._page(order, i)
+            if page is None:
+                return False
+            writer.add(
+                group, order.blocks[i], order.keys[i], self._groups[group].page_format, page
+            )
+            return True
+
+        failed = self._each(write, len(order.keys))
+        if not failed:
+            writer.finish()
+        return failed
+
+    def _page(self, order: ExportOrder, i: int) -> Bytes | None:
+        """A page to be written; None if it is damaged."""
+        group, slot = order.groups[i], order.slots[i]
+        nbytes = self._groups[group].page_bytes
+        if slot >= 0:
+            return self._slots[slot, :nbytes]
+        out = np.empty(nbytes, dtype=np.uint8)
+        bundles = self._bundles.get(group)
+        good = bundles is not None and bundles.read(cold_place(slot), order.keys[i], out)
+        return out if good else None
+
+    def _read(self, order: ImportOrder) -> frozenset[int]:
+        with open_snapshot(Path(order.path)) as snapshot:
+            mine = {
+                (page.group, page.block): page
+                for page in snapshot.manifest.pages
+                if page.rank == self._rank
+            }
+
+            def read(i: int) -> bool:
+                group = order.groups[i]
+                out = self._slots[order.slots[i], : self._groups[group].page_bytes]
+                snapshot.read_page(mine[group, order.blocks[i]], out)
+                return True
+
+            return self._each(read, len(order.keys))
+
+    def _each(self, move: Callable[[int], bool], count: int) -> frozenset[int]:
+        """Move so many pages; gives those that could not be."""
+
+        def moved(i: int) -> bool:
+            try:
+                return move(i)
+            except Exception as error:  # of a file, whatever may be wrong with it
+                logger.error("a page of a snapshot: %s", error)
+                return False
+
+        return frozenset(i for i, good in enumerate(self._pages.map(moved, range(count))) if not good)
+
+    def take_reports(self) -> dict[OrderId, OrderReport]:
+        """Results of orders since the last call."""
+        found = {}
+        while not self._reports.empty():
+            order_id, report = self._reports.get()
+            found[order_id] = report
+        return found
+
+    def drain(self) -> None:
+        """Wait until what was begun before is over."""
+        self._orders.submit(int).result()
+
+    def close(self) -> None:
+        """Finish what is under way, and end the threads. Idempotent."""
+        self._orders.shutdown()
+        self._pages.shutdown()
+
+
+def _be_nice() -> None:
+    with suppress(OSError):
+        os.sched_setaffinity(0, CORES)  # whatever core the engine's thread is bound to
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,1 @@
+"""Snapshots of jobs in an engine."""

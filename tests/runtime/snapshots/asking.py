@@ -1,0 +1,71 @@
+"""Questions about snapshots, asked of a rig as the routes ask them of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiered_kv.connectors.runtime.views.questions import answer
+from tiered_kv.testing.rig import EngineRig
+
+
+def ask(rig: EngineRig, what: str, **question: Any) -> dict[str, Any]:
+    """The engine's answer to a question."""
+    return answer(rig.half, {"ask": what, **question})
+
+
+def take(rig: EngineRig, job: str, name: str, **how: bool) -> dict[str, Any]:
+    """Begin to take a snapshot; gives the engine's answer."""
+    how = {"wait_turn": False, "stop": False, "exact": False, **how}
+    return ask(rig, "snapshot", job=job, name=name, **how)
+
+
+def restore(
+    rig: EngineRig, name: str, job: str | None = None, *, exact: bool = False
+) -> dict[str, Any]:
+    """Begin to bring a snapshot back."""
+    return ask(rig, "restore", name=name, job=job, exact=exact)
+
+
+def fork(rig: EngineRig, job: str, *children: str, exact: bool = False) -> dict[str, Any]:
+    """Begin to fork a job."""
+    return ask(rig, "fork", job=job, **{"as": list(children)}, exact=exact)
+
+
+def step(rig: EngineRig) -> None:
+    """Make a step, with whatever files and copies are under way done before it."""
+    settle(rig)
+    rig.step()
+
+
+def settle(rig: EngineRig) -> None:
+    """Wait until the work on files and the copies that were begun are done."""
+    rig.half.snapshots.drain()
+    rig.wait_for_worker()
+
+
+def outcome(rig: EngineRig, begun: dict[str, Any]) -> dict[str, Any]:
+    """Step until an operation is over; gives what came of it."""
+    assert begun.get("operation") is not None, begun
+    for _ in range(500):
+        said = ask(rig, "operation", engine=begun["engine"], id=begun["operation"])
+        if said["state"] != "running":
+            return said
+        step(rig)
+    raise AssertionError(f"an operation has no end: {said}")
+
+
+def result(rig: EngineRig, begun: dict[str, Any]) -> dict[str, Any]:
+    """Result of an operation that must go well."""
+    said = outcome(rig, begun)
+    assert said["state"] == "done", said
+    found: dict[str, Any] = said["result"]
+    return found
+
+
+def why(rig: EngineRig, begun: dict[str, Any]) -> str:
+    """Sentence by which an operation that must not go well is refused, or fails."""
+    if "refused" in begun:
+        return str(begun["refused"])
+    said = outcome(rig, begun)
+    assert said["state"] == "failed", said
+    return str(said["why"])
