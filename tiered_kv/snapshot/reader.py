@@ -16,6 +16,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from .page_file import decode_page, least_file_bytes, most_file_bytes
 from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill, read_whole
 from .stored_zip import Place, members
 from .strict_json import MOST_BYTES
+
+Result = TypeVar("Result")
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -168,9 +171,7 @@ def find_snapshot(root: Path, name: str) -> Path:
     raise SnapshotError(f"there is no snapshot {name} in {root}: look for its name there")
 
 
-def _checked_sizes(
-    manifest: Manifest, size_of: Callable[[str], int | None]
-) -> dict[str, int]:
+def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> dict[str, int]:
     """Sizes of the files of all pages.
 
     Raises:
@@ -212,18 +213,26 @@ def _opened(path: Path | str, folder: int | None, fds: list[int]) -> int:
 
 
 def _folder_source(folder: int, fds: list[int]) -> _Source:
-    manifest = read_whole(_plain(MANIFEST, folder, fds), MOST_BYTES, "the manifest")
+    manifest = _within(
+        folder, MANIFEST, lambda fd: read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
+    )
     pages = _opened(PAGES, folder, fds)
     if not stat.S_ISDIR(os.fstat(pages).st_mode):
         raise SnapshotError(f"{PAGES} is no folder")
     return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
 
 
-def _plain(name: str, folder: int, fds: list[int]) -> int:
-    fd = _opened(name, folder, fds)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise SnapshotError(f"{name} is no plain file")
-    return fd
+def _within(folder: int, name: str, read: Callable[[int], Result]) -> Result:
+    """Open a plain file of a folder, and read it."""
+    fds: list[int] = []
+    try:
+        fd = _opened(name, folder, fds)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SnapshotError(f"{name} is no plain file")
+        return read(fd)
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _size_in(pages: int, digest: str) -> int | None:
@@ -237,12 +246,7 @@ def _size_in(pages: int, digest: str) -> int | None:
 
 
 def _read_in(pages: int, digest: str, out: Bytes) -> None:
-    fds: list[int] = []
-    try:
-        fill(_plain(digest, pages, fds), 0, out)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    _within(pages, digest, lambda fd: fill(fd, 0, out))
 
 
 # -- zip files ----------------------------------------------------------------------------
@@ -258,10 +262,7 @@ def _zip_source(fd: int) -> _Source:
     manifest = np.empty(place.nbytes, np.uint8)
     fill(fd, place.offset, manifest)
     places = {name.removeprefix(f"{PAGES}/"): place for name, place in found.items()}
-    source = _Source(
-        manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places)
-    )
-    return source
+    return _Source(manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places))
 
 
 def _size_at(places: dict[str, Place], digest: str) -> int | None:
