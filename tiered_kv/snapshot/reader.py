@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -42,11 +42,13 @@ class _Source:
         manifest: bytes of its manifest.
         sizes: size of a page's file by digest; None if there is none.
         read: reader of a page's file.
+        names: digests of all files, if there may be none beside the pages.
     """
 
     manifest: bytes
     sizes: Callable[[str], int | None]
     read: Callable[[str, Bytes], None]
+    names: Collection[str] = ()
 
 
 class Snapshot:
@@ -61,6 +63,9 @@ class Snapshot:
         self._fds, self._source = fds, source
         self.manifest: Manifest = load(source.manifest)
         self._sizes = _checked_sizes(self.manifest, source.sizes)
+        for digest in source.names:
+            if digest not in self._sizes:
+                raise SnapshotError(f"page {digest} is not in the manifest")
         self.nbytes = len(source.manifest) + sum(self._sizes.values())
 
     @property
@@ -107,12 +112,12 @@ class Snapshot:
         Raises:
             SnapshotError: one is damaged, or cannot be read.
         """
-        seen = set[tuple[str, int]]()
+        sizes = [group.page_format.page_bytes for group in self.manifest.groups]
+        memory, seen = np.empty(max(sizes), np.uint8), set[str]()
         for page in self.manifest.pages:
-            nbytes = self.manifest.groups[page.group].page_format.page_bytes
-            if (page.sha256, nbytes) not in seen:
-                seen.add((page.sha256, nbytes))
-                self.read_page(page, _page.bytes(nbytes))
+            if page.sha256 not in seen:
+                seen.add(page.sha256)
+                self.read_page(page, memory[: sizes[page.group]])
 
     def close(self) -> None:
         """Close its files. Idempotent."""
@@ -262,7 +267,9 @@ def _zip_source(fd: int) -> _Source:
     manifest = np.empty(place.nbytes, np.uint8)
     fill(fd, place.offset, manifest)
     places = {name.removeprefix(f"{PAGES}/"): place for name, place in found.items()}
-    return _Source(manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places))
+    return _Source(
+        manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places), places
+    )
 
 
 def _size_at(places: dict[str, Place], digest: str) -> int | None:
@@ -274,4 +281,4 @@ def _read_at(fd: int, places: dict[str, Place], digest: str, out: Bytes) -> None
     fill(fd, places[digest].offset, out)
 
 
-_stored, _page = Scratch(), Scratch()
+_stored = Scratch()
