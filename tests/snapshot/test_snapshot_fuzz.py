@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -77,13 +79,11 @@ def test_mutated_manifests_are_refused_or_say_what_was_written() -> None:
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to all values in JSON."""
     found = [path] if path else []
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
     for name, one in items:
         found += places(one, (*path, name))
     return found
@@ -106,15 +106,14 @@ def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> N
                 if rng.random() < 0.15:
                     del holder[last]
                 else:
-                    holder[last] = rng.choice(HOSTILE)
+                    holder[last] = copy.deepcopy(rng.choice(HOSTILE))
             except (TypeError, LookupError):  # an earlier change was above it
                 continue
         found.pop("sha256", None)
+        digest = sha256(canonical(found)).hexdigest()
         try:
-            digest = sha256(canonical(found)).hexdigest()
             read = load(json.dumps({**found, "sha256": digest}).encode())
-        except (SnapshotError, ValueError) as error:
-            assert isinstance(error, SnapshotError), error
+        except SnapshotError:
             refused += 1
         else:
             check_agreement(read)
