@@ -45,7 +45,7 @@ from tiered_kv.bench.common.output import (
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.snapshot.exactness import answered_with, cut_and_go_on, logprob_distance
-from tiered_kv.bench.snapshot.told_answers import Answer, Client
+from tiered_kv.bench.snapshot.told_answers import Client
 from tiered_kv.doctor.metrics_page import events
 
 JOBS = 5
@@ -147,7 +147,9 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tell: Tell) -> d
         with httpx.Client(base_url=client.http.base_url, timeout=600) as plain:
             prompts = texts(plain, JOBS + 3, tokens)
         tell("computing")
-        computed = [first_token_ms(client, prompt, f"job-{i}") for i, prompt in enumerate(prompts[:JOBS])]
+        computed = [
+            first_token_ms(client, prompt, f"job-{i}") for i, prompt in enumerate(prompts[:JOBS])
+        ]
         found["recompute_ms"] = statistics.median(computed)
         _settled(client)
         tell("taking")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.snapshot.snapshot_files import open_snapshot
+from tiered_kv.snapshot.reader import open_snapshot
 
 from .told_answers import Answer, Client
 
@@ -41,9 +41,12 @@ def cut_and_go_on(
     at = random.Random(seed).randrange(1, 40)
     name, job = f"cut-{number}", f"exact-{number}"
     whole = answered_with(
-        source, prompt, at + BEYOND, job, at, lambda: source.post(
-            "snapshots", job=job, name=name, exact=True
-        )
+        source,
+        prompt,
+        at + BEYOND,
+        job,
+        at,
+        lambda: source.post("snapshots", job=job, name=name, exact=True),
     )
     with open_snapshot(root / name) as snapshot:
         manifest = snapshot.manifest

@@ -175,9 +175,7 @@ class GapManager:
         blocks = self._facts.blocks(end.context_tokens)
         self.jobs.adopt(end.job, self._clock(), blocks, end.turn)
         prompt, answer = end.context_tokens - end.output_tokens, named.all_token_ids
-        self._lineage.adopt(
-            end.job, end.turn, named.block_hashes, answer[:prompt], answer[prompt:]
-        )
+        self._lineage.adopt(end.job, end.turn, named.block_hashes, answer[:prompt], answer[prompt:])
         sketch = PrefixSketch.of(named.block_hashes)
         gap = self._placement.decide(
             named.request_id, end, pages, sketch, None, unread=False, away=True

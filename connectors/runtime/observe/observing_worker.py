@@ -11,9 +11,9 @@ from typing import Any
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.worker.compressor import codecs_of
+from tiered_kv.connectors.runtime.worker.cpu_size import slots_of
 from tiered_kv.connectors.runtime.worker.kv_tensors import flops_of, storage_of
 from tiered_kv.connectors.runtime.worker.speed_probe import measure_reads
-from tiered_kv.connectors.runtime.worker.cpu_size import slots_of
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.keys import Fingerprint
 from tiered_kv.messages import Handshake

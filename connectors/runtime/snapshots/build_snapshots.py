@@ -7,9 +7,9 @@ from tiered_kv.connectors.runtime.dependencies import Dependencies
 
 from .capture import Captures
 from .context_pages import ContextNames
+from .file_thread import SnapshotFiles
 from .job_capture import JobCaptures
 from .no_snapshots import NoSnapshots
-from .file_thread import SnapshotFiles
 from .snapshots import Snapshots
 
 

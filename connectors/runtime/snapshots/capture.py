@@ -188,9 +188,7 @@ class Captures:
             self.release(captured, forget=False)
             raise
         kv_tokens = captured.context.kv_tokens
-        naming = self._files.submit(
-            self._names.name, context.token_ids[:kv_tokens], context.salt
-        )
+        naming = self._files.submit(self._names.name, context.token_ids[:kv_tokens], context.salt)
         yield file_work("the context is named", naming)
         captured.named = naming.result()
         return captured

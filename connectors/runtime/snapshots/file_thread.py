@@ -11,10 +11,10 @@ from tiered_kv import __version__
 from tiered_kv.connectors.runtime.base import EngineFacts, Fingerprints
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import UNIDENTIFIED, Fingerprint
+from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.manifest import Manifest, SnapshotError, SnapshotGroup
 from tiered_kv.snapshot.mismatch import EngineIdentity, mismatches
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
-from tiered_kv.snapshot.draft import SnapshotDraft
 
 from .capture import Captured
 from .context_pages import ContextNames
@@ -75,7 +75,9 @@ class SnapshotFiles:
             SnapshotGroup(group.index, group.block_size, group.page_format, _in_words(one))
             for group, one in zip(self._facts.groups, found, strict=True)
         )
-        return EngineIdentity(self._facts.ranks, self._facts.hash_tokens, self._facts.version, groups)
+        return EngineIdentity(
+            self._facts.ranks, self._facts.hash_tokens, self._facts.version, groups
+        )
 
     def begin(self, name: str) -> Future[SnapshotDraft]:
         """Begin a snapshot."""
@@ -133,7 +135,7 @@ class SnapshotFiles:
         with open_snapshot(path) as snapshot:
             manifest = snapshot.manifest
         if wrong := mismatches(manifest, engine):
-            raise SnapshotError(f"{name} was not taken of an engine like this one. {' '.join(wrong)}")
+            raise SnapshotError(f"{name} is not of an engine like this one: {'; '.join(wrong)}.")
         if exact and not manifest.exact:
             raise SnapshotError(f"{name} was not taken with --exact: restore it without.")
         salt = salt if exact else manifest.cache_salt

@@ -18,15 +18,13 @@ from .capture import Captured, Captures
 from .job_contexts import Contexts
 from .operations import Wait
 
-EXACT_PREFIX = "tiered-kv-exact-"
-"""Prefix of the cache salts of exact contexts."""
 LONGEST_TURN_S = 3600.0
 """Longest wait for the end of a turn, seconds."""
 
 
 def fresh_salt() -> str:
     """A cache salt that nobody else has."""
-    return EXACT_PREFIX + secrets.token_hex(16)
+    return f"tiered-kv-exact-{secrets.token_hex(16)}"
 
 
 class JobCaptures:
@@ -73,10 +71,10 @@ class JobCaptures:
                     "What this job's last turn said is not remembered any more: take it while a "
                     "turn runs."
                 )
-            if exact and not (context.salt or "").startswith(EXACT_PREFIX):
+            if exact:
                 raise SnapshotError(
                     "Pages of a job that waits may be of another computation of the same text: "
-                    "exact needs a turn that runs, or a job that was restored or forked exactly."
+                    "exact needs a turn that runs."
                 )
             return (yield from self._pages.waiting(context))
         salt = turn.request.cache_salt

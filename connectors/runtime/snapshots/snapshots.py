@@ -24,10 +24,10 @@ from tiered_kv.snapshot.manifest import SnapshotError
 
 from .capture import Captured
 from .context_pages import context_pages, remember_tail
+from .file_thread import SnapshotFiles
+from .job_capture import JobCaptures, fresh_salt
 from .job_contexts import Context
 from .operations import Operations, Steps, Wait, file_work
-from .job_capture import JobCaptures, fresh_salt
-from .file_thread import SnapshotFiles
 
 MOST_NAMESAKES = 2
 """Jobs of one name that are looked for."""
@@ -74,9 +74,7 @@ class Snapshots:
 
     # -- what is asked for ------------------------------------------------------------
 
-    def take(
-        self, name: str, to: str, *, wait_turn: bool, stop: bool, exact: bool
-    ) -> int | None:
+    def take(self, name: str, to: str, *, wait_turn: bool, stop: bool, exact: bool) -> int | None:
         """Begin to take a job's snapshot; gives the number of the operation, or None if there is no
         such job.
 
@@ -219,7 +217,9 @@ class Snapshots:
         keys = [page.key for page in pages]
         self._index.touch(reversed(keys))
         remember_tail(named, self._facts, self._tails)
-        parents = manifest.parents if key.name == manifest.job else (*manifest.parents, manifest.job)
+        parents = (
+            manifest.parents if key.name == manifest.job else (*manifest.parents, manifest.job)
+        )
         context = Context(
             token_ids=manifest.token_ids,
             kv_tokens=manifest.kv_tokens,
@@ -270,9 +270,7 @@ class Snapshots:
             "extra_pages": captured.saved,
         }
 
-    def _adopt(
-        self, key: JobKey, context: Context, named: Turn, pages: Sequence[PageKey]
-    ) -> None:
+    def _adopt(self, key: JobKey, context: Context, named: Turn, pages: Sequence[PageKey]) -> None:
         self.contexts.remember(key, context)
         end = TurnEnd(
             job=key,
@@ -295,7 +293,9 @@ class Snapshots:
         if turn.hints.is_last_step or not turn.source.admitted or not turn.request.text_only:
             self.contexts.forget(job.key)
             return
-        self.contexts.remember(job.key, Context.of(turn.request, turn.number, self._captures.parents(job)))
+        self.contexts.remember(
+            job.key, Context.of(turn.request, turn.number, self._captures.parents(job))
+        )
 
     def advance(self) -> None:
         """Go on with what is under way, between two steps."""

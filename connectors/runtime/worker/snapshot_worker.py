@@ -24,8 +24,8 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.machine.affinity import CORES
 from tiered_kv.orders import ExportOrder, ImportOrder, OrderId, OrderReport, SnapshotOrder
 from tiered_kv.pages.cpu_index import cold_place
-from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.snapshot.rank_writer import PageWriter
+from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.storage.bundles import Bundles
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,7 @@ class SnapshotWorker:
             page = self._page(order, i)
             if page is None:
                 return False
-            writer.add(
-                group, order.blocks[i], order.keys[i], self._groups[group].page_format, page
-            )
+            writer.add(group, order.blocks[i], order.keys[i], self._groups[group].page_format, page)
             return True
 
         failed = self._each(write, len(order.keys))
@@ -130,7 +128,9 @@ class SnapshotWorker:
                 logger.error("a page of a snapshot: %s", error)
                 return False
 
-        return frozenset(i for i, good in enumerate(self._pages.map(moved, range(count))) if not good)
+        return frozenset(
+            i for i, good in enumerate(self._pages.map(moved, range(count))) if not good
+        )
 
     def take_reports(self) -> dict[OrderId, OrderReport]:
         """Results of orders since the last call."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.errors import ConfigError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.machine.memory import system_memory
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
@@ -38,9 +37,9 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
 from .cold_loads import ColdLoads
 from .compressor import Compressor, make_compressor
+from .cpu_size import slots_of
 from .kv_tensors import flops_of, storage_of
 from .snapshot_worker import SnapshotWorker
-from .cpu_size import slots_of
 from .speed_probe import measure_copies
 from .tier_worker import TierWorker
 

@@ -41,6 +41,12 @@ def answered(rig: EngineRig) -> None:
     assert rig.ask("turn 1", PROMPT, max_tokens=8, params=JOB) == ANSWER
 
 
+def clean(rig: EngineRig) -> None:
+    """Check that nothing is held but by pins."""
+    rig.pins.release_all()
+    rig.check_clean()
+
+
 def until_answering(rig: EngineRig, request: str, tokens: int) -> None:
     """Step until a request has answered so many tokens."""
     while len(rig.outputs[request]) < tokens:
@@ -60,8 +66,8 @@ def test_a_job_goes_on_in_another_engine(engine: Any) -> None:
     assert there.ask("turn 2", TURN_2, params=JOB) == expected(TURN_2, 4)
     assert there.count("prompt_tokens_cpu") == 307  # the tail too
     here.run()
-    here.check_clean()
-    there.check_clean()
+    clean(here)
+    clean(there)
 
 
 def test_it_is_found_without_its_name(engine: Any) -> None:
@@ -75,7 +81,7 @@ def test_it_is_found_without_its_name(engine: Any) -> None:
     assert there.turn("turn 2").job.key.name == "renamed"
     there.run()
     assert there.count("prompt_tokens_cpu") == 307
-    there.check_clean()
+    clean(there)
 
 
 def test_a_running_turn_is_taken_and_goes_on_in_both(engine: Any) -> None:
@@ -94,19 +100,18 @@ def test_a_running_turn_is_taken_and_goes_on_in_both(engine: Any) -> None:
     assert 304 <= taken["kv_tokens"] == len(so_far) - 1
     assert there.ask("on", so_far, max_tokens=8, params=JOB) == expected(so_far, 8)
     assert there.count("prompt_tokens_cpu") == taken["kv_tokens"]  # one token was computed
-    here.check_clean()
-    there.check_clean()
+    clean(here)
+    clean(there)
 
 
 def test_an_exact_one_has_names_of_its_own(engine: Any) -> None:
     here, there = engine(), engine()
     here.add("turn 1", PROMPT, max_tokens=40, params=JOB)
     until_answering(here, "turn 1", 5)
-    known = len(here.index)
 
     result(here, take(here, "agent", "midway", exact=True))
     here.run()
-    assert len(here.index) <= known + 3  # what the turn filled since, and none of the snapshot's
+    assert len(here.index) == 22  # those of the turn's 339 tokens, and none of the snapshot's
     there.ask("other", PROMPT, max_tokens=1)  # has the same text in VRAM
     brought = result(there, restore(there, "midway", exact=True))
     so_far = list(open_snapshot(here.half.given.config.snapshot_path / "midway").manifest.token_ids)
@@ -117,7 +122,7 @@ def test_an_exact_one_has_names_of_its_own(engine: Any) -> None:
 
     assert there.count("prompt_tokens_cpu") - before == len(so_far) - 1  # nothing of VRAM
     assert salt != result(there, restore(there, "midway", "again", exact=True))["cache_salt"]
-    there.check_clean()
+    clean(there)
 
 
 def test_a_near_one_is_no_exact_one(engine: Any) -> None:
@@ -168,7 +173,7 @@ def test_forks_share_all_but_their_tails(engine: Any) -> None:
         assert rig.ask(child, prompt, params={"job_id": child}) == expected(prompt, 4)
     assert rig.count("prompt_tokens_recomputed") == 300 + 3 * 21
     assert "already" in why(rig, fork(rig, "agent", "a"))
-    rig.check_clean()
+    clean(rig)
 
 
 def test_a_running_turn_is_forked(engine: Any) -> None:
@@ -186,7 +191,7 @@ def test_a_running_turn_is_forked(engine: Any) -> None:
             child, so_far, max_tokens=8, params={"job_id": child}, salt=forked["cache_salt"]
         )
         assert found == expected(so_far, 8)
-    rig.check_clean()
+    clean(rig)
 
 
 def test_snapshots_of_forks_share_pages_on_disk(engine: Any, root: Path) -> None:
@@ -220,7 +225,7 @@ def test_what_is_damaged_is_refused_and_nothing_is_seen(engine: Any, root: Path)
     assert len(there.index) == 0
     assert there.ask("turn 2", TURN_2, params=JOB) == expected(TURN_2, 4)
     assert there.count("prompt_tokens_cpu") == 0
-    there.check_clean()
+    clean(there)
 
 
 def test_a_context_that_has_no_room_is_refused(engine: Any, make_engine: MakeEngine) -> None:
@@ -233,13 +238,24 @@ def test_a_context_that_has_no_room_is_refused(engine: Any, make_engine: MakeEng
     assert "TIERED_KV_CPU_GIB" in why(there, restore(there, "night"))
 
     assert len(there.index) == 0
-    there.check_clean()
+    clean(there)
+
+
+def test_what_only_vram_holds_is_taken_from_there(engine: Any) -> None:
+    page = engine().half.facts.slot_bytes
+    rig = engine(cpu_gib=(30 * page + 1) / (1 << 30))
+    answered(rig)  # pinned
+    rig.ask("rival", text(400, seed=9))
+
+    assert result(rig, take(rig, "agent", "late"))["kv_tokens"] >= 304  # without its tail
+    clean(rig)
 
 
 def test_one_whose_kv_is_gone_says_so(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(30 * page + 1) / (1 << 30))
     answered(rig)
+    rig.pins.release_all()
     rig.fill()
 
     assert "evicted" in why(rig, take(rig, "agent", "late"))
@@ -255,7 +271,7 @@ def test_a_reset_ends_what_is_under_way(engine: Any) -> None:
     assert "reset" in why(rig, begun)
     assert take(rig, "agent", "night")["operation"] is None  # nothing is known of it any more
     rig.run()
-    rig.check_clean()
+    clean(rig)
 
 
 def test_names_that_nobody_knows_or_that_are_taken(engine: Any) -> None:
@@ -269,7 +285,7 @@ def test_names_that_nobody_knows_or_that_are_taken(engine: Any) -> None:
         assert outcome(rig, take(rig, "agent", name))["state"] == "failed"
     assert "no" in why(rig, restore(rig, "morning")).lower()
     rig.run()
-    rig.check_clean()
+    clean(rig)
 
 
 def test_an_engine_without_a_folder_says_what_to_set(make_engine: MakeEngine) -> None:
@@ -299,4 +315,4 @@ def test_whoever_hangs_up_meanwhile_leaves_it_whole(engine: Any, at: int) -> Non
         so_far = PROMPT + expected(PROMPT, brought["tokens"] - 300)
         assert other.ask("on", so_far, params=JOB) == expected(so_far, 4)
     rig.run()
-    rig.check_clean()
+    clean(rig)
