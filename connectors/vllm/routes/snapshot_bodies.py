@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX, MAX_JOB_ID_CHARS
+from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.snapshot.snapshot_files import check_name
 
 from .refusals import Refusal
 
@@ -23,13 +24,16 @@ MOST_FORKS = 64
 DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0
 """Wait for the end of an operation unless the body says otherwise, and the longest, seconds."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NEEDED = object()
 
 
 def is_name(text: str) -> bool:
     """True if a snapshot may have this name."""
-    return _NAME.fullmatch(text) is not None
+    try:
+        check_name(text)
+    except SnapshotError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def read_name(name: str, value: object) -> str:
         raise Refusal(
             400,
             f"{name} is the name of a snapshot: a letter or digit, then up to 99 letters, digits, "
-            "dots, hyphens and underscores.",
+            "dots, dashes and underscores, without .zip at the end.",
         )
     return value
 

@@ -54,7 +54,7 @@ def test_fields_of_other_types_are_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", ".making-1", "-n", "a/b", "a\\b", "/etc", "a\n", "a\0", "ü", "٣", "x" * 101]
+    ["", ".", "..", ".making-1", "-n", "a/b", "a\\b", "/etc", "a\n", "a\0", "ü", "٣", "x" * 101, "a.zip"]
     + [7, None, True, ["n"], {"n": 1}],
 )
 @pytest.mark.parametrize("path", [SNAPSHOTS, RESTORES])
@@ -67,7 +67,7 @@ def test_names_that_are_none_are_refused(
     assert not core.asked
 
 
-@pytest.mark.parametrize("name", ["x", "0", "A-b_c.d", "x" * 100, "a..b"])
+@pytest.mark.parametrize("name", ["x", "0", "A-b_c.d", "x" * 100, "a..b", "zip"])
 def test_other_names_are_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     core = WorkingCore(["j"])
     _, ask = serve(monkeypatch, core)

@@ -13,8 +13,8 @@ from pathlib import Path
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.pack import pack
 from tiered_kv.snapshot.reader import open_snapshot
-
-MANIFEST, PAGES, ZIP = "manifest.json", "pages", ".zip"
+from tiered_kv.snapshot.snapshot_files import MANIFEST, PAGES, ZIP, sync_file
+from tiered_kv.storage.disk.files import RealFiles
 
 
 def is_path(text: str) -> bool:
@@ -132,18 +132,14 @@ def _copy(folder: Path, path: Path) -> None:
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         shutil.copytree(folder, draft, symlinks=True)
-        for one in (*(file for file in draft.rglob("*")), draft):
-            _sync(one)
+        for one in (*draft.rglob("*"), draft):
+            if one.is_dir():
+                RealFiles().sync_folder(one)
+            else:
+                sync_file(one)
         draft.rename(path)
-        _sync(path.parent)
+        RealFiles().sync_folder(path.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
