@@ -1,0 +1,165 @@
+"""Differences between a snapshot and an engine, for which its pages would be wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tiered_kv.codecs.base import PageFormat
+from tiered_kv.vllm_versions import parse_version
+
+from .manifest import Manifest, SnapshotGroup
+from .strict_json import plain
+
+MOST_NAMES = 12
+"""Names of settings that a sentence has."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """The facts of an engine that decide whether it can use a snapshot's pages.
+
+    Attributes:
+        ranks: tensor-parallel ranks.
+        hash_tokens: tokens of a block hash.
+        vllm: version of vLLM.
+        groups: groups of its pages.
+    """
+
+    ranks: int
+    hash_tokens: int
+    vllm: str
+    groups: tuple[SnapshotGroup, ...]
+
+
+def mismatches(manifest: Manifest, engine: EngineIdentity) -> list[str]:
+    """List each difference between a snapshot and an engine, with what would be needed; empty if
+    the engine can use the pages."""
+    found = [*_engine_wide(manifest, engine)]
+    if len(manifest.groups) == len(engine.groups):
+        for number, (theirs, ours) in enumerate(zip(manifest.groups, engine.groups, strict=True)):
+            found += _of_fingerprints(manifest, theirs.fingerprint, ours.fingerprint)
+            found += _of_groups(number, theirs, ours)
+    return list(dict.fromkeys(found))  # what all groups share is said once
+
+
+def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
+    if parse_version(manifest.vllm) != parse_version(engine.vllm):
+        yield (
+            f"it was taken from vLLM {manifest.vllm}, and this is vLLM {engine.vllm}: restore it "
+            f"where vLLM's first two numbers are those of {manifest.vllm}"
+        )
+    if manifest.ranks != engine.ranks:
+        yield (
+            f"its pages are cut for {_ranks(manifest.ranks)}, and this engine has "
+            f"{_ranks(engine.ranks)}: start it with --tensor-parallel-size {manifest.ranks}"
+        )
+    if manifest.hash_tokens != engine.hash_tokens:
+        yield (
+            f"its blocks are hashed by {manifest.hash_tokens} tokens, and this engine's by "
+            f"{engine.hash_tokens}: the same block sizes are needed"
+        )
+    if len(manifest.groups) != len(engine.groups):
+        yield (
+            f"it has {_groups(len(manifest.groups))} of pages, and this engine "
+            f"{_groups(len(engine.groups))}: the same model is needed, with the same settings of "
+            "its KV cache"
+        )
+
+
+def _of_fingerprints(
+    manifest: Manifest, theirs: Mapping[str, object], ours: Mapping[str, object]
+) -> Iterator[str]:
+    """Differences in what all groups share."""
+
+    def differ(name: str) -> bool:
+        return plain(theirs.get(name)) != plain(ours.get(name))
+
+    def pair(name: str) -> str:
+        return f"{_word(theirs.get(name))}, and this engine's {_word(ours.get(name))}"
+
+    if differ("model"):
+        yield f"its model weights are {pair('model')}: load the weights of {manifest.model}"
+    if differ("adapter"):
+        yield f"its LoRA adapter is {pair('adapter')}: load the same adapter, or none for both"
+    if differ("dtype"):
+        needed = _word(theirs.get("dtype")).removeprefix("torch.")
+        yield f"its dtype is {pair('dtype')}: start the engine with --dtype {needed}"
+    if differ("cache_dtype"):
+        needed = _word(theirs.get("cache_dtype"))
+        yield (
+            f"its cache dtype is {pair('cache_dtype')}: start the engine with "
+            f"--kv-cache-dtype {needed}"
+        )
+    if differ("kv_scales"):
+        yield f"the scales of its KV are from {pair('kv_scales')}: they must have one source"
+    names = list(_differing(plain(theirs.get("config")), plain(ours.get("config")), ""))
+    if names:
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        yield (
+            f"the configuration of its model differs in {', '.join(names[:MOST_NAMES])}{more}: "
+            "start the engine with the same model and overrides"
+        )
+    known = {"model", "adapter", "dtype", "cache_dtype", "kv_scales", "config"}
+    told_elsewhere = {"group", "block_size", "layout", "ranks", "hash_algorithm", "generation"}
+    for name in sorted((theirs.keys() | ours.keys()) - known - told_elsewhere):
+        if differ(name):
+            yield f"its {name} is {pair(name)}: they must be the same"
+
+
+def _of_groups(number: int, theirs: SnapshotGroup, ours: SnapshotGroup) -> Iterator[str]:
+    of = f"group {number} of its pages"
+    if theirs.index != ours.index:
+        yield (
+            f"{of} is the engine's group {theirs.index}, and here group {ours.index}: the same "
+            "model is needed"
+        )
+    if theirs.block_size != ours.block_size:
+        yield (
+            f"{of} has blocks of {theirs.block_size} tokens, and this engine's of "
+            f"{ours.block_size}: start it with --block-size {theirs.block_size}"
+        )
+    layouts = [_word(group.fingerprint.get("layout")) for group in (theirs, ours)]
+    if layouts[0] != layouts[1]:
+        yield (
+            f"{of} has the layout {layouts[0]}, and this engine's {layouts[1]}: the same attention "
+            "backend and KV cache layout are needed"
+        )
+    elif _told(theirs.page_format) != _told(ours.page_format):
+        yield (
+            f"{of} has pages of {_told(theirs.page_format)}, and this engine's of "
+            f"{_told(ours.page_format)}: the same dtype and cache dtype are needed"
+        )
+
+
+def _differing(theirs: object, ours: object, prefix: str) -> Iterator[str]:
+    """Names of settings that differ, with those of the settings that they are in."""
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        if theirs != ours:
+            yield prefix or "all of it"
+        return
+    for name in sorted(theirs.keys() | ours.keys()):
+        where = f"{prefix}.{name}" if prefix else name
+        if name not in theirs or name not in ours:
+            yield where
+        else:
+            yield from _differing(theirs[name], ours[name], where)
+
+
+def _told(page_format: PageFormat) -> str:
+    sections = [f"{one.nbytes} bytes of {one.element.value}" for one in page_format.sections]
+    told = " and ".join(sections) if len(sections) < 4 else f"{page_format.page_bytes} bytes"
+    return told + f" in {len(sections)} sections" if len(sections) > 3 else told
+
+
+def _word(value: object) -> str:
+    text = str(value) if value not in (None, "") else "none"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"{count} ranks"
+
+
+def _groups(count: int) -> str:
+    return "one group" if count == 1 else f"{count} groups"

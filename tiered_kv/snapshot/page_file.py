@@ -1,0 +1,151 @@
+"""One page as a file that needs no other: whoever has the file can decode the page.
+
+    offset  bytes  field
+    0       8      magic "TKVPAGE" and a zero
+    8       2      version, 1
+    10      2      codec
+    12      4      type of the elements, as in ``section_table.ELEMENTS``; opaque if there are several
+    16      4      tokens of the page
+    20      4      bytes of the page
+    24      4      bytes of the codec's table, at most 64 KiB
+    28      4      bytes of the plane
+    32      4      bytes of the frame
+    36             table, plane and frame, and nothing behind them
+
+Little-endian. A file is never larger than its header and the page. Its own format counts for
+decoding, so that pages of the same bytes can be one file though their groups call them otherwise.
+There is no digest: that of the page's bytes is the file's name.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, Codec, EncodedPage, PageFormat
+from tiered_kv.codecs.raw import RawCodec
+from tiered_kv.codecs.registry import CODECS, from_table
+from tiered_kv.codecs.section_table import ELEMENTS
+
+from .manifest import SnapshotError
+
+HEADER = struct.Struct("<8sHHIIIIII")
+MAGIC, VERSION = b"TKVPAGE\0", 1
+MOST_TABLE_BYTES = 64 << 10
+
+
+def least_file_bytes() -> int:
+    """Size of the smallest file of a page, bytes."""
+    return HEADER.size
+
+
+def most_file_bytes(page_format: PageFormat) -> int:
+    """Size of the largest file of such a page, bytes."""
+    return HEADER.size + page_format.page_bytes
+
+
+def encode_page(page: Bytes, page_format: PageFormat) -> list[memoryview]:
+    """Make the file of a page, in parts that may alias the page.
+
+    Args:
+        page: the page, contiguous and of ``page_format.page_bytes`` bytes.
+    """
+    codec = _codec(page_format)
+    encoded, table = codec.encode(page), codec.table
+    if len(table) > MOST_TABLE_BYTES or len(table) + encoded.nbytes >= page.nbytes:
+        codec, table = RawCodec(page_format), b""
+        encoded = codec.encode(page)
+    header = HEADER.pack(
+        MAGIC,
+        VERSION,
+        codec.codec_id,
+        ELEMENTS.index(page_format.element),
+        page_format.tokens,
+        page_format.page_bytes,
+        len(table),
+        encoded.plane.nbytes,
+        encoded.frame.nbytes,
+    )
+    return [memoryview(header + table), encoded.plane.data, encoded.frame.data]
+
+
+def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: Bytes) -> None:
+    """Fill ``out`` with the page of a file. Its digest is the caller's to check.
+
+    Args:
+        page_format: format of the page; only its size must be the file's.
+        out: memory for the page, of just its size.
+
+    Raises:
+        SnapshotError: the bytes are no page of that size; ``out`` may hold anything.
+    """
+    stored = np.frombuffer(data, np.uint8)
+    if out.nbytes != page_format.page_bytes:
+        raise ValueError(f"{out.nbytes} bytes for pages of {page_format.page_bytes}")
+    header = _Header.read(stored)
+    if header.page_format.page_bytes != out.nbytes:
+        raise SnapshotError(
+            f"a page has {header.page_format.page_bytes} bytes where {out.nbytes} are needed"
+        )
+    plane_at = HEADER.size + header.table_bytes
+    frame_at = plane_at + header.plane_bytes
+    table = stored[HEADER.size : plane_at].tobytes()
+    encoded = EncodedPage(stored[plane_at:frame_at], stored[frame_at:])
+    try:
+        _stored_codec(header.codec_id, table, header.page_format).decode(encoded, out)
+    except Exception as error:
+        # CodecError by contract; but these bytes come from anywhere.
+        raise SnapshotError(f"a page is damaged: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """Header of a file, checked against its length.
+
+    Raises:
+        SnapshotError: from ``read``: it is none.
+    """
+
+    codec_id: int
+    page_format: PageFormat
+    table_bytes: int
+    plane_bytes: int
+
+    @staticmethod
+    def read(stored: Bytes) -> _Header:
+        if stored.nbytes < HEADER.size:
+            raise SnapshotError("a page is cut off before its header ends")
+        magic, version, codec, element, tokens, size, table, plane, frame = HEADER.unpack_from(
+            stored
+        )
+        if magic != MAGIC:
+            raise SnapshotError("a page does not begin as pages do")
+        if version != VERSION:
+            raise SnapshotError(f"a page is of version {version}, and {VERSION} is known here")
+        if element >= len(ELEMENTS):
+            raise SnapshotError(f"a page has elements of type {element}, not known here")
+        if table > MOST_TABLE_BYTES:
+            raise SnapshotError(f"a page has a table of {table} bytes")
+        if HEADER.size + table + plane + frame != stored.nbytes:
+            raise SnapshotError(
+                f"a page has {stored.nbytes} bytes where its header tells of "
+                f"{HEADER.size + table + plane + frame}"
+            )
+        return _Header(codec, PageFormat(ELEMENTS[element], size, tokens), table, plane)
+
+
+@lru_cache(maxsize=8)
+def _codec(page_format: PageFormat) -> Codec:
+    """An untrained codec: it is the same whenever it is made, and its table is short."""
+    try:
+        return CODECS["centred"].make(page_format)
+    except ValueError:  # bytes of which nothing is known
+        return RawCodec(page_format)
+
+
+@lru_cache(maxsize=8)
+def _stored_codec(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+    return from_table(codec_id, table, page_format)

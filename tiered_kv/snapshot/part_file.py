@@ -1,0 +1,108 @@
+"""Part of a snapshot: what one rank has written, as ``part-<rank>.json`` in a draft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from .manifest import MOST_RANKS, SnapshotPage, is_sha256
+from .strict_json import MOST_WHOLE, Fields, canonical, checked_text, checked_whole, parse
+
+_NAME = re.compile(r"part-(0|[1-9][0-9]{0,5})\.json")
+
+
+class Origin(Enum):
+    """Origin of the file of a page."""
+
+    NEW = "new"
+    """Written: the pool had none."""
+    AGAIN = "again"
+    """Written, though the pool had one, which could not be used."""
+    SHARED = "shared"
+    """A file that other snapshots have too."""
+    BESIDE = "beside"
+    """A file of another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """A page's file.
+
+    Attributes:
+        nbytes: size of the file.
+        origin: where it came from.
+    """
+
+    nbytes: int
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Contents of a part.
+
+    Attributes:
+        rank: rank that has written it.
+        pages: its pages.
+        files: files of these pages by digest.
+    """
+
+    rank: int
+    pages: tuple[SnapshotPage, ...]
+    files: dict[str, StoredPage]
+
+    def dump(self) -> bytes:
+        """Write it as JSON."""
+        return canonical(
+            {
+                "rank": self.rank,
+                "pages": [[page.group, page.block, page.key, page.sha256] for page in self.pages],
+                "files": [
+                    [digest, file.nbytes, file.origin.value] for digest, file in self.files.items()
+                ],
+            }
+        )
+
+    @staticmethod
+    def load(data: bytes) -> Part:
+        """Read it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        fields = Fields(parse(data))
+        rank = fields.whole("rank", 0, MOST_RANKS - 1)
+        rows = fields.items("pages")
+        files = {}
+        for digest, nbytes, origin in fields.items("files"):
+            if not is_sha256(digest):
+                raise ValueError("a digest is none of SHA-256")
+            files[digest] = StoredPage(checked_whole(nbytes, "bytes", 1, 1 << 32), Origin(origin))
+        fields.done()
+        pages = tuple(
+            SnapshotPage(
+                checked_whole(group, "group", 0, MOST_WHOLE),
+                checked_whole(block, "block", 0, MOST_WHOLE),
+                rank,
+                digest,
+                checked_text(key, "key"),
+            )
+            for group, block, key, digest in rows
+        )
+        if {page.sha256 for page in pages} != files.keys():
+            raise ValueError("its files are not those of its pages")
+        return Part(rank, pages, files)
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """Place of a rank's part in a draft."""
+    return folder / f"part-{rank}.json"
+
+
+def ranks_of(names: Iterable[str]) -> set[int]:
+    """Ranks whose parts are among these files."""
+    found = map(_NAME.fullmatch, names)
+    return {int(match[1]) for match in found if match is not None}

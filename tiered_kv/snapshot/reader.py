@@ -1,0 +1,276 @@
+"""Snapshots as they are read: a folder, or a zip file with the same in it.
+
+Opening checks everything but the bytes of the pages: each is checked against its digest whenever
+it is read. Nothing is trusted, so that a snapshot can come from anywhere: links are not followed,
+names are those that a snapshot has, and no more memory is taken than its files and one page need.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes, PageFormat
+from tiered_kv.codecs.scratch import Scratch
+
+from .manifest import Manifest, SnapshotError, SnapshotPage, load
+from .page_file import decode_page, least_file_bytes, most_file_bytes
+from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill, read_whole
+from .stored_zip import Place, members
+from .strict_json import MOST_BYTES
+
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Files of a snapshot.
+
+    Attributes:
+        manifest: bytes of its manifest.
+        sizes: size of a page's file by digest; None if there is none.
+        read: reader of a page's file.
+    """
+
+    manifest: bytes
+    sizes: Callable[[str], int | None]
+    read: Callable[[str, Bytes], None]
+
+
+class Snapshot:
+    """A snapshot that is open. Its methods may be called on several threads, but for ``close``.
+
+    Attributes:
+        manifest: its manifest.
+        nbytes: size of its files, bytes.
+    """
+
+    def __init__(self, fds: list[int], source: _Source) -> None:
+        self._fds, self._source = fds, source
+        self.manifest: Manifest = load(source.manifest)
+        self._sizes = _checked_sizes(self.manifest, source.sizes)
+        self.nbytes = len(source.manifest) + sum(self._sizes.values())
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Size of the file of each page, bytes, by the page's digest."""
+        return self._sizes
+
+    def read_page(self, page: SnapshotPage, out: Bytes) -> None:
+        """Fill ``out`` with a page of the manifest.
+
+        Args:
+            out: memory of just the size of a page of its group.
+
+        Raises:
+            SnapshotError: it is damaged, or cannot be read; ``out`` may hold anything.
+        """
+        if not 0 <= page.group < len(self.manifest.groups):
+            raise SnapshotError(f"the snapshot has no group {page.group}")
+        page_format = self.manifest.groups[page.group].page_format
+        stored = _stored.bytes(self._sizes.get(page.sha256, 0))
+        self.read_file(page.sha256, stored)
+        where = f"block {page.block} of group {page.group}, rank {page.rank}"
+        try:
+            decode_page(stored, page_format, out)
+        except SnapshotError as error:
+            raise SnapshotError(f"{where}: {error}") from error
+        if sha256(out).hexdigest() != page.sha256:
+            raise SnapshotError(f"{where}: the page is damaged; a whole copy is needed")
+
+    def read_file(self, digest: str, out: Bytes) -> None:
+        """Fill ``out`` with the file of a page, as it is.
+
+        Raises:
+            SnapshotError: there is none, or it cannot be read.
+        """
+        if self._sizes.get(digest) != out.nbytes:
+            raise SnapshotError(f"the snapshot has no page {digest!r:.80} of {out.nbytes} bytes")
+        with disk_errors("a page of the snapshot cannot be read"):
+            self._source.read(digest, out)
+
+    def verify(self) -> None:
+        """Read and check every page.
+
+        Raises:
+            SnapshotError: one is damaged, or cannot be read.
+        """
+        seen = set[tuple[str, int]]()
+        for page in self.manifest.pages:
+            nbytes = self.manifest.groups[page.group].page_format.page_bytes
+            if (page.sha256, nbytes) not in seen:
+                seen.add((page.sha256, nbytes))
+                self.read_page(page, _page.bytes(nbytes))
+
+    def close(self) -> None:
+        """Close its files. Idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_snapshot(path: Path) -> Snapshot:
+    """Open a snapshot.
+
+    Args:
+        path: its folder, or its zip file.
+
+    Raises:
+        SnapshotError: it is none, or damaged.
+    """
+    fds: list[int] = []
+    try:
+        with disk_errors(f"{path} cannot be read"):
+            fd = _opened(path, None, fds)
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISDIR(mode):
+                return Snapshot(fds, _folder_source(fd, fds))
+            if stat.S_ISREG(mode):
+                return Snapshot(fds, _zip_source(fd))
+        raise SnapshotError(f"{path} is neither a folder nor a file")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def find_snapshot(root: Path, name: str) -> Path:
+    """Find a snapshot by its name.
+
+    Raises:
+        SnapshotError: there is none, or that is no name of one.
+    """
+    check_name(name)
+    folder, file = root / name, root / (name + ZIP)
+    if folder.is_dir() and not folder.is_symlink():
+        return folder
+    if file.is_file() and not file.is_symlink():
+        return file
+    raise SnapshotError(f"there is no snapshot {name} in {root}: look for its name there")
+
+
+def _checked_sizes(
+    manifest: Manifest, size_of: Callable[[str], int | None]
+) -> dict[str, int]:
+    """Sizes of the files of all pages.
+
+    Raises:
+        SnapshotError: one is missing, or not as long as it can be, or all are not what they were.
+    """
+    formats: dict[str, PageFormat] = {}
+    for page in manifest.pages:
+        page_format = manifest.groups[page.group].page_format
+        if formats.setdefault(page.sha256, page_format).page_bytes != page_format.page_bytes:
+            raise SnapshotError("pages of unlike sizes have one digest")
+    sizes = {}
+    for digest, page_format in formats.items():
+        size = size_of(digest)
+        if size is None:
+            raise SnapshotError(f"page {digest} is missing; a whole copy is needed")
+        if not least_file_bytes() <= size <= most_file_bytes(page_format):
+            raise SnapshotError(f"page {digest} has {size} bytes, as no page of its group can")
+        sizes[digest] = size
+    if sum(sizes.values()) != manifest.stored_bytes:
+        raise SnapshotError(
+            f"the pages have {sum(sizes.values())} bytes where the manifest tells of "
+            f"{manifest.stored_bytes}; a whole copy is needed"
+        )
+    return sizes
+
+
+def _opened(path: Path | str, folder: int | None, fds: list[int]) -> int:
+    """Open a file or folder, following no link at its end, and note it in ``fds``."""
+    try:
+        fds.append(os.open(path, _OPEN, dir_fd=folder))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SnapshotError(f"{path} is a symbolic link: give what it leads to") from error
+        raise
+    return fds[-1]
+
+
+# -- folders ------------------------------------------------------------------------------
+
+
+def _folder_source(folder: int, fds: list[int]) -> _Source:
+    manifest = read_whole(_plain(MANIFEST, folder, fds), MOST_BYTES, "the manifest")
+    pages = _opened(PAGES, folder, fds)
+    if not stat.S_ISDIR(os.fstat(pages).st_mode):
+        raise SnapshotError(f"{PAGES} is no folder")
+    return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
+
+
+def _plain(name: str, folder: int, fds: list[int]) -> int:
+    fd = _opened(name, folder, fds)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise SnapshotError(f"{name} is no plain file")
+    return fd
+
+
+def _size_in(pages: int, digest: str) -> int | None:
+    try:
+        found = os.stat(digest, dir_fd=pages, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise SnapshotError(f"page {digest} is no plain file")
+    return found.st_size
+
+
+def _read_in(pages: int, digest: str, out: Bytes) -> None:
+    fds: list[int] = []
+    try:
+        fill(_plain(digest, pages, fds), 0, out)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+# -- zip files ----------------------------------------------------------------------------
+
+
+def _zip_source(fd: int) -> _Source:
+    found = members(fd)
+    place = found.pop(MANIFEST, None)
+    if place is None:
+        raise SnapshotError("the zip file is no snapshot: it has no manifest")
+    if place.nbytes > MOST_BYTES:
+        raise SnapshotError(f"the manifest has {place.nbytes} bytes, more than is read")
+    manifest = np.empty(place.nbytes, np.uint8)
+    fill(fd, place.offset, manifest)
+    places = {name.removeprefix(f"{PAGES}/"): place for name, place in found.items()}
+    source = _Source(
+        manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places)
+    )
+    return source
+
+
+def _size_at(places: dict[str, Place], digest: str) -> int | None:
+    place = places.get(digest)
+    return None if place is None else place.nbytes
+
+
+def _read_at(fd: int, places: dict[str, Place], digest: str, out: Bytes) -> None:
+    fill(fd, places[digest].offset, out)
+
+
+_stored, _page = Scratch(), Scratch()

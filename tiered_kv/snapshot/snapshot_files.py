@@ -1,0 +1,153 @@
+"""Files of snapshots: their names, made durable, read within bounds, and errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.storage.disk.files import FOLDER_MODE, open_plain
+
+from .manifest import SnapshotError
+
+MANIFEST = "manifest.json"
+PAGES = "pages"
+POOL = ".pages"
+ZIP = ".zip"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_name(name: str) -> None:
+    """Check that a snapshot can have this name.
+
+    Raises:
+        SnapshotError: it cannot.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise SnapshotError(
+            f"{name!r:.120} is no name of a snapshot: use 1 to 100 letters, digits, dots, dashes "
+            "and underscores, and begin with a letter or digit"
+        )
+    if name.lower().endswith(ZIP):
+        raise SnapshotError(f"{name!r} is no name of a snapshot: leave out the {name[-4:]}")
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn errors of the operating system into sentences.
+
+    Args:
+        what: beginning of the sentence: that which could not be done.
+
+    Raises:
+        SnapshotError: the operating system refused something.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise SnapshotError(f"{what}: {error.strerror or error}{where}") from error
+
+
+def write_new(path: Path, parts: Sequence[memoryview]) -> int:
+    """Write a new file; its bytes are not durable yet.
+
+    Returns:
+        Its size, bytes.
+
+    Raises:
+        OSError: it could not be written, or is there.
+    """
+    fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        return write_all(fd, parts)
+    finally:
+        os.close(fd)
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new file that survives a power cut once its folder is synchronised.
+
+    Raises:
+        OSError: it could not be written, or is there.
+    """
+    fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, [memoryview(data)])
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, parts: Sequence[memoryview]) -> int:
+    """Write all of these bytes, one after the other.
+
+    Returns:
+        Number of bytes.
+
+    Raises:
+        OSError: the disk is full, or failed.
+    """
+    left = [part for part in parts if part.nbytes]
+    total = sum(part.nbytes for part in left)
+    while left:
+        written = os.writev(fd, left)
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if written:
+            left[0] = left[0][written:]
+    return total
+
+
+def sync_file(path: Path) -> None:
+    """Make the contents of a file survive a power cut, whoever wrote them.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    fd = open_plain(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for its owner alone."""
+    path.mkdir(mode=FOLDER_MODE)
+
+
+def fill(fd: int, offset: int, out: Bytes) -> None:
+    """Read just so many bytes of a file.
+
+    Raises:
+        OSError: the disk failed.
+        SnapshotError: the file ends before.
+    """
+    view, at = memoryview(out), 0
+    while at < view.nbytes:
+        count = os.preadv(fd, [view[at:]], offset + at)
+        if count == 0:
+            raise SnapshotError(f"a file of the snapshot ends {view.nbytes - at} bytes too early")
+        at += count
+
+
+def read_whole(fd: int, most: int, what: str) -> bytes:
+    """Read a whole file of limited size.
+
+    Raises:
+        OSError: the disk failed.
+        SnapshotError: it is larger.
+    """
+    size = os.fstat(fd).st_size
+    if size > most:
+        raise SnapshotError(f"{what} has {size} bytes, and {most} are the most that is read")
+    data = np.empty(size, np.uint8)
+    fill(fd, 0, data)
+    return data.tobytes()
