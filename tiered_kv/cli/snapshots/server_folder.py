@@ -13,7 +13,7 @@ from pathlib import Path
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.pack import pack
 from tiered_kv.snapshot.reader import open_snapshot
-from tiered_kv.snapshot.snapshot_files import MANIFEST, PAGES, ZIP, sync_file
+from tiered_kv.snapshot.snapshot_files import MANIFEST, PAGES, ZIP, make_folder, sync_file
 from tiered_kv.storage.disk.files import RealFiles
 
 
@@ -81,6 +81,7 @@ class ServerFolder:
         else:
             try:
                 folder.rename(path)
+                RealFiles().sync_folder(path.parent)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
@@ -94,14 +95,15 @@ class ServerFolder:
             SnapshotError, OSError: it is none, or cannot be brought in.
         """
         with open_snapshot(path) as snapshot:
-            digests = {page.sha256 for page in snapshot.manifest.pages}
+            digests = list(snapshot.files)
         name = new_name()
         try:
             if path.is_file():
                 _link(path, self._path / f"{name}{ZIP}")
                 return name
             folder = self._path / name
-            (folder / PAGES).mkdir(parents=True)
+            make_folder(folder)
+            make_folder(folder / PAGES)
             for digest in digests:
                 _link(path / PAGES / digest, folder / PAGES / digest)
             _link(path / MANIFEST, folder / MANIFEST)  # the last one: it makes this a snapshot
@@ -124,7 +126,7 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
-        shutil.copyfile(source, target, follow_symlinks=False)
+        shutil.copy(source, target, follow_symlinks=False)
 
 
 def _copy(folder: Path, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -32,7 +33,6 @@ from tiered_kv.top.fetch.safe_text import harmless
 from .server_folder import ServerFolder, check_new, is_path, new_name
 from .snapshot_client import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S, SnapshotClient, is_over
 from .snapshot_report import (
-    describe_difference,
     describe_snapshot,
     difference_rows,
     forked_rows,
@@ -230,7 +230,7 @@ def diff_command(
             manifests = one.manifest, other.manifest
         found = difference(*manifests)
     if as_json:
-        print_json({"a": str(first), "b": str(second), **describe_difference(found)})
+        print_json({"a": str(first), "b": str(second), **asdict(found)})
     else:
         columns = {"": False, _shown(first): False, _shown(second): False}
         print_table(columns, difference_rows(found))

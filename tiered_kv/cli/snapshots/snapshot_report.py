@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from tiered_kv.cli.terminal import size
 from tiered_kv.snapshot.difference import Difference
@@ -166,17 +165,28 @@ def _group_line(group: SnapshotGroup) -> str:
     return f"{group.index}: {page}; {', '.join(_settings(group.fingerprint))}"
 
 
-def describe_difference(found: Difference) -> dict[str, object]:
-    """Describe a difference for ``diff --json``."""
-    return asdict(found)
+def difference_rows(found: Difference) -> Rows:
+    """Rows of ``diff``: a name, and what is of each snapshot."""
+    common, common_pages = f"{found.common_tokens:,}", f"{found.common_pages:,}"
+    return [
+        ["tokens in common", common, common],
+        ["tokens after those", f"{found.a_tokens:,}", f"{found.b_tokens:,}"],
+        ["pages in common", common_pages, common_pages],
+        ["pages alone", f"{found.a_pages:,}", f"{found.b_pages:,}"],
+        *([harmless(name), *map(_value, pair)] for name, pair in found.fields.items()),
+    ]
 
 
 def _settings(settings: Object) -> Iterator[str]:
     for name, value in list(settings.items())[:MOST_NAMES]:
-        shown = value if isinstance(value, str) else json.dumps(value)
-        yield f"{harmless(name)} {harmless(shown)}"
+        nested = isinstance(value, dict | list)
+        yield f"{harmless(name)} {f'of {len(value)}' if nested else _value(value)}"
     if len(settings) > MOST_NAMES:
         yield "…"
+
+
+def _value(value: object) -> str:
+    return harmless(value if isinstance(value, str) else json.dumps(value))
 
 
 def _some(names: tuple[str, ...]) -> Iterator[str]:
