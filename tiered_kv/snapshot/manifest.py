@@ -42,7 +42,7 @@ MOST_TOKEN = (1 << 31) - 1
 MOST_KEY_BYTES = 255
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_KEY = re.compile(r"(?:[0-9a-f]{2}){0,%d}" % MOST_KEY_BYTES)
+_KEY = re.compile(rf"(?:[0-9a-f]{{2}}){{0,{MOST_KEY_BYTES}}}")
 _ELEMENTS = {element.value: element for element in ElementType}
 
 
@@ -147,7 +147,9 @@ def dump(manifest: Manifest) -> bytes:
         data = canonical({"sha256": digest, **fields}) + b"\n"
         _read(data)  # what could not be read again must not be written
     except ValueError as error:
-        raise SnapshotError(f"a snapshot of job {manifest.job!r:.80} has no place: {error}") from None
+        raise SnapshotError(
+            f"a snapshot of job {manifest.job!r:.80} has no place: {error}"
+        ) from None
     return data
 
 

@@ -4,7 +4,7 @@
     0       8      magic "TKVPAGE" and a zero
     8       2      version, 1
     10      2      codec
-    12      4      type of the elements, as in ``section_table.ELEMENTS``; opaque if there are several
+    12      4      type of the elements, as in ``section_table.ELEMENTS``; opaque if of several
     16      4      tokens of the page
     20      4      bytes of the page
     24      4      bytes of the codec's table, at most 64 KiB

@@ -1,8 +1,8 @@
 """The pool of a root: every page that its snapshots have, under its digest.
 
-``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are one file with two
-names. A page that has no other name is of no snapshot. The pool only saves room: a page that is
-missing in it, or cannot be linked, is written again, and nobody reads a snapshot by it.
+``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are one file with
+two names. A page that has no other name is of no snapshot. The pool only saves room: a page that
+is missing in it, or cannot be linked, is written again, and nobody reads a snapshot by it.
 """
 
 from __future__ import annotations

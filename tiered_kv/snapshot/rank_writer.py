@@ -45,9 +45,7 @@ class PageWriter:
         self._numbers = itertools.count()
         self._finished = False
 
-    def add(
-        self, group: int, block: int, key: bytes, page_format: PageFormat, page: Bytes
-    ) -> None:
+    def add(self, group: int, block: int, key: bytes, page_format: PageFormat, page: Bytes) -> None:
         """Write a page. May be called on several threads.
 
         Args:

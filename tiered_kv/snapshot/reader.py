@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill,
 from .stored_zip import Place, members
 from .strict_json import MOST_BYTES
 
+Result = TypeVar("Result")
+
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -39,11 +42,13 @@ class _Source:
         manifest: bytes of its manifest.
         sizes: size of a page's file by digest; None if there is none.
         read: reader of a page's file.
+        names: digests of all files, if there may be none beside the pages.
     """
 
     manifest: bytes
     sizes: Callable[[str], int | None]
     read: Callable[[str, Bytes], None]
+    names: Collection[str] = ()
 
 
 class Snapshot:
@@ -58,6 +63,9 @@ class Snapshot:
         self._fds, self._source = fds, source
         self.manifest: Manifest = load(source.manifest)
         self._sizes = _checked_sizes(self.manifest, source.sizes)
+        for digest in source.names:
+            if digest not in self._sizes:
+                raise SnapshotError(f"page {digest} is not in the manifest")
         self.nbytes = len(source.manifest) + sum(self._sizes.values())
 
     @property
@@ -104,12 +112,12 @@ class Snapshot:
         Raises:
             SnapshotError: one is damaged, or cannot be read.
         """
-        seen = set[tuple[str, int]]()
+        sizes = [group.page_format.page_bytes for group in self.manifest.groups]
+        memory, seen = np.empty(max(sizes), np.uint8), set[str]()
         for page in self.manifest.pages:
-            nbytes = self.manifest.groups[page.group].page_format.page_bytes
-            if (page.sha256, nbytes) not in seen:
-                seen.add((page.sha256, nbytes))
-                self.read_page(page, _page.bytes(nbytes))
+            if page.sha256 not in seen:
+                seen.add(page.sha256)
+                self.read_page(page, memory[: sizes[page.group]])
 
     def close(self) -> None:
         """Close its files. Idempotent."""
@@ -168,9 +176,7 @@ def find_snapshot(root: Path, name: str) -> Path:
     raise SnapshotError(f"there is no snapshot {name} in {root}: look for its name there")
 
 
-def _checked_sizes(
-    manifest: Manifest, size_of: Callable[[str], int | None]
-) -> dict[str, int]:
+def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> dict[str, int]:
     """Sizes of the files of all pages.
 
     Raises:
@@ -212,18 +218,26 @@ def _opened(path: Path | str, folder: int | None, fds: list[int]) -> int:
 
 
 def _folder_source(folder: int, fds: list[int]) -> _Source:
-    manifest = read_whole(_plain(MANIFEST, folder, fds), MOST_BYTES, "the manifest")
+    manifest = _within(
+        folder, MANIFEST, lambda fd: read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
+    )
     pages = _opened(PAGES, folder, fds)
     if not stat.S_ISDIR(os.fstat(pages).st_mode):
         raise SnapshotError(f"{PAGES} is no folder")
     return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
 
 
-def _plain(name: str, folder: int, fds: list[int]) -> int:
-    fd = _opened(name, folder, fds)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise SnapshotError(f"{name} is no plain file")
-    return fd
+def _within(folder: int, name: str, read: Callable[[int], Result]) -> Result:
+    """Open a plain file of a folder, and read it."""
+    fds: list[int] = []
+    try:
+        fd = _opened(name, folder, fds)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SnapshotError(f"{name} is no plain file")
+        return read(fd)
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _size_in(pages: int, digest: str) -> int | None:
@@ -237,12 +251,7 @@ def _size_in(pages: int, digest: str) -> int | None:
 
 
 def _read_in(pages: int, digest: str, out: Bytes) -> None:
-    fds: list[int] = []
-    try:
-        fill(_plain(digest, pages, fds), 0, out)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    _within(pages, digest, lambda fd: fill(fd, 0, out))
 
 
 # -- zip files ----------------------------------------------------------------------------
@@ -258,10 +267,9 @@ def _zip_source(fd: int) -> _Source:
     manifest = np.empty(place.nbytes, np.uint8)
     fill(fd, place.offset, manifest)
     places = {name.removeprefix(f"{PAGES}/"): place for name, place in found.items()}
-    source = _Source(
-        manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places)
+    return _Source(
+        manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places), places
     )
-    return source
 
 
 def _size_at(places: dict[str, Place], digest: str) -> int | None:
@@ -273,4 +281,4 @@ def _read_at(fd: int, places: dict[str, Place], digest: str, out: Bytes) -> None
     fill(fd, places[digest].offset, out)
 
 
-_stored, _page = Scratch(), Scratch()
+_stored = Scratch()

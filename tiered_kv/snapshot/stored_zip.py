@@ -98,7 +98,6 @@ def _directory(fd: int, size: int) -> _Directory:
         raise _wrong("it is cut off, or has something behind its end")
     if disk or first or here != count:
         raise _wrong("it is one of several files")
-    at = min(at, size - _END.size)
     if at >= _LOCATOR.size + _END64.size:
         told = _LOCATOR.unpack(_read(fd, at - _LOCATOR.size, _LOCATOR.size))
         if told[0] == b"PK\6\7":
@@ -173,7 +172,8 @@ def _long(extra: bytes, short: tuple[int, ...]) -> tuple[int, ...]:
             if seen or nbytes < 8 * len(wanted):
                 raise _wrong("an extra field is damaged")
             seen = True
-            for i, value in zip(wanted, struct.unpack_from(f"<{len(wanted)}Q", extra, at)):
+            values = struct.unpack_from(f"<{len(wanted)}Q", extra, at)
+            for i, value in zip(wanted, values, strict=True):
                 found[i] = value
         at += nbytes
     if wanted and not seen:

@@ -18,7 +18,11 @@ MOST_DEPTH = 64
 MOST_TEXT = 1 << 16
 MOST_WHOLE = (1 << 63) - 1
 
-_BOUNDS = ((b",", MOST_VALUES, "values"), (b"[", MOST_LISTS, "lists"), (b"{", MOST_OBJECTS, "objects"))
+_BOUNDS = (
+    (b",", MOST_VALUES, "values"),
+    (b"[", MOST_LISTS, "lists"),
+    (b"{", MOST_OBJECTS, "objects"),
+)
 
 
 def parse(data: bytes) -> object:
