@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.cli.snapshot_calls import HOSTILE, invoke, rows, sentence
-from tests.cli.snapshot_disk import FORMAT, TOKENS, make_snapshot
+from tests.cli.snapshot_disk import make_snapshot
+from tests.snapshot.made_snapshots import OPAQUE, PLAIN
 from tiered_kv.snapshot.manifest import SnapshotGroup
 from tiered_kv.snapshot.pack import pack
 
@@ -45,8 +46,8 @@ def test_what_a_snapshot_holds_is_told_without_its_secrets(tmp_path: Path) -> No
         found = told("inspect", path)
         assert found["path"] == str(path)
         assert (found["tokens"], found["pages"], found["salted"]) == (40, 6, True)
-        assert found["raw_bytes"] == 6 * FORMAT.page_bytes
-        assert found["groups"][0]["fingerprint"] == {"dtype": "bfloat16", "layers": 2}
+        assert found["raw_bytes"] == 6 * OPAQUE.page_bytes
+        assert found["groups"][0]["fingerprint"] == PLAIN[0].fingerprint
         assert "secret" not in json.dumps(found)
         assert "token_ids" not in found
         assert "good" not in found
@@ -75,7 +76,7 @@ def test_a_page_that_is_damaged_is_found(tmp_path: Path) -> None:
 
 
 def test_names_from_elsewhere_are_made_harmless(tmp_path: Path) -> None:
-    group = SnapshotGroup(0, TOKENS, FORMAT, {HOSTILE: HOSTILE, "nested": {HOSTILE: 1}})
+    group = SnapshotGroup(0, 16, OPAQUE, {HOSTILE: HOSTILE, "nested": {HOSTILE: 1}})
     odd: dict[str, Any] = {
         name: HOSTILE for name in ("job", "model", "vllm", "tiered_kv", "cache_salt")
     }
@@ -102,7 +103,7 @@ def test_what_is_no_snapshot_is_told_in_a_sentence(tmp_path: Path, kind: str) ->
         case "damaged":
             make_snapshot(tmp_path, "s")
             manifest = path / "manifest.json"
-            manifest.write_bytes(manifest.read_bytes().replace(b"m/model", b"m/modem"))
+            manifest.write_bytes(manifest.read_bytes().replace(b"org/model", b"org/modem"))
         case "link":
             path.symlink_to("s")
     make_snapshot(tmp_path, "good")

@@ -261,7 +261,7 @@ def test_a_path_that_is_no_snapshot_is_not_brought_in(
 ) -> None:
     make_snapshot(tmp_path / "mine", "s")
     manifest = tmp_path / "mine" / "s" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b"m/model", b"m/modem"))
+    manifest.write_bytes(manifest.read_bytes().replace(b"org/model", b"org/modem"))
     (tmp_path / "text.zip").write_text("no zip")
     for path in (manifest.parent, tmp_path / "text.zip", tmp_path / "nowhere.zip", tmp_path):
         assert sentence("restore", server.url, path)
