@@ -14,6 +14,7 @@ from tests.snapshot.made_snapshots import OPAQUE, PLAIN
 from tiered_kv.snapshot.manifest import SnapshotGroup
 from tiered_kv.snapshot.pack import pack
 
+
 def told(*arguments: object, code: int = 0) -> dict[str, Any]:
     """What a command says with ``--json``: one object on one line."""
     text = invoke(*arguments, "--json", code=code).stdout
@@ -77,9 +78,8 @@ def test_a_page_that_is_damaged_is_found(tmp_path: Path) -> None:
 
 def test_names_from_elsewhere_are_made_harmless(tmp_path: Path) -> None:
     group = SnapshotGroup(0, 16, OPAQUE, {HOSTILE: HOSTILE, "nested": {HOSTILE: 1}})
-    odd: dict[str, Any] = {
-        name: HOSTILE for name in ("job", "model", "vllm", "tiered_kv", "cache_salt")
-    }
+    names = ("job", "model", "vllm", "tiered_kv", "cache_salt")
+    odd: dict[str, Any] = dict.fromkeys(names, HOSTILE)
     make_snapshot(tmp_path, "s", groups=(group,), sampling={HOSTILE: [HOSTILE]}, **odd)
     make_snapshot(tmp_path, "t", parents=(HOSTILE,) * 50)
     for command in (["inspect", tmp_path / "s"], ["inspect", tmp_path / "t"]):

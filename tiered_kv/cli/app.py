@@ -55,8 +55,8 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Manage the KV cache that tiered-kv keeps on SSD, snapshot, restore and fork jobs, read traces, and
-    measure what it gains."""
+    """Manage the KV cache that tiered-kv keeps on SSD, snapshot, restore and fork jobs, read traces,
+    and measure what it gains."""
 
 
 def main() -> None:

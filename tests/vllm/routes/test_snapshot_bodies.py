@@ -25,6 +25,10 @@ from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.connectors.vllm.routes.snapshot_bodies import MAX_BODY_BYTES
 
+NO_NAMES = (
+    *("", ".", "..", ".making-1", "-n", "a/b", "a\\b", "/etc", "a\n", "a\0"),
+    *("ü", "٣", "x" * 101, "a.zip"),
+)
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
@@ -52,11 +56,7 @@ def test_fields_of_other_types_are_refused(
     assert not core.asked
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", ".making-1", "-n", "a/b", "a\\b", "/etc", "a\n", "a\0", "ü", "٣", "x" * 101, "a.zip"]
-    + [7, None, True, ["n"], {"n": 1}],
-)
+@pytest.mark.parametrize("name", [*NO_NAMES, 7, None, True, ["n"], {"n": 1}])
 @pytest.mark.parametrize("path", [SNAPSHOTS, RESTORES])
 def test_names_that_are_none_are_refused(
     monkeypatch: pytest.MonkeyPatch, path: str, name: Any

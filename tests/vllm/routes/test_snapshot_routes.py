@@ -35,6 +35,7 @@ from tiered_kv.connectors.vllm.routes.engine_operations import (
 from tiered_kv.connectors.vllm.routes.refusals import Refusal
 from tiered_kv.connectors.vllm.routes.snapshot_routes import FOLDER
 
+
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_operations, "FIRST_PAUSE_S", 0.0)

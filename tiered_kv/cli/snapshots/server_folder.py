@@ -144,4 +144,3 @@ def _copy(folder: Path, path: Path) -> None:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-
