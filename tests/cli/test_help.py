@@ -32,7 +32,10 @@ def test_it_says_its_version() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["plan"], ["doctor"], ["top"], ["store"], *(["store", name] for name in COMMANDS)],
+    [
+        *([], ["plan"], ["doctor"], ["top"], ["store"], *(["store", name] for name in COMMANDS)),
+        *(["snapshot"], ["restore"], ["fork"], ["inspect"], ["diff"]),
+    ],
 )
 def test_help_is_written_for_people(command: list[str]) -> None:
     text = said(*command, "--help").replace("[ARGS]...", "[ARGS]")

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.runtime.conftest import MakeRig, make_rig
-from tests.top.recorded import RouteServer, busy_rig, record
+from tests.top.recorded import busy_rig, record
+from tests.top.route_server import RouteServer
 from tiered_kv.cli.app import app
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.top.fetch.route_client import NO_ROUTES

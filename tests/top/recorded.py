@@ -1,13 +1,8 @@
-"""Answers of the routes, recorded from schedulers of real engines, and a server that gives them."""
+"""Answers of the routes, recorded from schedulers of real engines."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +10,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.gaps.waiting import CONTEXT, FAST, LONG, reader, waiting_rig
+from tests.top.route_server import Answer, Answers
 from tests.vllm.routes.test_core_method import call, core_of
 from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.connectors.vllm import plugin
@@ -24,19 +20,6 @@ from tiered_kv.top.fetch.route_client import PAGE
 
 HOSTILE = "\x1b[31mred\x1b[2J\r\n[bold]x[/] \u202e \u05e9 🎉 " + "y" * 300
 """Name of one of the jobs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer of HTTP."""
-
-    body: str
-    status: int = 200
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-Answers = dict[str, Answer]
-"""Answers by path and query."""
 
 
 class Engines:
@@ -79,54 +62,3 @@ def busy_rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
     for _ in range(4):
         rig.step()
     return rig
-
-
-class RouteServer:
-    """A web server with these answers, which may be changed.
-
-    Attributes:
-        answers: by path and query; others are not found.
-        tokens: values of ``Authorization`` that came.
-        asked: set when somebody has asked; a test clears it.
-    """
-
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers
-        self.tokens: list[str | None] = []
-        self.asked = threading.Event()
-        self.url = ""
-
-    @contextmanager
-    def running(self, port: int = 0) -> Iterator[RouteServer]:
-        """Serve on that port, or on one that is free."""
-        told = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                told.tokens.append(self.headers.get("Authorization"))
-                answer = told.answers.get(self.path, Answer("", 404))
-                self.send_response(answer.status)
-                for name, value in answer.headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(answer.body.encode())
-                told.asked.set()
-
-            def log_message(self, *words: object) -> None:
-                """Say nothing."""
-
-        with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-            server.daemon_threads = False  # so that leaving waits for them
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            self.url = f"http://127.0.0.1:{server.server_address[1]}"
-            try:
-                yield self
-            finally:
-                server.shutdown()
-                thread.join()
-
-
-def refusal(status: int, message: str) -> Answer:
-    """An answer as the routes refuse."""
-    return Answer(json.dumps({"error": {"message": message, "code": status}}), status)

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.top.fetch.answers import (
-    AnswerError,
-    Cursor,
-    read_jobs,
-    read_refusal,
-    read_status,
-)
+from tiered_kv.top.fetch.answer_fields import AnswerError
+from tiered_kv.top.fetch.answers import Cursor, read_jobs, read_refusal, read_status
 from tiered_kv.top.fetch.safe_text import MOST_CHARS, harmless
 
 JOB: dict[str, Any] = {

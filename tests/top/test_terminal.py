@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.top.recorded import Answer, Answers, RouteServer, busy_rig, record, refusal
+from tests.top.recorded import busy_rig, record
+from tests.top.route_server import Answer, Answers, RouteServer, refusal
 from tests.top.terminal import LOOK_EVERY_S, PATIENCE_S, has_ended, top_in
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.top.made import shown
-from tests.top.recorded import Answer, RouteServer, busy_rig, record, refusal
+from tests.top.recorded import busy_rig, record
+from tests.top.route_server import Answer, RouteServer, refusal
 from tiered_kv.connectors.vllm.routes.engine_calls import NOT_THERE
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.top.fetch.route_client import (

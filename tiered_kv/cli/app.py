@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tiered_kv.cli.snapshots import snapshot_commands
+
 from . import bench_commands, store_commands, trace_commands
 from .doctor_command import doctor_command
 from .plan_command import plan_command
@@ -31,6 +33,7 @@ app.command("top", cls=Command, short_help="Show a running server, live in the t
     top_command
 )
 app.add_typer(trace_commands.app, name="trace")
+snapshot_commands.add_to(app)
 bench_commands.add_to(app)
 
 
@@ -52,7 +55,8 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Manage the KV cache that tiered-kv keeps on SSD, read traces, and measure what it gains."""
+    """Manage the KV cache that tiered-kv keeps on SSD, snapshot, restore and fork jobs, read traces,
+    and measure what it gains."""
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from tiered_kv.doctor.examination import examine
 from tiered_kv.doctor.finding import Verdict
 from tiered_kv.doctor.running_server import check_server
 
-from .terminal import print_json, print_table
+from .terminal import AsJson, print_json, print_table
 
 COLUMNS = {"check": False, "": False, "seen": False, "what to change": False}
 
@@ -20,9 +20,7 @@ def doctor_command(
         str | None,
         typer.Argument(metavar="[URL]", help="Address of a running server, as http://HOST:8000."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check what is installed, settings in the environment, memory, cores and the disk of
     TIERED_KV_SSD_PATH, and a running server. Run it with the server's environment, as its user.

@@ -23,7 +23,7 @@ from .plan_report import (
     tier_row,
 )
 from .serve_line import arguments, environment, in_shell
-from .terminal import one_sentence, print_json, print_table
+from .terminal import AsJson, one_sentence, print_json, print_table
 
 CONTEXT = 32_768
 """Tokens of a job's context, unless the model's end sooner: a coding agent's after a while."""
@@ -67,9 +67,7 @@ def plan_command(
     weights_gib: Annotated[
         float | None, typer.Option(min=0.001, help="Size of the weights, if it is known.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell what VRAM, CPU memory and SSD would hold of a model's KV, how long it takes to restore
     and to compute, and the flags to serve it with. Reads the model's files; needs no GPU.

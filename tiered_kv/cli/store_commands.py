@@ -35,7 +35,7 @@ from .store_report import (
     store_row,
     total_rows,
 )
-from .terminal import Command, bar, one_sentence, print_json, print_table, refuse, size
+from .terminal import AsJson, Command, bar, one_sentence, print_json, print_table, refuse, size
 
 app = typer.Typer(
     help="List, check, export and delete pages on SSD.",
@@ -49,7 +49,6 @@ Where = Annotated[
     Path,
     typer.Argument(metavar="PATH", help="Folder of TIERED_KV_SSD_PATH, or of one store."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def take_inventories(stores: Sequence[StoreInfo]) -> list[Inventory]:

@@ -6,11 +6,12 @@ one sentence on standard error, and exit code 2.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand
 
+from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.errors import TieredKVError
 from tiered_kv.storage.store.locks import StoreError
 
@@ -26,6 +28,19 @@ BAD_INPUT = 2
 
 FILE_WIDTH = 160
 """Width of tables written to a file or a pipe, in columns."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ServerUrl = Annotated[
+    str, typer.Argument(metavar="URL", help="Address of the server, as http://HOST:8000.")
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar=ADMIN_TOKEN,
+        show_envvar=False,
+        help=f"The server's {ADMIN_TOKEN}; by default that of the environment.",
+    ),
+]
 
 
 class Command(TyperCommand):
@@ -41,11 +56,23 @@ def one_sentence() -> Iterator[None]:
     """Turn errors that the caller can fix into one sentence and exit code 2."""
     try:
         yield
-    except (StoreError, TieredKVError) as error:
-        refuse(str(error))
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        refuse(f"{where}{error.strerror or error}")
+    except (StoreError, TieredKVError, OSError) as error:
+        refuse(sentence_of(error))
+
+
+def sentence_of(error: Exception) -> str:
+    """Say what an error is: one of the system with the file that it is about."""
+    if not isinstance(error, OSError):
+        return str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def take_any_text() -> None:
+    """Have names with any characters printed, also where the terminal's encoding lacks them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def refuse(sentence: str) -> NoReturn:

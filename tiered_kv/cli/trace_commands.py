@@ -26,7 +26,7 @@ from tiered_kv.trace.steps.step_tracks import step_events
 from tiered_kv.trace.trace_reader import RecordReader, TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
-from .terminal import Command, one_sentence, print_json, refuse
+from .terminal import AsJson, Command, one_sentence, print_json, refuse
 from .trace_report import (
     figure_tables,
     headline,
@@ -43,7 +43,6 @@ app = typer.Typer(
 )
 
 Where = Annotated[Path, typer.Argument(metavar="PATH", help="What TIERED_KV_TRACE names.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.callback()

@@ -62,11 +62,14 @@ def base_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def fetch(url: str, whole_s: float = WHOLE_S, token: str | None = None) -> str:
+def fetch(
+    url: str, whole_s: float = WHOLE_S, token: str | None = None, post: bytes | None = None
+) -> str:
     """Fetch a page.
 
     Args:
         token: sent to this server, and to none that it sends on to.
+        post: JSON to post. The server may take all the time to answer.
 
     Raises:
         RefusedError: the server refuses it.
@@ -74,11 +77,14 @@ def fetch(url: str, whole_s: float = WHOLE_S, token: str | None = None) -> str:
     """
     until = time.monotonic() + whole_s
     try:
-        request = urllib.request.Request(url)
+        request = urllib.request.Request(url, post)
         if token is not None:  # in UTF-8, which http.client would not write
             bearer = f"Bearer {token}".encode().decode("latin-1")
             request.add_unredirected_header("Authorization", bearer)
-        with urllib.request.urlopen(request, timeout=min(CONNECT_S, whole_s)) as answer:
+        if post is not None:
+            request.add_header("Content-Type", "application/json")
+        silent_s = whole_s if post is not None else min(CONNECT_S, whole_s)
+        with urllib.request.urlopen(request, timeout=silent_s) as answer:
             return _read(answer, until, whole_s)
     except urllib.error.HTTPError as error:
         with error:

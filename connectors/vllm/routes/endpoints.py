@@ -1,4 +1,5 @@
-"""The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``.
+"""The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``, and
+the routes for snapshots.
 
 vLLM loads it only if ``VLLM_PLUGINS`` names it. It adds the middleware of job hints as well, and
 reports in streamed answers.
@@ -26,13 +27,13 @@ from tiered_kv.policies.jobs.hints import MAX_JOB_ID_CHARS
 from .access import Access
 from .engine_calls import EngineCalls
 from .queries import Cursor, read_nothing, read_page
-from .refusals import Refusal
+from .refusals import NO_JOB, Refusal
+from .snapshot_routes import Answer, SnapshotRoutes
 from .stream_reports import ReportMiddleware, listen
 
 logger = logging.getLogger(__name__)
 
 MIDDLEWARE = f"{JobMiddleware.__module__}.{JobMiddleware.__qualname__}"
-Answer = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class _JobId(Convertor[str]):
@@ -70,12 +71,14 @@ class TieredEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the middleware unless the command line names it too."""
         register_url_convertor("tiered_kv_job", _JobId())
-        for path, answer in (
-            ("/tiered_kv/status", self._status),
-            ("/tiered_kv/jobs", self._jobs),
-            ("/tiered_kv/jobs/{job:tiered_kv_job}", self._job),
+        for method, path, answer in (
+            ("GET", "/tiered_kv/status", self._status),
+            ("GET", "/tiered_kv/jobs", self._jobs),
+            ("GET", "/tiered_kv/jobs/{job:tiered_kv_job}", self._job),
+            *SnapshotRoutes(self._ask, os.environ).answers(),
         ):
-            app.add_api_route(path, self._guarded(answer), methods=["GET"], include_in_schema=False)
+            guarded = self._guarded(answer)
+            app.add_api_route(path, guarded, methods=[method], include_in_schema=False)
         if MIDDLEWARE not in app.state.args.middleware:
             app.add_middleware(JobMiddleware)
         app.add_middleware(ReportMiddleware)
@@ -95,6 +98,9 @@ class TieredEndpoints:
                 "is no %s",
                 ADMIN_TOKEN,
             )
+
+    async def _ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        return await self._engines.ask(question)
 
     def _guarded(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
@@ -147,9 +153,7 @@ class TieredEndpoints:
         answers = await self._engines.ask({"ask": "job", "id": name}) if can_be else []
         jobs = [job for said in answers for job in said["jobs"]]
         if not jobs:
-            raise Refusal(
-                404, "There is no job of this id: it is over, was forgotten, or never came."
-            )
+            raise Refusal(404, NO_JOB)
         return {"now": max(said["now"] for said in answers), "jobs": jobs}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NO_JOB = "There is no job of this id: it is over, was forgotten, or never came."
+
 
 class Refusal(Exception):
     """A request that is not answered.

@@ -51,3 +51,82 @@ class FakeClient:
 
     def __init__(self, core: Any) -> None:
         self.engine_core = core
+
+
+class WorkingCore:
+    """The way to engines that do operations on jobs.
+
+    Args:
+        jobs: names of each engine's jobs.
+
+    Attributes:
+        jobs: the same; a name that is there twice is that of two jobs.
+        looks: looks at an operation that find it running, before one that finds it done.
+        fails, refuses: sentences of engines that fail, or refuse, by number.
+        result: result of an operation.
+        asked: questions so far.
+        at_once: most questions that were under way at one time.
+    """
+
+    def __init__(self, *jobs: Sequence[str]) -> None:
+        self.jobs = jobs
+        self.looks = 0
+        self.fails: dict[int, str] = {}
+        self.refuses: dict[int, tuple[str, int]] = {}
+        self.result: dict[str, Any] = {"tokens": 7}
+        self.asked: list[dict[str, Any]] = []
+        self.at_once = 0
+        self._under_way = 0
+        self._looks: dict[tuple[int, int], int] = {}
+
+    @property
+    def begun(self) -> list[tuple[int, int]]:
+        """Operations so far: the engine and the number of each."""
+        return list(self._looks)
+
+    @property
+    def done(self) -> list[tuple[int, int]]:
+        """Operations that were found to be over."""
+        return [one for one, looks in self._looks.items() if looks > self.looks]
+
+    async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:
+        assert method == METHOD
+        self.asked.append(question)
+        self._under_way += 1
+        self.at_once = max(self.at_once, self._under_way)
+        await asyncio.sleep(0)
+        self._under_way -= 1
+        return [json.dumps(self._answer(engine, question)) for engine in range(len(self.jobs))]
+
+    def _answer(self, engine: int, question: dict[str, Any]) -> dict[str, Any]:
+        match question["ask"]:
+            case "job":
+                named = [name for name in self.jobs[engine] if name == question["id"]]
+                return {"now": 1.0, "jobs": [{"id": name, "engine": engine} for name in named]}
+            case "operation":
+                said = self._state((engine, question["id"])) if question["engine"] == engine else {}
+                return {"engine": engine, "state": None, **said}
+            case "snapshot" | "fork" | "restore" as ask:
+                return {"engine": engine, **self._begin(engine, ask, question)}
+            case _:
+                return {"engine": engine}
+
+    def _begin(self, engine: int, ask: str, question: dict[str, Any]) -> dict[str, Any]:
+        if engine in self.refuses:
+            sentence, status = self.refuses[engine]
+            return {"refused": sentence, "status": status}
+        if ask != "restore" and question["job"] not in self.jobs[engine]:
+            return {"operation": None}
+        number = 10 * engine + len(self._looks)
+        self._looks[engine, number] = 0
+        return {"operation": number}
+
+    def _state(self, operation: tuple[int, int]) -> dict[str, Any]:
+        if operation not in self._looks:
+            return {"state": "failed", "why": "It is not known."}
+        self._looks[operation] += 1
+        if self._looks[operation] <= self.looks:
+            return {"state": "running", "doing": "writing pages"}
+        if operation[0] in self.fails:
+            return {"state": "failed", "why": self.fails[operation[0]]}
+        return {"state": "done", "result": self.result}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.doctor.metrics_page import RefusedError, UnreachableError, base_of, fetch
 
+from .answer_fields import AnswerError
 from .answers import (
-    AnswerError,
     Cursor,
     JobPage,
     Status,
+    is_of_vllm,
     read_jobs,
     read_refusal,
     read_status,
@@ -36,7 +41,15 @@ ODD_TOKEN = "The token has a line break or another control character: give it as
 
 
 class RouteError(Exception):
-    """A route that does not answer. The message is one sentence for people."""
+    """A route that does not answer. The message is one sentence for people.
+
+    Attributes:
+        status: status of HTTP; None if there was no answer of this form.
+    """
+
+    def __init__(self, sentence: str, status: int | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 class RouteClient:
@@ -72,9 +85,9 @@ class RouteClient:
             RouteError: there is no answer.
         """
         try:
-            return read_status(self._get("status"))
+            return read_status(self.get("status"))
         except AnswerError as error:
-            raise _other_version(error) from error
+            raise other_version(error) from error
 
     def jobs(self, after: Cursor) -> JobPage:
         """Ask for a page of jobs, after one that was listed.
@@ -83,15 +96,34 @@ class RouteClient:
             RouteError: there is no answer.
         """
         try:
-            return read_jobs(self._get(f"jobs?limit={PAGE}&after={after}"))
+            return read_jobs(self.get(f"jobs?limit={PAGE}&after={after}"))
         except AnswerError as error:
-            raise _other_version(error) from error
+            raise other_version(error) from error
 
-    def _get(self, path: str) -> str:
+    def get(self, path: str) -> str:
+        """Ask a route.
+
+        Args:
+            path: what follows ``/tiered_kv/``.
+
+        Raises:
+            RouteError: there is no answer.
+        """
+        return self._ask(path, PATIENCE_S)
+
+    def post(self, path: str, body: Mapping[str, Any], patience_s: float) -> str:
+        """Post JSON to a route, and wait so long for its answer.
+
+        Raises:
+            RouteError: there is no answer.
+        """
+        return self._ask(path, patience_s, json.dumps(body).encode())
+
+    def _ask(self, path: str, patience_s: float, post: bytes | None = None) -> str:
         try:
-            return fetch(f"{self.base}/tiered_kv/{path}", PATIENCE_S, self._token)
+            return fetch(f"{self.base}/tiered_kv/{path}", patience_s, self._token, post)
         except RefusedError as error:
-            raise RouteError(self._sentence(error)) from error
+            raise RouteError(self._sentence(error), error.status) from error
         except UnreachableError as error:
             raise RouteError(
                 f"{harmless(self.base)} does not answer ({harmless(str(error))}): is the server "
@@ -105,14 +137,16 @@ class RouteClient:
             case 403:
                 return read_refusal(error.said) or CLOSED
             case 404:
-                return NO_ROUTES
+                ours = "" if is_of_vllm(error.said) else read_refusal(error.said)
+                return ours or NO_ROUTES
             case 501:
                 return read_refusal(error.said) or NO_ENGINE
         said = read_refusal(error.said)
         return said or f"The server answered {error.status}: see its log, and ask again."
 
 
-def _other_version(error: AnswerError) -> RouteError:
+def other_version(error: AnswerError) -> RouteError:
+    """The error for an answer that cannot be read."""
     return RouteError(
         f"The answer has a form that is not known here ({harmless(str(error))}): use the "
         "tiered-kv of the version that the server has."

@@ -1,0 +1,33 @@
+"""Calls of the commands for snapshots, and what they say."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner, Result
+
+from tiered_kv.cli.app import app
+
+HOSTILE = "\x1b[2J[bold]j[/]\n\u202e"
+"""Name that would change what a terminal shows."""
+
+
+def invoke(*arguments: object, code: int = 0) -> Result:
+    """Call ``tiered-kv``, which must end with this code."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rows(result: Result) -> dict[str, str]:
+    """Rows of a table."""
+    cells = [line.split("  ", 1) for line in result.stdout.splitlines()]
+    return {row[0].strip(): row[-1].strip() for row in cells}
+
+
+def sentence(*arguments: object) -> str:
+    """The sentence of a command that is refused."""
+    result = invoke(*arguments, code=2)
+    assert result.stdout == ""
+    assert result.stderr.startswith("tiered-kv: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.rstrip("\n").isprintable()
+    return result.stderr.removeprefix("tiered-kv: ").rstrip("\n")

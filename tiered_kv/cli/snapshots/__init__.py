@@ -1,0 +1,1 @@
+"""``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``."""

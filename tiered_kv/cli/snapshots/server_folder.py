@@ -1,0 +1,146 @@
+"""The server's folder of snapshots, as a command on the same machine sees it: snapshots are taken
+out of it to where somebody wants them, and brought in for the server to restore."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.snapshot.pack import pack
+from tiered_kv.snapshot.reader import open_snapshot
+from tiered_kv.snapshot.snapshot_files import MANIFEST, PAGES, ZIP, make_folder, sync_file
+from tiered_kv.storage.disk.files import RealFiles
+
+
+def is_path(text: str) -> bool:
+    """True for the path of a snapshot; other texts are names in the server's folder."""
+    return "/" in text or text.endswith(ZIP)
+
+
+def new_name() -> str:
+    """A name that no snapshot has."""
+    return f"cli-{secrets.token_hex(8)}"
+
+
+def check_new(path: Path) -> None:
+    """Check that a snapshot can be put at a path.
+
+    Raises:
+        SnapshotError: it cannot.
+    """
+    if os.path.lexists(path):
+        raise SnapshotError(f"{path} is there already: name a place where nothing is")
+    if not path.parent.is_dir():
+        raise SnapshotError(f"{path} cannot be made: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise SnapshotError(f"{path} cannot be made: nothing can be written to {path.parent}")
+
+
+class ServerFolder:
+    """The server's folder.
+
+    Args:
+        path: its path on the server's machine.
+
+    Raises:
+        SnapshotError: it is not there, or not for this user.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise SnapshotError(
+                f"the server's folder {path} is not on this machine: run the command where the "
+                "server runs, or give the name of a snapshot instead of a path"
+            )
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise SnapshotError(
+                f"the server's folder {path} is not for this user: run the command as the "
+                "server's, or give the name of a snapshot instead of a path"
+            )
+        self._path = path
+
+    def take_out(self, name: str, path: Path) -> None:
+        """Move a snapshot to a path, where nothing is: as one file if that ends in ``.zip``.
+
+        Raises:
+            SnapshotError, OSError: it cannot be moved, and is still here.
+        """
+        folder = self._path / name
+        if not (folder / MANIFEST).is_file():
+            raise SnapshotError(
+                f"the server's folder {self._path} is not the one on this machine: fetch the "
+                "snapshot from there"
+            )
+        if path.name.endswith(ZIP):
+            pack(folder, path)
+        else:
+            try:
+                folder.rename(path)
+                RealFiles().sync_folder(path.parent)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                _copy(folder, path)
+        self.remove(name)
+
+    def bring_in(self, path: Path) -> str:
+        """Bring a snapshot in; returns its name here.
+
+        Raises:
+            SnapshotError, OSError: it is none, or cannot be brought in.
+        """
+        with open_snapshot(path) as snapshot:
+            digests = list(snapshot.files)
+        name = new_name()
+        try:
+            if path.is_file():
+                _link(path, self._path / f"{name}{ZIP}")
+                return name
+            folder = self._path / name
+            make_folder(folder)
+            make_folder(folder / PAGES)
+            for digest in digests:
+                _link(path / PAGES / digest, folder / PAGES / digest)
+            _link(path / MANIFEST, folder / MANIFEST)  # the last one: it makes this a snapshot
+        except BaseException:
+            self.remove(name)
+            raise
+        return name
+
+    def remove(self, name: str) -> None:
+        """Remove a snapshot, if it is there."""
+        with suppress(FileNotFoundError):
+            (self._path / name / MANIFEST).unlink()
+        shutil.rmtree(self._path / name, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            (self._path / f"{name}{ZIP}").unlink()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have a file at a second place: linked where the file system can, else copied."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy(source, target, follow_symlinks=False)
+
+
+def _copy(folder: Path, path: Path) -> None:
+    """Copy a folder to another file system, whole or not at all."""
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        shutil.copytree(folder, draft, symlinks=True)
+        for one in (*draft.rglob("*"), draft):
+            if one.is_dir():
+                RealFiles().sync_folder(one)
+            else:
+                sync_file(one)
+        draft.rename(path)
+        RealFiles().sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

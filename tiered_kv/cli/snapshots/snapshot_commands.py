@@ -1,0 +1,276 @@
+"""``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``: jobs put aside, brought
+back and multiplied on a running server, and what snapshots hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from tiered_kv.cli.terminal import (
+    AsJson,
+    Command,
+    ServerUrl,
+    Token,
+    print_json,
+    print_table,
+    refuse,
+    sentence_of,
+    take_any_text,
+)
+from tiered_kv.snapshot.difference import difference
+from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.snapshot.reader import open_snapshot
+from tiered_kv.top.fetch.answer_fields import AnswerError, Object
+from tiered_kv.top.fetch.answers import MOST_OF_SENTENCE
+from tiered_kv.top.fetch.route_client import RouteError, other_version
+from tiered_kv.top.fetch.safe_text import harmless
+
+from .server_folder import ServerFolder, check_new, is_path, new_name
+from .snapshot_client import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S, SnapshotClient, is_over
+from .snapshot_report import (
+    describe_snapshot,
+    difference_rows,
+    forked_rows,
+    made_rows,
+    restored_rows,
+    snapshot_rows,
+)
+
+Job = Annotated[str, typer.Option(metavar="ID", help="The job's id, as its requests give it.")]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="So that what is generated next is the same to the last bit."),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        max=MOST_TIMEOUT_S,
+        help="Longest wait for its end; it goes on after that.",
+    ),
+]
+Where = Annotated[Path, typer.Argument(metavar="PATH", help="A snapshot: a folder or a zip file.")]
+
+
+def snapshot_command(
+    url: ServerUrl,
+    job: Job,
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Its name in the server's folder; or a path, with a slash or ending in .zip.",
+        ),
+    ],
+    wait_turn: Annotated[
+        bool, typer.Option("--wait-turn", help="Let the turn that runs come to its end first.")
+    ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the job there; else it goes on.")
+    ] = False,
+    exact: Exact = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a snapshot of a job: its context, and the KV of it. The server needs
+    VLLM_PLUGINS=tiered_kv and TIERED_KV_SNAPSHOT_PATH. A path is where the command puts it
+    afterwards; for that, run it on the server's machine as the server's user.
+
+    Exit code 2 if it is not made.
+    """
+    take_any_text()
+    with _told():
+        client = SnapshotClient(url, token)
+        path = Path(out) if is_path(out) else None
+        folder = None
+        if path is not None:
+            check_new(path)
+            folder = ServerFolder(client.folder())
+        name = out if path is None else new_name()
+        said = client.snapshot(
+            timeout, job=job, name=name, wait_turn=wait_turn, stop=stop, exact=exact
+        )
+        if path is not None and folder is not None:
+            try:
+                folder.take_out(name, path)
+            except (SnapshotError, OSError) as error:
+                _stays(sentence_of(error), name)
+            said = {**said, "name": None, "path": str(path)}
+        _say(said, made_rows(said, str(path or name)), as_json=as_json)
+
+
+def restore_command(
+    url: ServerUrl,
+    snapshot: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A snapshot: its name in the server's folder; or a path, with a slash or ending "
+            "in .zip.",
+        ),
+    ],
+    job: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Id of the job; by default that of the snapshot's."),
+    ] = None,
+    exact: Exact = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a job from a snapshot: its next turn finds its KV. A path is read by this command,
+    which brings it into the server's folder for that; run it on the server's machine.
+
+    Exit code 2 if it is not restored.
+    """
+    take_any_text()
+    with _told():
+        client = SnapshotClient(url, token)
+        if is_path(snapshot):
+            folder = ServerFolder(client.folder())
+            name = folder.bring_in(Path(snapshot))
+            try:
+                said = client.restore(timeout, name=name, job=job, exact=exact)
+            except RouteError as error:
+                if not is_over(error):
+                    _stays(str(error), name)
+                folder.remove(name)
+                raise
+            except KeyboardInterrupt:
+                _stays("the server goes on", name)
+            folder.remove(name)
+        else:
+            said = client.restore(timeout, name=snapshot, job=job, exact=exact)
+        _say(said, restored_rows(said), as_json=as_json)
+
+
+def fork_command(
+    url: ServerUrl,
+    job: Job,
+    into: Annotated[
+        list[str], typer.Option("--as", metavar="ID", help="Id of a new job; once for each.")
+    ],
+    exact: Exact = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fork a job: each new job has its context, and shares its KV.
+
+    Exit code 2 if it is not forked.
+    """
+    take_any_text()
+    with _told():
+        client = SnapshotClient(url, token)
+        said = client.fork(timeout, job=job, exact=exact, **{"as": into})
+        _say(said, forked_rows(said), as_json=as_json)
+
+
+def inspect_command(
+    path: Where,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also the tokens: they are the conversation.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read and check every page; exit code 1 if one is bad.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a snapshot holds. Needs no server.
+
+    Exit code 2 if it is none.
+    """
+    take_any_text()
+    bad = None
+    with _told(), open_snapshot(path) as snapshot:
+        if verify:
+            try:
+                snapshot.verify()
+            except SnapshotError as error:
+                bad = str(error)
+        manifest, nbytes = snapshot.manifest, snapshot.nbytes
+    if as_json:
+        said = {"path": str(path), "nbytes": nbytes, **describe_snapshot(manifest)}
+        if tokens:
+            said["token_ids"] = list(manifest.token_ids)
+        print_json({**said, "good": bad is None, "bad": bad} if verify else said)
+    else:
+        rows = snapshot_rows(manifest, nbytes)
+        if verify:
+            rows.append(["verified", "all pages good" if bad is None else "bad"])
+        print_table({"": False, _shown(path): False}, rows)
+        if tokens:
+            typer.echo(" ".join(map(str, manifest.token_ids)))
+        if bad is not None:
+            typer.echo(f"bad: {harmless(bad, MOST_OF_SENTENCE)}", err=True)
+    if bad is not None:
+        raise typer.Exit(1)
+
+
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A snapshot.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two snapshots: tokens and pages that they have in common, and what differs. Needs no
+    server.
+
+    Exit code 2 if one is none.
+    """
+    take_any_text()
+    with _told():
+        with open_snapshot(first) as one, open_snapshot(second) as other:
+            manifests = one.manifest, other.manifest
+        found = difference(*manifests)
+    if as_json:
+        print_json({"a": str(first), "b": str(second), **asdict(found)})
+    else:
+        columns = {"": False, _shown(first): False, _shown(second): False}
+        print_table(columns, difference_rows(found))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to a command line."""
+    for name, summary, command in (
+        ("snapshot", "Make a snapshot of a job of a running server.", snapshot_command),
+        ("restore", "Restore a job from a snapshot on a running server.", restore_command),
+        ("fork", "Fork a job of a running server.", fork_command),
+        ("inspect", "Say what a snapshot holds.", inspect_command),
+        ("diff", "Compare two snapshots.", diff_command),
+    ):
+        app.command(name, cls=Command, short_help=summary)(command)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn what fails into one sentence, made harmless, and exit code 2."""
+    try:
+        yield
+    except AnswerError as error:
+        refuse(str(other_version(error)))
+    except (SnapshotError, RouteError, OSError) as error:
+        refuse(harmless(sentence_of(error), MOST_OF_SENTENCE))
+
+
+def _stays(why: str, name: str) -> NoReturn:
+    said = f"{why.removesuffix('.')}. The snapshot stays in the server's folder, as {name}."
+    refuse(harmless(said, MOST_OF_SENTENCE))
+
+
+def _say(said: Object, rows: list[list[str]], *, as_json: bool) -> None:
+    """Print an answer of the server."""
+    if as_json:
+        print_json(said)
+    else:
+        print_table({"": False, " ": False}, rows)
+
+
+def _shown(path: Path) -> str:
+    return harmless(str(path))

@@ -1,0 +1,216 @@
+"""Reports of what a server has done with jobs, and of what snapshots hold: as JSON, and as rows of
+tables."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator
+
+from tiered_kv.cli.terminal import size
+from tiered_kv.snapshot.difference import Difference
+from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
+from tiered_kv.top.fetch.answer_fields import (
+    AnswerError,
+    Object,
+    as_object,
+    list_of,
+    number,
+    text_of,
+    whole,
+)
+from tiered_kv.top.fetch.safe_text import harmless
+
+Rows = list[list[str]]
+
+MOST_NAMES = 20
+"""Names that are shown of a long list."""
+_ID_CHARS = 1_000
+"""Characters that are shown of a job's id or a salt: more than any has."""
+
+
+def made_rows(said: Object, place: str) -> Rows:
+    """Rows of the server's answer after a snapshot.
+
+    Args:
+        place: name or path of the snapshot.
+
+    Raises:
+        AnswerError: the answer has another form; so do the other functions for answers.
+    """
+    return [
+        ["snapshot", harmless(place, _ID_CHARS)],
+        ["job", text_of(said, "job", _ID_CHARS)],
+        *_of_engine(said),
+        ["pages", f"{whole(said, 'pages'):,}"],
+        ["stored", _stored(whole(said, "stored_bytes"), whole(said, "shared_bytes"))],
+        ["exact", _yes_or_no(said.get("exact") is True)],
+        ["job paused", f"{number(said, 'pause_ms'):,.1f} ms"],
+        ["durable after", f"{number(said, 'durable_ms'):,.1f} ms"],
+        *_salt(said),
+    ]
+
+
+def restored_rows(said: Object) -> Rows:
+    """Rows of the server's answer after a restore: of each engine."""
+    rows = [["job", text_of(said, "job", _ID_CHARS)]]
+    for one in (said, *map(as_object, list_of(said, "others"))):
+        rows += [
+            *_of_engine(one),
+            ["pages", f"{whole(one, 'pages'):,} in {number(one, 'ms'):,.1f} ms"],
+            *_salt(one),
+        ]
+    return rows
+
+
+def forked_rows(said: Object) -> Rows:
+    """Rows of the server's answer after a fork."""
+    jobs = list_of(said, "jobs")
+    return [
+        *(["job", text_of({"job": job}, "job", _ID_CHARS)] for job in jobs),
+        *_of_engine(said),
+        ["extra pages", f"{whole(said, 'extra_pages'):,}"],
+        *_salt(said),
+    ]
+
+
+def _of_engine(said: Object) -> Rows:
+    return [
+        ["engine", str(whole(said, "engine"))],
+        ["tokens", _tokens(whole(said, "tokens"), whole(said, "kv_tokens"))],
+    ]
+
+
+def _salt(said: Object) -> Rows:
+    """What the turns have to send; nothing if they need no salt."""
+    salt = said.get("cache_salt")
+    if salt is None:
+        return []
+    shown = text_of(said, "cache_salt", _ID_CHARS)
+    if shown != salt:
+        raise AnswerError("cache_salt has odd characters")
+    return [["send cache_salt", shown]]
+
+
+def describe_snapshot(manifest: Manifest) -> dict[str, object]:
+    """Describe a snapshot for ``inspect --json``: without the conversation and the salt."""
+    return {
+        "created": manifest.created,
+        "tiered_kv": manifest.tiered_kv,
+        "vllm": manifest.vllm,
+        "model": manifest.model,
+        "job": manifest.job,
+        "turns": manifest.turns,
+        "parents": list(manifest.parents),
+        "tokens": len(manifest.token_ids),
+        "kv_tokens": manifest.kv_tokens,
+        "prompt_tokens": manifest.prompt_tokens,
+        "exact": manifest.exact,
+        "salted": manifest.cache_salt is not None,
+        "sampling": dict(manifest.sampling),
+        "ranks": manifest.ranks,
+        "hash_tokens": manifest.hash_tokens,
+        "groups": [_describe_group(group) for group in manifest.groups],
+        "pages": len(manifest.pages),
+        "raw_bytes": raw_bytes(manifest),
+        "stored_bytes": manifest.stored_bytes,
+        "shared_bytes": manifest.shared_bytes,
+    }
+
+
+def _describe_group(group: SnapshotGroup) -> dict[str, object]:
+    return {
+        "index": group.index,
+        "block_size": group.block_size,
+        "page_bytes": group.page_format.page_bytes,
+        "fingerprint": dict(group.fingerprint),
+    }
+
+
+def raw_bytes(manifest: Manifest) -> int:
+    """Size of all pages, decoded."""
+    sizes = [group.page_format.page_bytes for group in manifest.groups]
+    return sum(sizes[page.group] for page in manifest.pages)
+
+
+def snapshot_rows(manifest: Manifest, nbytes: int) -> Rows:
+    """Rows of ``inspect``.
+
+    Args:
+        nbytes: size of the snapshot on disk, bytes.
+    """
+    answer = len(manifest.token_ids) - manifest.prompt_tokens
+    return [
+        ["job", harmless(manifest.job, _ID_CHARS)],
+        ["from", ", ".join(_some(manifest.parents)) or "-"],
+        ["made", _when(manifest.created)],
+        ["by", f"tiered-kv {harmless(manifest.tiered_kv)}, vLLM {harmless(manifest.vllm)}"],
+        ["model", harmless(manifest.model)],
+        ["turns", f"{manifest.turns:,}"],
+        ["tokens", _tokens(len(manifest.token_ids), manifest.kv_tokens)],
+        ["last turn", f"{manifest.prompt_tokens:,} of prompt, {answer:,} of answer"],
+        ["sampling", ", ".join(_settings(manifest.sampling)) or "-"],
+        ["exact", _yes_or_no(manifest.exact)],
+        ["salted", _yes_or_no(manifest.cache_salt is not None)],
+        ["ranks", str(manifest.ranks)],
+        *(["group", _group_line(group)] for group in manifest.groups),
+        ["pages", f"{len(manifest.pages):,}, {size(raw_bytes(manifest))} decoded"],
+        ["stored", _stored(manifest.stored_bytes, manifest.shared_bytes)],
+        ["on disk", size(nbytes)],
+    ]
+
+
+def _group_line(group: SnapshotGroup) -> str:
+    page = f"pages of {group.block_size:,} tokens and {size(group.page_format.page_bytes)}"
+    return f"{group.index}: {page}; {', '.join(_settings(group.fingerprint))}"
+
+
+def difference_rows(found: Difference) -> Rows:
+    """Rows of ``diff``: a name, and what is of each snapshot."""
+    common, common_pages = f"{found.common_tokens:,}", f"{found.common_pages:,}"
+    return [
+        ["tokens in common", common, common],
+        ["tokens after those", f"{found.a_tokens:,}", f"{found.b_tokens:,}"],
+        ["pages in common", common_pages, common_pages],
+        ["pages alone", f"{found.a_pages:,}", f"{found.b_pages:,}"],
+        *([harmless(name), *map(_value, pair)] for name, pair in found.fields.items()),
+    ]
+
+
+def _settings(settings: Object) -> Iterator[str]:
+    for name, value in list(settings.items())[:MOST_NAMES]:
+        nested = isinstance(value, dict | list)
+        yield f"{harmless(name)} {f'of {len(value)}' if nested else _value(value)}"
+    if len(settings) > MOST_NAMES:
+        yield "…"
+
+
+def _value(value: object) -> str:
+    return harmless(value if isinstance(value, str) else json.dumps(value))
+
+
+def _some(names: tuple[str, ...]) -> Iterator[str]:
+    """The last of them: those nearest to the job."""
+    if len(names) > MOST_NAMES:
+        yield "…"
+    yield from map(harmless, names[-MOST_NAMES:])
+
+
+def _tokens(tokens: int, kv_tokens: int) -> str:
+    return f"{tokens:,}, {kv_tokens:,} of them with KV"
+
+
+def _stored(stored: int, shared: int) -> str:
+    return f"{size(stored)}, {size(shared)} of it shared" if shared else size(stored)
+
+
+def _when(seconds: float) -> str:
+    try:
+        made = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:.0f} s after 1970"
+    return f"{made:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"
