@@ -166,7 +166,7 @@ class Lineage:
         prompt: Sequence[int],
         answer: Sequence[int],
     ) -> None:
-        """Remember a job whose last turn another engine served, or another job: that turn has ended.
+        """Remember a job whose last turn has ended in another engine, or was another job's.
 
         Args:
             turn: its number.

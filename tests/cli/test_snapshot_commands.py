@@ -30,7 +30,7 @@ MADE = {
     "stored_bytes": 3 << 20,
     "shared_bytes": 1 << 20,
     "exact": False,
-    "pause_ms": 12.25,
+    "capture_ms": 12.25,
     "durable_ms": 1400.0,
     "cache_salt": None,
 }
@@ -113,7 +113,7 @@ def test_a_snapshot_stays_under_its_name_in_the_servers_folder(
     assert found["job"] == r"\x1b[2J[bold]j[/]\x0a\u202e"
     assert found["tokens"] == "1,234, 1,230 of them with KV"
     assert found["stored"] == "3.0 MiB, 1.0 MiB of it shared"
-    assert found["job paused"] == "12.2 ms"
+    assert found["captured in"] == "12.2 ms"
     assert (root / "first" / "manifest.json").is_file()
 
 

@@ -217,10 +217,10 @@ class Captures:
                     index.release(key, captured.held.pop(key), used=False)
                 return
             captured.saved += self._fetch(missing)
-            coming = [page.key for page in missing]
-            yield Wait(
-                "pages come to CPU memory", lambda keys=coming: not any(map(self._moves, keys))
-            )
+            yield self._arrival([page.key for page in missing])
+
+    def _arrival(self, keys: Sequence[PageKey]) -> Wait:
+        return Wait("pages come to CPU memory", lambda: not any(map(self._moves, keys)))
 
     def _somewhere(self) -> Callable[[PageKey], bool]:
         """A test whether a page can be had: in CPU memory, on its way there, below, or in VRAM."""

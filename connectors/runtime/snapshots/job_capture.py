@@ -56,14 +56,10 @@ class JobCaptures:
         Raises:
             SnapshotError: it cannot be captured; the sentence says what to do.
         """
+        running = self._running(job)
+        if running is not None:
+            yield self._boundary(running)
         turn = self._running(job)
-        if turn is not None:
-            yield Wait(
-                "the turn gets its first token",
-                lambda: turn.request.finished or self._has_boundary(turn),
-                LONGEST_TURN_S,
-            )
-            turn = self._running(job)
         if turn is None:
             context = self.contexts.get(job.key)
             if context is None:
@@ -90,6 +86,13 @@ class JobCaptures:
                 "Several turns of this job run at once: wait for one of them (--wait-turn)."
             )
         return turns[0] if turns else None
+
+    def _boundary(self, turn: Turn) -> Wait:
+        return Wait(
+            "the turn gets its first token",
+            lambda: turn.request.finished or self._has_boundary(turn),
+            LONGEST_TURN_S,
+        )
 
     def _has_boundary(self, turn: Turn) -> bool:
         request = turn.request

@@ -66,8 +66,10 @@ class SnapshotWorker:
     def _carry_out(self, order: SnapshotOrder) -> None:
         began, all_of_them = time.perf_counter(), frozenset(range(len(order.keys)))
         try:
-            move = self._write if isinstance(order, ExportOrder) else self._read
-            failed = move(order)  # type: ignore[operator]
+            if isinstance(order, ExportOrder):
+                failed = self._write(order)
+            else:
+                failed = self._read(order)
         except Exception:
             logger.exception("a snapshot's pages cannot be moved")
             failed = all_of_them

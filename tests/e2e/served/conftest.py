@@ -14,7 +14,15 @@ from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
 
 @pytest.fixture(scope="package")
-def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's folder of snapshots."""
+    return tmp_path_factory.mktemp("snapshots")
+
+
+@pytest.fixture(scope="package")
+def server(
+    small_model: Path, snapshots: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
     """It reads Continuum's fields, can be told what to answer, writes a trace, and has the routes:
     its plugin adds them with the middleware."""
     folder = tmp_path_factory.mktemp("server")
@@ -27,6 +35,7 @@ def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             **server_env(),
             "TIERED_KV_CPU_GIB": "1",
             "TIERED_KV_TRACE": str(folder / "trace.jsonl"),
+            "TIERED_KV_SNAPSHOT_PATH": str(snapshots),
             "VLLM_PLUGINS": "tiered_kv",
             "VLLM_SERVER_DEV_MODE": "1",  # for the reset and sleep endpoints
         },

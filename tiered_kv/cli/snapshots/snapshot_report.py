@@ -45,7 +45,7 @@ def made_rows(said: Object, place: str) -> Rows:
         ["pages", f"{whole(said, 'pages'):,}"],
         ["stored", _stored(whole(said, "stored_bytes"), whole(said, "shared_bytes"))],
         ["exact", _yes_or_no(said.get("exact") is True)],
-        ["job paused", f"{number(said, 'pause_ms'):,.1f} ms"],
+        ["captured in", f"{number(said, 'capture_ms'):,.1f} ms"],
         ["durable after", f"{number(said, 'durable_ms'):,.1f} ms"],
         *_salt(said),
     ]
