@@ -136,7 +136,7 @@ def with_pages(manifest: Manifest, seed: int = 0) -> Manifest:
             number,
             block,
             rank,
-            sha256(page_of(of, block, rank, seed)).hexdigest(),
+            sha256(page_of(of, block, rank, seed).data).hexdigest(),
             key_of(number, block).hex(),
         )
         for number, of in enumerate(manifest.groups)

@@ -108,7 +108,7 @@ def test_everything_is_durable_before_it_has_its_name(
 ) -> None:
     make(tmp_path, "zero")
     synced, lock = set[int](), threading.Lock()
-    fsync, rename, missing = os.fsync, os.rename, []
+    fsync, rename, missing = os.fsync, os.rename, list[str]()
 
     def noted(fd: int) -> None:
         fsync(fd)

@@ -227,7 +227,7 @@ def packed(one: Path, tmp_path: Path) -> bytearray:
     return bytearray((tmp_path / "good.zip").read_bytes())
 
 
-def entry_at(data: bytes, number: int = 1) -> int:
+def entry_at(data: bytearray, number: int = 1) -> int:
     """Offset of a member's entry in the directory."""
     at = struct.unpack_from("<I", data, len(data) - 6)[0]
     for _ in range(number):
@@ -236,11 +236,12 @@ def entry_at(data: bytes, number: int = 1) -> int:
     return int(at)
 
 
-def put(data: bytearray, at: int, shape: str, value: int) -> None:
+def put(data: bytearray, at: int, shape: str, value: int) -> bytearray:
     struct.pack_into(shape, data, at, value)
+    return data
 
 
-def member_at(data: bytes, number: int = 1) -> int:
+def member_at(data: bytearray, number: int = 1) -> int:
     """Offset of a member's own header."""
     return int(struct.unpack_from("<I", data, entry_at(data, number) + 42)[0])
 
@@ -259,7 +260,7 @@ EDITS: dict[str, Callable[[bytearray], object]] = {
     "encrypted": encrypt,
     "written in one go": lambda d: put(d, entry_at(d) + 8, "<H", 8),
     "overlapping": overlap,
-    "a comment at the end": lambda d: (put(d, len(d) - 2, "<H", 1), d.extend(b"x")),
+    "a comment at the end": lambda d: put(d, len(d) - 2, "<H", 1).extend(b"x"),
     "something behind": lambda d: d.extend(b"x"),
     "something before": lambda d: d.__setitem__(slice(0, 0), b"#!"),
     "another name at the member": lambda d: put(d, member_at(d) + 30, "<B", ord("q")),

@@ -121,7 +121,7 @@ def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> N
 
 
 def check_agreement(manifest: Manifest) -> None:
-    """What was read could be written, and is in its ranges."""
+    """Check that what was read could be written, and is in its ranges."""
     assert load(dump(manifest)) == manifest
     assert 0 <= manifest.kv_tokens <= len(manifest.token_ids)
     assert all(0 <= token < 2**31 for token in manifest.token_ids)
@@ -142,7 +142,7 @@ def test_mutated_pages_are_refused_or_are_what_was_written(page_format: PageForm
     out = memory[guard : guard + size]
     pages = [synthetic_page(page_format, seed) for seed in range(3)]
     files = [b"".join(encode_page(page, page_format)) for page in pages]
-    digests = [sha256(page).hexdigest() for page in pages]
+    digests = [sha256(page.data).hexdigest() for page in pages]
     refused = 0
     for turn in range(PAGES // len(FORMATS)):
         which = turn % len(files)
@@ -151,7 +151,7 @@ def test_mutated_pages_are_refused_or_are_what_was_written(page_format: PageForm
         except SnapshotError:
             refused += 1
         else:
-            same = sha256(out).hexdigest() == digests[which]
+            same = sha256(out.data).hexdigest() == digests[which]
             assert same == np.array_equal(out, pages[which])
             refused += not same
     assert (memory[:guard] == 0xA5).all()

@@ -11,7 +11,7 @@ import pytest
 from tests.snapshot.killed_makers import STORIES
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST = {"writing": 90, "renewing": 50, "packing": 12, "unpacking": 30, "crowding": 40}
+LEAST = {"writing": 90, "renewing": 50, "packing": 12, "unpacking": 25, "crowding": 60}
 """Moments, so that a story that nobody interrupts is noticed."""
 
 
@@ -27,4 +27,4 @@ def test_a_maker_is_killed_at_every_moment(tmp_path: Path, story: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= LEAST[story]
+    assert int(done.stdout) >= LEAST[story], done.stdout

@@ -52,7 +52,7 @@ def flip(path: Path, at: int = -1) -> None:
 
 
 def link_away(path: Path) -> None:
-    aside = path.parent.parent.with_name("aside")
+    aside = next(one for one in path.parents if one.name == "one").with_name("aside")
     path.rename(aside)
     path.symlink_to(aside)
 

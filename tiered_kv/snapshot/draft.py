@@ -112,9 +112,8 @@ class SnapshotDraft:
             RealFiles().sync_folder(self._root)
         self._making.release()
         for digest, file in files.items():
-            if file.origin in (Origin.NEW, Origin.AGAIN):
-                replaced = file.origin is Origin.AGAIN
-                self._pool.take(digest, self._path / PAGES / digest, replace=replaced)
+            replace_it = file.origin is Origin.AGAIN
+            self._pool.take(digest, self._path / PAGES / digest, replace=replace_it)
         return whole
 
     def abandon(self) -> None:
@@ -205,6 +204,8 @@ def _refuse_taken(path: Path) -> None:
 def _sweep_locks(root: Path) -> None:
     """Remove the locks of snapshots whose maker was killed right after the last step."""
     for path in root.iterdir():
+        if path.name.startswith("."):  # a draft needs its lock
+            continue
         lock = path / LOCK
         with contextlib.suppress(OSError):
             if (path / MANIFEST).is_file() and not path.is_symlink() and not lock.stat().st_size:

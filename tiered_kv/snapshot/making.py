@@ -116,14 +116,13 @@ def _locked(path: Path, create: int) -> int:
         OSError: it cannot be opened, or the file system has no locks.
     """
     fd = open_plain(path, os.O_RDWR | create)
+    held = False
     try:
-        if try_lock(fd) and os.fstat(fd).st_nlink:
-            fd, kept = -1, fd
-            return kept
-        return -1
+        held = try_lock(fd) and os.fstat(fd).st_nlink > 0
     finally:
-        if fd >= 0:
+        if not held:
             os.close(fd)
+    return fd if held else -1
 
 
 def _lock_of(path: Path, folder: bool) -> Path:

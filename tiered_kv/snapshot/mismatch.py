@@ -73,7 +73,7 @@ def _of_fingerprints(
     """Differences in what all groups share."""
 
     def differ(name: str) -> bool:
-        return plain(theirs.get(name)) != plain(ours.get(name))
+        return bool(plain(theirs.get(name)) != plain(ours.get(name)))
 
     def pair(name: str) -> str:
         return f"{_word(theirs.get(name))}, and this engine's {_word(ours.get(name))}"

@@ -119,7 +119,7 @@ class _Header:
         if stored.nbytes < HEADER.size:
             raise SnapshotError("a page is cut off before its header ends")
         magic, version, codec, element, tokens, size, table, plane, frame = HEADER.unpack_from(
-            stored
+            stored.data
         )
         if magic != MAGIC:
             raise SnapshotError("a page does not begin as pages do")

@@ -62,7 +62,7 @@ class PageWriter:
             raise SnapshotError(
                 f"a page of {page.nbytes} bytes where its group has {page_format.page_bytes}"
             )
-        digest = sha256(page).hexdigest()
+        digest = sha256(page.data).hexdigest()
         with self._lock:
             if self._finished:
                 raise SnapshotError(f"rank {self._rank} has finished, and takes no more pages")

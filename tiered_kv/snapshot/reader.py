@@ -92,7 +92,7 @@ class Snapshot:
             decode_page(stored, page_format, out)
         except SnapshotError as error:
             raise SnapshotError(f"{where}: {error}") from error
-        if sha256(out).hexdigest() != page.sha256:
+        if sha256(out.data).hexdigest() != page.sha256:
             raise SnapshotError(f"{where}: the page is damaged; a whole copy is needed")
 
     def read_file(self, digest: str, out: Bytes) -> None:

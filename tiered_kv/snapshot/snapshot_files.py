@@ -130,7 +130,7 @@ def fill(fd: int, offset: int, out: Bytes) -> None:
         OSError: the disk failed.
         SnapshotError: the file ends before.
     """
-    view, at = memoryview(out), 0
+    view, at = out.data, 0
     while at < view.nbytes:
         count = os.preadv(fd, [view[at:]], offset + at)
         if count == 0:

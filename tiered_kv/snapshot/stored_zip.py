@@ -197,7 +197,7 @@ def _data_offset(fd: int, member: _Member) -> int:
     told = _long(_read(fd, extra_at, extra_bytes), (nbytes, stored))
     if told != (member.nbytes, member.nbytes):
         raise _wrong(f"{member.name.decode()} has two sizes")
-    return extra_at + extra_bytes
+    return int(extra_at + extra_bytes)
 
 
 class _Text:
