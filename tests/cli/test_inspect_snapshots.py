@@ -16,7 +16,7 @@ from tiered_kv.snapshot.pack import pack
 
 
 def told(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """What a command says with ``--json``: one object on one line."""
+    """Call a command with ``--json``; returns the one object that it says, on one line."""
     text = invoke(*arguments, "--json", code=code).stdout
     assert text.count("\n") == 1
     found: dict[str, Any] = json.loads(text)

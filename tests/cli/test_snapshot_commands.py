@@ -14,6 +14,8 @@ import pytest
 from tests.cli.snapshot_calls import HOSTILE, invoke, rows, sentence
 from tests.cli.snapshot_disk import make_snapshot
 from tests.top.route_server import Answer, RouteServer, refusal
+from tests.vllm.routes.engines import WorkingCore
+from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.snapshot.pack import pack
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
@@ -174,6 +176,7 @@ def test_a_snapshot_whose_path_cannot_be_is_not_made(
     assert "there is no folder" in to(tmp_path / "no" / "x")
     server.answers[SNAPSHOTS] = said({"folder": str(tmp_path / "far"), "snapshots": []})
     assert "is not on this machine" in to(tmp_path / "x")
+    odd: Any
     for odd in ({"folder": "relative"}, {"folder": None}, {}, []):
         server.answers[SNAPSHOTS] = said(odd)
         assert "use the tiered-kv of the version" in to(tmp_path / "x")
@@ -281,6 +284,27 @@ def test_a_job_is_forked_into_several(server: RouteServer) -> None:
     result = invoke("fork", server.url, "--job", "j", "--as", "a", "--json")
     assert json.loads(result.stdout) == FORKED
     invoke("fork", server.url, "--job", "j", code=2)
+
+
+def test_the_routes_know_what_the_commands_send(
+    server: RouteServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = WorkingCore(["j"])
+    _, ask = serve(monkeypatch, core)
+    server.work = {
+        path: lambda body, path=path: Answer(ask(path, "POST", json=body).text)  # type: ignore[misc]
+        for path in (SNAPSHOTS, RESTORES, FORKS)
+    }
+    for result, command in (
+        (MADE, ["snapshot", server.url, "--job", "j", "--out", "n", "--stop", "--wait-turn"]),
+        (RESTORED, ["restore", server.url, "n", "--timeout", 0.5]),
+        (RESTORED, ["restore", server.url, "n", "--job", "k", "--exact"]),
+        (FORKED, ["fork", server.url, "--job", "j", "--as", "k", "--as", "l"]),
+    ):
+        core.result = {name: value for name, value in result.items() if name != "engine"}
+        told = json.loads(invoke(*command, "--json").stdout)
+        assert told == {**result, "engine": 0}
+        invoke(*command)
 
 
 def test_each_refusal_is_one_sentence(server: RouteServer) -> None:

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tiered_kv.cli.snapshots import snapshot_commands
-
 from . import bench_commands, store_commands, trace_commands
 from .doctor_command import doctor_command
 from .plan_command import plan_command
+from .snapshots import snapshot_commands
 from .terminal import Command
 from .top_command import top_command
 
@@ -55,8 +54,8 @@ def root(
         typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
     ] = False,
 ) -> None:
-    """Manage the KV cache that tiered-kv keeps on SSD, snapshot, restore and fork jobs, read traces,
-    and measure what it gains."""
+    """Manage the KV cache that tiered-kv keeps on SSD; snapshot, restore and fork jobs; read
+    traces, and measure what it gains."""
 
 
 def main() -> None:

@@ -25,10 +25,12 @@ from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.connectors.vllm.routes.snapshot_bodies import MAX_BODY_BYTES
 
+NO_IDS: tuple[Any, ...] = ("", 7, True, None, [])
 NO_NAMES = (
     *("", ".", "..", ".making-1", "-n", "a/b", "a\\b", "/etc", "a\n", "a\0"),
     *("ü", "٣", "x" * 101, "a.zip"),
 )
+
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_other_names_are_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> No
 @pytest.mark.parametrize(
     ("path", "change"),
     [
-        *((path, {"job": job}) for path in (SNAPSHOTS, FORKS) for job in ("", 7, True, None, [])),
+        *((path, {"job": job}) for path in (SNAPSHOTS, FORKS) for job in NO_IDS),
         (SNAPSHOTS, {"job": "x" * 513}),
         (SNAPSHOTS, {"job": "\ud800"}),
         (SNAPSHOTS, {"wait_turn": 0}),
