@@ -122,23 +122,23 @@ class SnapshotFiles:
             )
         )
 
-    def open(self, name: str, salt: str | None, exact: bool) -> Future[Opened]:
+    def open(self, name: str, salt: str | None) -> Future[Opened]:
         """Open a snapshot, and name its pages.
 
         Args:
-            salt: cache salt for an exact one; others have their own.
+            salt: cache salt for an exact one; None for a near one, which has its own.
         """
-        return self.thread.submit(self._open, name, salt, exact, self.identity())
+        return self.thread.submit(self._open, name, salt, self.identity())
 
-    def _open(self, name: str, salt: str | None, exact: bool, engine: EngineIdentity) -> Opened:
+    def _open(self, name: str, salt: str | None, engine: EngineIdentity) -> Opened:
         path = find_snapshot(self.root, name)
         with open_snapshot(path) as snapshot:
             manifest = snapshot.manifest
         if wrong := mismatches(manifest, engine):
             raise SnapshotError(f"{name} is not of an engine like this one: {'; '.join(wrong)}.")
-        if exact and not manifest.exact:
+        if salt is not None and not manifest.exact:
             raise SnapshotError(f"{name} was not taken with --exact: restore it without.")
-        salt = salt if exact else manifest.cache_salt
+        salt = manifest.cache_salt if salt is None else salt
         tokens: Sequence[int] = manifest.token_ids[: manifest.kv_tokens]
         return Opened(path, manifest, self._names.name(list(tokens), salt), salt)
 

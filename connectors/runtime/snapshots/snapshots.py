@@ -25,7 +25,7 @@ from tiered_kv.snapshot.manifest import SnapshotError
 from .capture import Captured
 from .context_pages import context_pages, remember_tail
 from .file_thread import SnapshotFiles
-from .job_capture import JobCaptures, fresh_salt
+from .job_capture import JobCaptures
 from .job_contexts import Context
 from .operations import Operations, Steps, Wait, file_work
 
@@ -92,17 +92,18 @@ class Snapshots:
         self._check(exact)
         return self.operations.begin(self._take(job, to, wait_turn, stop, exact))
 
-    def restore(self, name: str, job: str | None, *, exact: bool) -> int:
+    def restore(self, name: str, job: str | None, *, salt: str | None) -> int:
         """Begin to bring a snapshot back; gives the number of the operation.
 
         Args:
             job: name of the job that it becomes; None for its own.
+            salt: cache salt that nobody else has, for an exact one; None for a near one.
 
         Raises:
             SnapshotError: it cannot be done.
         """
-        self._check(exact)
-        return self.operations.begin(self._restore(name, job, exact))
+        self._check(exact=salt is not None)
+        return self.operations.begin(self._restore(name, job, salt))
 
     def fork(self, name: str, children: Sequence[str], *, exact: bool) -> int | None:
         """Begin to fork a job; gives the number of the operation, or None if there is no such job.
@@ -186,9 +187,9 @@ class Snapshots:
             "durable_ms": round(1e3 * (self._clock() - began), 3),
         }
 
-    def _restore(self, name: str, job: str | None, exact: bool) -> Steps:
+    def _restore(self, name: str, job: str | None, salt: str | None) -> Steps:
         began = self._clock()
-        opening = self._files.open(name, fresh_salt(), exact)
+        opening = self._files.open(name, salt)
         yield file_work("the snapshot is looked at", opening)
         opened = opening.result()
         manifest, named = opened.manifest, opened.named

@@ -7,7 +7,7 @@ A question is ``{"ask": ASK}`` with what that needs:
   ``[engine, number]``. With several engines the jobs of the first come first.
 - ``job``: ``id``.
 - ``snapshot``: ``job``, ``name``, ``wait_turn``, ``stop``, ``exact``.
-- ``restore``: ``name``, ``job`` or null, ``exact``.
+- ``restore``: ``name``, ``job`` or null, ``salt``: a cache salt for an exact one, or null.
 - ``fork``: ``job``, ``as`` with the names of the new jobs, ``exact``.
 - ``operation``: ``engine`` and ``id``, as one of the last three was answered with.
 
@@ -73,11 +73,11 @@ def _of_snapshots(
                     exact=bool(question["exact"]),
                 )
             case "restore":
-                job = question["job"]
+                job, salt = question["job"], question["salt"]
                 begun = snapshots.restore(
                     str(question["name"]),
                     str(job) if job is not None else None,
-                    exact=bool(question["exact"]),
+                    salt=str(salt) if salt is not None else None,
                 )
             case _:
                 children = [str(name) for name in question["as"]]

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Request
 
 from tiered_kv.config import ENV_PREFIX
+from tiered_kv.connectors.runtime.snapshots.job_capture import fresh_salt
 
 from .engine_operations import Ask, EngineOperations, Patience
 from .queries import read_nothing
@@ -74,6 +75,7 @@ class SnapshotRoutes:
     async def _restore(self, request: Request) -> dict[str, Any]:
         """Answers with the result of the first engine; of further ones in ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
+        question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
         first, *others = await self._operations.of_all(question, patience)
         return {**first, "others": others}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiered_kv.connectors.runtime.snapshots.job_capture import fresh_salt
 from tiered_kv.connectors.runtime.views.questions import answer
 from tiered_kv.testing.rig import EngineRig
 
@@ -23,7 +24,7 @@ def restore(
     rig: EngineRig, name: str, job: str | None = None, *, exact: bool = False
 ) -> dict[str, Any]:
     """Begin to bring a snapshot back."""
-    return ask(rig, "restore", name=name, job=job, exact=exact)
+    return ask(rig, "restore", name=name, job=job, salt=fresh_salt() if exact else None)
 
 
 def fork(rig: EngineRig, job: str, *children: str, exact: bool = False) -> dict[str, Any]:

@@ -71,10 +71,10 @@ def test_a_job_is_forked_and_restored_by_any_name(monkeypatch: pytest.MonkeyPatc
     assert core.asked[1] == {"ask": "fork", "job": ODD, "as": ["a", ODD + "2"], "exact": True}
     core.asked.clear()
     assert post(ask, RESTORES, job=ODD).status_code == 200
-    assert core.asked[0] == {"ask": "restore", "name": "n", "job": ODD, "exact": False}
+    assert core.asked[0] == {"ask": "restore", "name": "n", "job": ODD, "salt": None}
     core.asked.clear()
     assert post(ask, RESTORES, job=None, timeout_s=3600).status_code == 200
-    assert core.asked[0] == {"ask": "restore", "name": "n", "job": None, "exact": False}
+    assert core.asked[0] == {"ask": "restore", "name": "n", "job": None, "salt": None}
 
 
 def test_a_job_that_no_engine_has_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
