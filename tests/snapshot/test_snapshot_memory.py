@@ -26,7 +26,7 @@ PIECES = {
     "names": b'"%d":1,',
     "digits": b"9",
     "points": b".5",
-    "escapes": rb"\\\\ud83d\\\\ude00",
+    "escapes": rb"\\ud83d\\ude00",
     "zeros": b"\\0",
 }
 
@@ -47,7 +47,8 @@ for name, piece in PIECES.items():
     if len(data) > ROOM:
         data = data[:ROOM]
     # As much as is let in, too.
-    for some in (data, data[: len(data) // 16 // len(piece) * len(piece)] + b"]" * 3):
+    for part in (1, 4, 23, 260):
+        some = data if part == 1 else data[: len(data) // part // len(piece) * len(piece)] + b"1]"
         try:
             load(some)
         except SnapshotError as error:
@@ -135,7 +136,7 @@ def grown(script: str, *arguments: str) -> int:
 
 @pytest.mark.slow
 def test_a_hostile_manifest_takes_a_few_times_its_size() -> None:
-    assert grown(MANIFESTS) < 900 << 20
+    assert grown(MANIFESTS) < 500 << 20
 
 
 def test_files_that_claim_to_be_huge_take_no_memory(tmp_path: Path) -> None:
