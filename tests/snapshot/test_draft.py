@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +30,8 @@ from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.rank_writer import PageWriter
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # -- whole snapshots ----------------------------------------------------------------------
 
@@ -84,6 +88,24 @@ def test_pages_are_written_on_many_threads(tmp_path: Path) -> None:
             return np.array_equal(out, page_of(PLAIN[0], page.block % 16, 0))
 
         assert all(threads.map(right, made.pages))
+
+
+RANK = """
+import sys
+from pathlib import Path
+from tests.snapshot.made_snapshots import PLAIN, outline, written
+written(Path(sys.argv[1]), outline(PLAIN, ranks=2), int(sys.argv[2])).finish()
+"""
+
+
+def test_each_rank_writes_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with SnapshotDraft.begin(tmp_path, "one") as draft:
+        command = [sys.executable, "-c", RANK, str(draft.folder)]
+        ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(2)]
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        draft.seal(outline(PLAIN, ranks=2))
+    with open_snapshot(tmp_path / "one") as snapshot:
+        check_whole(snapshot)
 
 
 def test_ranks_that_hold_the_same_bytes_write_them_once(tmp_path: Path) -> None:

@@ -250,7 +250,10 @@ def _read(data: bytes) -> Manifest:
         raise ValueError("it is no manifest of a snapshot")
     version = fields.take("version")
     if version != VERSION or type(version) is not int:
-        raise ValueError(f"it is of version {version!r:.40}, and {VERSION} is known here")
+        raise SnapshotError(
+            f"the snapshot is of version {version!r:.40}, and version {VERSION} is known here: a "
+            "version of tiered-kv is needed that knows the other"
+        )
     digest = fields.text("sha256")
     rest = {name: value for name, value in found.items() if name != "sha256"}
     if sha256(canonical(rest)).hexdigest() != digest:

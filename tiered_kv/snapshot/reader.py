@@ -169,10 +169,11 @@ def find_snapshot(root: Path, name: str) -> Path:
     """
     check_name(name)
     folder, file = root / name, root / (name + ZIP)
-    if folder.is_dir() and not folder.is_symlink():
-        return folder
-    if file.is_file() and not file.is_symlink():
-        return file
+    with disk_errors(f"{root} cannot be read"):
+        if folder.is_dir() and not folder.is_symlink():
+            return folder
+        if file.is_file() and not file.is_symlink():
+            return file
     raise SnapshotError(f"there is no snapshot {name} in {root}: look for its name there")
 
 

@@ -14,6 +14,7 @@ MOST_BYTES = 64 << 20
 MOST_VALUES = 1 << 22
 MOST_LISTS = 1 << 20
 MOST_OBJECTS = 1 << 16
+MOST_NAMES = 1 << 18
 MOST_DEPTH = 64
 MOST_TEXT = 1 << 16
 MOST_WHOLE = (1 << 63) - 1
@@ -22,6 +23,7 @@ _BOUNDS = (
     (b",", MOST_VALUES, "values"),
     (b"[", MOST_LISTS, "lists"),
     (b"{", MOST_OBJECTS, "objects"),
+    (b":", MOST_NAMES, "names"),
 )
 
 
