@@ -38,6 +38,8 @@ from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
+from tiered_kv.connectors.vllm.requests.named_requests import request_maker
+from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest, hints_of
 from tiered_kv.messages import Orders
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
@@ -50,9 +52,7 @@ from .engine_config import check_version, read_engine, refuse_unsupported, with_
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
-from .named_requests import request_maker
 from .plugin import share_logging
-from .requests import VllmRequest, hints_of
 from .resets import Resets, watch_resets
 from .stats import TieredPromMetrics, TieredStats
 from .step_output import kept_states, scheduled_step

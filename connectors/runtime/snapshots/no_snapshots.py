@@ -1,4 +1,4 @@
-"""No snapshots: an engine without a folder for them."""
+"""Refusal of snapshots, in an engine without a folder for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tiered_kv.snapshot.manifest import SnapshotError
 
 
 class NoFolderError(SnapshotError):
-    """Nothing can be taken from this engine, or brought into it."""
+    """Want of a folder: nothing can be taken from this engine, or brought into it."""
 
 
 class NoSnapshots:
-    """In place of ``Snapshots``.
+    """Stand-in for ``Snapshots``.
 
     Args:
         observes: True if the engine is only observed.

@@ -66,10 +66,7 @@ class SnapshotWorker:
     def _carry_out(self, order: SnapshotOrder) -> None:
         began, all_of_them = time.perf_counter(), frozenset(range(len(order.keys)))
         try:
-            if isinstance(order, ExportOrder):
-                failed = self._write(order)
-            else:
-                failed = self._read(order)
+            failed = self._write(order) if isinstance(order, ExportOrder) else self._read(order)
         except Exception:
             logger.exception("a snapshot's pages cannot be moved")
             failed = all_of_them

@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from tiered_kv.connectors.runtime.base import MakeRequest
 
-from .requests import VllmRequest
+from .vllm_request import VllmRequest
 
 
 def request_maker(vllm_config: Any) -> MakeRequest:

@@ -1,0 +1,1 @@
+"""Requests of vLLM, as the port has them."""
