@@ -123,6 +123,7 @@ class TwoRankRig(SecondRig):
 
     def wait_for_worker(self) -> None:
         super().wait_for_worker()
-        for part in (self.ranks.second.backend, self.ranks.second.compressor):
+        second = self.ranks.second
+        for part in (second.backend, second.compressor, second.snapshots):
             if part is not None:
                 part.drain()

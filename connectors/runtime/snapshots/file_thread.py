@@ -19,6 +19,8 @@ from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 from .capture import Captured
 from .context_pages import ContextNames
 
+MOST_PARENTS = 100
+"""Parents that a manifest names: the last ones."""
 LEFT_OUT = ("generation", "hash_algorithm")
 """Fields of a fingerprint that say nothing of bytes: whoever restores computes keys anew."""
 
@@ -111,7 +113,7 @@ class SnapshotFiles:
                     prompt_tokens=context.prompt_tokens,
                     job=job,
                     turns=context.turns,
-                    parents=context.parents,
+                    parents=context.parents[-MOST_PARENTS:],
                     cache_salt=context.salt,
                     exact=exact,
                     sampling=context.sampling,

@@ -27,6 +27,11 @@ def fresh_salt() -> str:
     return f"tiered-kv-exact-{secrets.token_hex(16)}"
 
 
+def is_named_by_tokens(turn: Turn) -> bool:
+    """True if a turn's tokens and cache salt alone tell its pages from others."""
+    return turn.request.text_only and turn.request.adapter is None
+
+
 class JobCaptures:
     """Captures jobs. One thread, the scheduler's.
 
@@ -73,6 +78,11 @@ class JobCaptures:
                     "exact needs a turn that runs."
                 )
             return (yield from self._pages.waiting(context))
+        if not is_named_by_tokens(turn):
+            raise SnapshotError(
+                "Only contexts of text, of the base model, can be taken: this turn has images, "
+                "embeddings or an adapter."
+            )
         salt = turn.request.cache_salt
         if exact:
             self._check_exact(turn)

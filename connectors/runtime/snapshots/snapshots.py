@@ -25,7 +25,7 @@ from tiered_kv.snapshot.manifest import SnapshotError
 from .capture import Captured
 from .context_pages import context_pages, remember_tail
 from .file_thread import SnapshotFiles
-from .job_capture import JobCaptures
+from .job_capture import JobCaptures, is_named_by_tokens
 from .job_contexts import Context
 from .operations import Operations, Steps, Wait, file_work
 
@@ -291,7 +291,8 @@ class Snapshots:
         job = turn.job
         if job is None:
             return
-        if turn.hints.is_last_step or not turn.source.admitted or not turn.request.text_only:
+        goes_on = turn.source.admitted and not turn.hints.is_last_step
+        if not (goes_on and is_named_by_tokens(turn)):
             self.contexts.forget(job.key)
             return
         self.contexts.remember(
