@@ -9,7 +9,8 @@ Two servers of one configuration, one after the other on the same folder, and th
   snapshot; ``delay_ms``: all tokens until it was on disk, beyond the usual time.
 - ``durable_ms``: a snapshot of a job that waits, until it is on disk, for good.
 - ``bytes_per_token``: of its pages on disk.
-- ``restore_ms``: the call that brings it back, ``restored_token_ms`` the first token of its next
+- ``restore_ms``: the call that brings it back, ``restore_engine_ms`` of it in the engine,
+  ``restored_token_ms`` the first token of its next
   turn after that; of the same server after a restart, and ``second_...`` of another one.
   ``recompute_ms``: the first token of such a turn that is computed. ``restore_ratio``: over both.
 - ``forks_extra_bytes``: CPU memory that ten forks take with a turn each; ``tail_bytes``: a page.
@@ -185,14 +186,15 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tell: Tell) -> d
 
 
 def _brought_back(client: Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
-    calls, first = list[float](), list[float]()
+    calls, engine, first = list[float](), list[float](), list[float]()
     for i, prompt in enumerate(prompts):
         began = time.perf_counter()
-        client.post("restores", name=f"night-{i}")
+        engine.append(client.post("restores", name=f"night-{i}")["ms"])
         calls.append(1e3 * (time.perf_counter() - began))
         first.append(first_token_ms(client, prompt, f"job-{i}"))
     return {
         f"{kind}restore_ms": statistics.median(calls),
+        f"{kind}restore_engine_ms": statistics.median(engine),
         f"{kind}restored_token_ms": statistics.median(first),
     }
 

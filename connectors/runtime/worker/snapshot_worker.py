@@ -1,7 +1,7 @@
 """Snapshots on one rank: pages of CPU memory are written to files, and read from them.
 
-On threads of its own, which yield to everything else on the machine: nobody computes meanwhile
-what they wait for, but the engine serves others.
+On threads of its own. Those that write yield to everything else on the machine; those that read do
+not, since a job waits for them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,10 +30,10 @@ from tiered_kv.storage.bundles import Bundles
 
 logger = logging.getLogger(__name__)
 
-NICE = 5
-"""Niceness of these threads."""
-THREADS = 2
-"""Threads that read and write pages; one more waits for them."""
+NICE = 19
+"""Niceness of the threads that write."""
+THREADS = 4
+"""Threads that read pages, and of those that write; one more waits for them."""
 
 
 class SnapshotWorker:
@@ -56,8 +56,9 @@ class SnapshotWorker:
         self._slots = slots
         self._bundles = bundles
         self._reports: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()
-        self._orders = ThreadPoolExecutor(1, "tiered-kv-snapshot", _be_nice)
-        self._pages = ThreadPoolExecutor(THREADS, "tiered-kv-snapshot-page", _be_nice)
+        self._orders = ThreadPoolExecutor(1, "tiered-kv-snapshot", _on_all_cores)
+        self._readers = ThreadPoolExecutor(THREADS, "tiered-kv-snapshot-read", _on_all_cores)
+        self._writers = ThreadPoolExecutor(THREADS, "tiered-kv-snapshot-write", _nicely)
 
     def carry_out(self, order: SnapshotOrder) -> None:
         """Begin an order."""
@@ -85,7 +86,7 @@ class SnapshotWorker:
             writer.add(group, order.blocks[i], order.keys[i], self._groups[group].page_format, page)
             return True
 
-        failed = self._each(write, len(order.keys))
+        failed = _each(self._writers, write, len(order.keys))
         if not failed:
             writer.finish()
         return failed
@@ -115,21 +116,7 @@ class SnapshotWorker:
                 snapshot.read_page(mine[group, order.blocks[i]], out)
                 return True
 
-            return self._each(read, len(order.keys))
-
-    def _each(self, move: Callable[[int], bool], count: int) -> frozenset[int]:
-        """Move so many pages; gives those that could not be."""
-
-        def moved(i: int) -> bool:
-            try:
-                return move(i)
-            except Exception as error:  # of a file, whatever may be wrong with it
-                logger.error("a page of a snapshot: %s", error)
-                return False
-
-        return frozenset(
-            i for i, good in enumerate(self._pages.map(moved, range(count))) if not good
-        )
+            return _each(self._readers, read, len(order.keys))
 
     def take_reports(self) -> dict[OrderId, OrderReport]:
         """Results of orders since the last call."""
@@ -146,10 +133,29 @@ class SnapshotWorker:
     def close(self) -> None:
         """Finish what is under way, and end the threads. Idempotent."""
         self._orders.shutdown()
-        self._pages.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
 
-def _be_nice() -> None:
+def _each(threads: Executor, move: Callable[[int], bool], count: int) -> frozenset[int]:
+    """Move so many pages; gives those that could not be."""
+
+    def moved(i: int) -> bool:
+        try:
+            return move(i)
+        except Exception as error:  # of a file, whatever may be wrong with it
+            logger.error("a page of a snapshot: %s", error)
+            return False
+
+    return frozenset(i for i, good in enumerate(threads.map(moved, range(count))) if not good)
+
+
+def _on_all_cores() -> None:
     with suppress(OSError):
         os.sched_setaffinity(0, CORES)  # whatever core the engine's thread is bound to
+
+
+def _nicely() -> None:
+    _on_all_cores()
+    with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -18,7 +18,7 @@ Ask = Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 Gone = Callable[[], Awaitable[bool]]
 """Tells whether nobody waits any more."""
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.005, 0.1, 1.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.005, 0.1, 1.1
 """Time between two looks at an operation: at first, at most, and by what it grows."""
 MOST_WAITED_FOR = 16
 """Operations that are waited for at one time: more are refused. Each look is a question, which an
