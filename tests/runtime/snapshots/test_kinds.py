@@ -1,4 +1,4 @@
-"""A job goes on in another engine, whatever kinds of KV its model keeps, wherever its pages were."""
+"""A job goes on in another engine, whatever kinds of KV its model keeps and wherever they were."""
 
 from __future__ import annotations
 
