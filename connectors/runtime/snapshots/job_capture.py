@@ -12,6 +12,7 @@ from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pages.ends import kept_tokens
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.policies.base import JobKey
 from tiered_kv.snapshot.manifest import SnapshotError
 
 from .capture import Captured, Captures
@@ -87,7 +88,7 @@ class JobCaptures:
         if exact:
             self._check_exact(turn)
             salt = fresh_salt()
-        return (yield from self._pages.running(turn, salt, self.parents(job)))
+        return (yield from self._pages.running(turn, salt, self.parents(job.key)))
 
     def _running(self, job: Job) -> Turn | None:
         turns = [self._turns.by_id[one] for one in job.running if one in self._turns.by_id]
@@ -121,9 +122,9 @@ class JobCaptures:
                 "for others: wait until nothing else runs, or leave --exact out."
             )
 
-    def parents(self, job: Job) -> tuple[str, ...]:
+    def parents(self, job: JobKey) -> tuple[str, ...]:
         """Names of the jobs that it was forked or restored from, oldest first."""
-        context = self.contexts.get(job.key)
+        context = self.contexts.get(job)
         return context.parents if context is not None else ()
 
     def release(self, captured: Captured, *, forget: bool | None = None) -> None:

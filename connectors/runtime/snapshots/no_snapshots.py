@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.policies.base import JobKey
 from tiered_kv.snapshot.manifest import SnapshotError
 
 
@@ -44,6 +45,10 @@ class NoSnapshots:
     def fork(self, *_: object, **__: object) -> int | None:
         """Refuse."""
         raise self._refuse()
+
+    def parents(self, job: JobKey) -> tuple[str, ...]:
+        """Return none."""
+        return ()
 
     def outcome(self, number: int) -> dict[str, Any]:
         """Refuse."""

@@ -296,7 +296,7 @@ class Snapshots:
             self.contexts.forget(job.key)
             return
         self.contexts.remember(
-            job.key, Context.of(turn.request, turn.number, self._captures.parents(job))
+            job.key, Context.of(turn.request, turn.number, self._captures.parents(job.key))
         )
 
     def advance(self) -> None:
@@ -307,6 +307,10 @@ class Snapshots:
     def under_way(self) -> bool:
         """True if a step would bring an operation on."""
         return self.operations.under_way
+
+    def parents(self, job: JobKey) -> tuple[str, ...]:
+        """Names of the jobs that a job was forked or restored from, oldest first."""
+        return self._captures.parents(job)
 
     def outcome(self, number: int) -> dict[str, Any]:
         """State of an operation, as JSON."""

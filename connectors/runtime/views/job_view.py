@@ -99,6 +99,7 @@ class JobView:
             "live_turns": len(live),
             "turns": [self._turn(turn) for turn in islice(live, MOST_TURNS)],
             "gap": self._gap(gap) if gap is not None else None,
+            "parents": list(self._half.snapshots.parents(job.key)),
         }
 
     def _turns(self, job: Job) -> Sequence[Turn]:

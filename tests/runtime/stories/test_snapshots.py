@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.snapshots.asking import fork, outcome, restore, result, step, take, why
+from tests.runtime.snapshots.asking import ask, fork, outcome, restore, result, step, take, why
 from tests.runtime.stories.conftest import MakeEngine
 from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.testing.checked_kv import expected, text
@@ -166,6 +166,7 @@ def test_forks_share_all_but_their_tails(engine: Any) -> None:
     forked = result(rig, fork(rig, "agent", "a", "b", "c"))
 
     assert forked["jobs"] == ["a", "b", "c"]
+    assert ask(rig, "job", id="b")["jobs"][0]["parents"] == ["agent"]
     assert forked["extra_pages"] == 0
     assert len(rig.index) == pages
     for i, child in enumerate("abc"):
