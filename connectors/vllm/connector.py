@@ -97,7 +97,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             refuse_company(transfer, engine.kv_transfer_config, connector_class)
         config = load_config(os.environ, transfer.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        facts = read_engine(vllm_config, kv_cache_config)
+        facts = replace(read_engine(vllm_config, kv_cache_config), version=vllm.__version__)
         self._given: Dependencies | None = None
         self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
         self.worker_half: WorkerHalf | None = None

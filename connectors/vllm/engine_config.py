@@ -6,8 +6,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import vllm
-
 from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.kv_reach import KvKind
@@ -119,7 +117,6 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         speculates=vllm_config.speculative_config is not None,
         sync_restores=plain and not (ahead or vllm_config.use_v2_model_runner),
         model=str(getattr(vllm_config.model_config, "model", "")),
-        version=vllm.__version__,
         limits=_limits(vllm_config),
     )
 

@@ -51,7 +51,9 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
     """
 
     scheduler_half = None  # a rig knows the connector under test by it
-    worker_half = SimpleNamespace(bad_blocks=frozenset(), backend=None, stores={}, compressor=None)
+    worker_half = SimpleNamespace(
+        bad_blocks=frozenset(), backend=None, stores={}, compressor=None, snapshots=None
+    )
 
     def __init__(self, rig: Rig, rng: Chance, failures: float = 0.0) -> None:
         self._rig, self._rng, self._failures = rig, rng, failures
