@@ -111,7 +111,8 @@ class SnapshotOrders:
 
     def _finish(self, order: SnapshotOrder, report: OrderReport) -> None:
         index = self._index
-        self._failed[order.order_id] = len(report.failed)
+        if report.failed:
+            self._failed[order.order_id] = len(report.failed)
         if isinstance(order, ExportOrder):
             for key, slot in zip(order.keys, order.slots, strict=True):
                 index.release(key, slot, used=False)

@@ -99,8 +99,8 @@ class Captures:
         held, captured.held = captured.held, {}
         for key, place in held.items():
             self._index.release(key, place, used=False)
-            if forget:
-                self._index.forget(key)
+        for page in captured.pages if forget else ():  # those still on their way, too
+            self._index.forget(page.key)
 
     # -- of a running turn ----------------------------------------------------------
 
@@ -125,10 +125,14 @@ class Captures:
             yield file_work("the context is named", naming)
             captured = Captured(context, naming.result(), salt, ())
             captured.pages = context_pages(captured.named, self._facts)
-            orders = self._save(captured, blocks)
-        finally:
+        except BaseException:
             self._pool.release(reversed(blocks))
+            raise
         try:
+            try:
+                orders = self._save(captured, blocks)
+            finally:
+                self._pool.release(reversed(blocks))
             yield Wait("pages are copied to CPU memory", lambda: self._settled(orders))
             for page in captured.pages:
                 if not self._index.readable(page.key):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tiered_kv.connectors.runtime.base import EngineFacts, MakeRequest
 from tiered_kv.connectors.runtime.pages.names import PageNames
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.keys import PageKey, tail_key
+from tiered_kv.keys import tail_key
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.snapshot_orders import ContextPage
@@ -48,7 +48,8 @@ def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
     A page that its tokens fill in part has the name of a tail.
     """
     tokens = named.request.num_tokens
-    tail = _tail(named, facts, tokens)
+    end = _tail(named, facts)
+    tail = tail_key(end[0], end[2], end[1]) if end is not None else None
     found = list[ContextPage]()
     for at, group in enumerate(facts.groups):
         needed, keys = group.needs(tokens), named.page_keys(at)
@@ -63,18 +64,16 @@ def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
     return tuple(found)
 
 
-def _tail(named: Turn, facts: EngineFacts, tokens: int) -> PageKey | None:
+def _tail(named: Turn, facts: EngineFacts) -> tuple[bytes, object, Sequence[int]] | None:
+    """Place of the tail, and its tokens; None for inputs that tokens do not tell apart."""
+    tokens = named.request.num_tokens
     start = tokens // facts.hash_tokens * facts.hash_tokens
     place = named.tail_place(start)
-    if place is None:
-        return None
-    return tail_key(place[0], named.request.all_token_ids[start:tokens], place[1])
+    return None if place is None else (*place, named.request.all_token_ids[start:tokens])
 
 
 def remember_tail(named: Turn, facts: EngineFacts, tails: TailIndex) -> None:
     """Have the end of a context found that fills no block hash."""
-    tokens = named.request.num_tokens
-    start = tokens // facts.hash_tokens * facts.hash_tokens
-    place = named.tail_place(start)
-    if start < tokens and place is not None:
-        tails.add(*place, named.request.all_token_ids[start:tokens])
+    tail = _tail(named, facts)
+    if tail is not None and tail[2]:
+        tails.add(*tail)

@@ -205,16 +205,23 @@ class Snapshots:
                 f"{name} has {len(pages)} pages, and CPU memory holds {self._index.num_slots}: set "
                 "TIERED_KV_CPU_GIB higher."
             )
-        wanted = [page for page in pages if not self._index.known(page.key)]
-        if wanted:
-            order = self.orders.read(str(opened.path), wanted)
-            if order is None:
+        index = self._index
+        wanted = [page for page in pages if not index.known(page.key)]
+        # What is there already must not make room for the rest.
+        held = {page.key: index.acquire(page.key) for page in pages if index.readable(page.key)}
+        try:
+            order = self.orders.read(str(opened.path), wanted) if wanted else None
+            if order is not None:
+                yield Wait("pages are read", lambda: self.orders.over(order))
+            elif wanted:
                 raise SnapshotError("CPU memory has no room now: all of it is in use. Try again.")
-            yield Wait("pages are read", lambda: self.orders.over(order))
-            if failed := self.orders.failures(order):
-                raise SnapshotError(
-                    f"{failed} pages of {name} are damaged or gone; nothing of it was restored."
-                )
+        finally:
+            for held_key, place in held.items():
+                index.release(held_key, place, used=False)
+        if order is not None and (failed := self.orders.failures(order)):
+            raise SnapshotError(
+                f"{failed} pages of {name} are damaged or gone; nothing of it was restored."
+            )
         keys = [page.key for page in pages]
         self._index.touch(reversed(keys))
         remember_tail(named, self._facts, self._tails)

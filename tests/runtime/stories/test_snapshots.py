@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.snapshots.asking import ask, fork, outcome, restore, result, step, take, why
+from tests.runtime.snapshots.asking import (
+    ask,
+    fork,
+    outcome,
+    restore,
+    result,
+    settle,
+    step,
+    take,
+    why,
+)
 from tests.runtime.stories.conftest import MakeEngine
 from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.testing.checked_kv import expected, text
@@ -242,6 +252,40 @@ def test_a_context_that_has_no_room_is_refused(engine: Any, make_engine: MakeEng
     clean(there)
 
 
+def test_pages_that_are_there_make_no_room_for_the_others(engine: Any) -> None:
+    here = engine()
+    answered(here)
+    result(here, take(here, "agent", "night"))
+    page = here.half.facts.slot_bytes
+    there = engine(cpu_gib=(22 * page + 1) / (1 << 30))
+    there.ask("begin", PROMPT[:161], max_tokens=1)  # ten of its pages, used the longest ago
+    there.ask("rival", text(190, seed=9), max_tokens=1)
+
+    result(there, restore(there, "night"))
+
+    computed = there.count("prompt_tokens_recomputed")
+    there.pins.release_all()
+    there.half.pool.forget(range(1, there.free_at_start))
+    assert there.ask("turn 2", TURN_2, params=JOB) == expected(TURN_2, 4)
+    assert there.count("prompt_tokens_recomputed") - computed == len(TURN_2) - 307
+
+
+def test_an_exact_one_without_room_leaves_nothing(engine: Any) -> None:
+    page = engine().half.facts.slot_bytes
+    rig = engine(cpu_gib=(12 * page + 1) / (1 << 30))
+    rig.add("turn 1", PROMPT, max_tokens=40, params=JOB)
+    until_answering(rig, "turn 1", 5)
+
+    assert "TIERED_KV_CPU_GIB" in why(rig, take(rig, "agent", "midway", exact=True))
+
+    settle(rig)
+    rig.run()
+    assert rig.outputs["turn 1"] == expected(PROMPT, 40)
+    again = why(rig, take(rig, "agent", "late", exact=True))  # it waits now
+    assert "a turn that runs" in again
+    clean(rig)
+
+
 def test_what_only_vram_holds_is_taken_from_there(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(30 * page + 1) / (1 << 30))
@@ -308,12 +352,11 @@ def test_whoever_hangs_up_meanwhile_leaves_it_whole(engine: Any, at: int) -> Non
         rig.step()
     rig.abort("turn 1")
 
-    said = outcome(rig, begun)
+    result(rig, begun)
 
-    if said["state"] == "done":
-        other = engine()
-        brought = result(other, restore(other, "midway"))
-        so_far = PROMPT + expected(PROMPT, brought["tokens"] - 300)
-        assert other.ask("on", so_far, params=JOB) == expected(so_far, 4)
+    other = engine()
+    brought = result(other, restore(other, "midway"))
+    so_far = PROMPT + expected(PROMPT, brought["tokens"] - 300)
+    assert other.ask("on", so_far, params=JOB) == expected(so_far, 4)
     rig.run()
     clean(rig)

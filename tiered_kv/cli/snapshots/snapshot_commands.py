@@ -72,7 +72,8 @@ def snapshot_command(
         bool, typer.Option("--wait-turn", help="Let the turn that runs come to its end first.")
     ] = False,
     stop: Annotated[
-        bool, typer.Option("--stop", help="End the job there; else it goes on.")
+        bool,
+        typer.Option("--stop", help="End the turn that runs with its next token."),
     ] = False,
     exact: Exact = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,

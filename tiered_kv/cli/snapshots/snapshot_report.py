@@ -82,7 +82,7 @@ def _of_engine(said: Object) -> Rows:
 
 
 def _salt(said: Object) -> Rows:
-    """What the turns have to send; nothing if they need no salt."""
+    """Row of the salt that turns have to send; none if they need none."""
     salt = said.get("cache_salt")
     if salt is None:
         return []
