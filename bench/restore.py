@@ -42,11 +42,13 @@ FIRST = 2
 """Contexts that fill half of CPU memory, from when on pages go down."""
 
 
-def texts(client: httpx.Client, count: int, tokens: int) -> list[list[int]]:
+def texts(
+    client: httpx.Client, count: int, tokens: int, model: str = MODEL_NAME
+) -> list[list[int]]:
     """Prompts of exactly ``tokens`` token ids, from as many files of the standard library."""
     found: list[list[int]] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        body = {"model": MODEL_NAME, "prompt": path.read_text(errors="replace")[: tokens * 6]}
+        body = {"model": model, "prompt": path.read_text(errors="replace")[: tokens * 6]}
         ids = client.post("/tokenize", json=body).raise_for_status().json()["tokens"]
         if len(ids) >= tokens:
             found.append(ids[:tokens])

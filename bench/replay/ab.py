@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .figures import completions
-from .jobs import Job
 from .kinds import Kind
 from .ledger import Kept, Ledger
 from .names import BEYOND, CALIBRATION, CONTROL, IDLE, PRESSURE, STOCK, TIERED
@@ -196,7 +195,7 @@ def nearest_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
     return min(tried, key=lambda pair: abs(math.log(pair[1] / wanted)))[0]
 
 
-def digest(jobs: Sequence[Job]) -> str:
+def digest(jobs: Sequence[object]) -> str:
     """A name for a workload: equal for equal jobs."""
     return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from tiered_kv.bench.common.dtypes import DtypeError
 from tiered_kv.bench.common.model import ModelError
 from tiered_kv.bench.common.plotting import PlotError
+from tiered_kv.bench.common.run_files import RunFileError
 from tiered_kv.bench.common.server import ServerError
 from tiered_kv.bench.common.sessions import RecordingError
 
 from .ab import HarnessError
-from .ledger import LedgerError
 from .measure import MeasureError
 
 FAILURES = (
     DtypeError,
     HarnessError,
-    LedgerError,
     MeasureError,
     ModelError,
     OSError,
     PlotError,
     RecordingError,
+    RunFileError,
     ServerError,
     ValueError,
 )

@@ -52,6 +52,21 @@ class JobDone:
     def completion_s(self) -> float:
         return self.ended_s - self.began_s
 
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> JobDone:
+        """A job out of its fields.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+        turns = tuple(
+            TurnDone(
+                **{**turn, "tokens": tuple(turn["tokens"]), "logprobs": tuple(turn["logprobs"])}
+            )
+            for turn in said["turns"]
+        )
+        return cls(**{**said, "turns": turns})
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -86,22 +101,5 @@ class Run:
         Raises:
             KeyError, TypeError: it is no run.
         """
-        jobs = tuple(
-            JobDone(
-                **{
-                    **job,
-                    "turns": tuple(
-                        TurnDone(
-                            **{
-                                **turn,
-                                "tokens": tuple(turn["tokens"]),
-                                "logprobs": tuple(turn["logprobs"]),
-                            }
-                        )
-                        for turn in job["turns"]
-                    ),
-                }
-            )
-            for job in said["jobs"]
-        )
+        jobs = tuple(JobDone.from_json(job) for job in said["jobs"])
         return cls(**{**said, "jobs": jobs, "flags": tuple(said["flags"])})

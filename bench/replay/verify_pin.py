@@ -23,12 +23,36 @@ from tiered_kv.doctor.metrics_page import events
 from .kinds import BLOCK
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
+"""Each turn adds a block at least, where blocks are as small as here; see ``Pool``."""
 BLOCKS = 160
 TOOL = {"tool_name": "bash", "tool_command": "ls"}
 """Tool that runs in the gaps, as a client names it: Continuum pins no turn without one."""
 READINGS = 3
 USAGE = "vllm:kv_cache_usage_perc"
+CACHE_CONFIG = "vllm:cache_config_info"
 HANDED_OVER = "pins_ended_returned"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A server's model and KV pool.
+
+    Attributes:
+        block: tokens of a block.
+    """
+
+    model: str
+    blocks: int
+    block: int
+
+    @property
+    def first_tokens(self) -> int:
+        return max(FIRST_TOKENS, 2 * self.block)
+
+    @property
+    def added_tokens(self) -> int:
+        """Tokens that a turn adds: the blocks that are held grow by them."""
+        return max(ADDED_TOKENS, self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +105,64 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
         VllmServer(options, Path(folder) / "server.log") as server,
         httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client,
     ):
-        return Prober(client).play()
+        return Prober(client, Pool(MODEL_NAME, BLOCKS, BLOCK)).play()
+
+
+def verify_running(url: str) -> Verdict:
+    """Play the job on a vLLM server that runs already and serves nobody else.
+
+    Args:
+        url: without ``/v1``.
+
+    Raises:
+        httpx.HTTPError: it does not answer, or not what is asked.
+        ValueError: it does not tell how large its KV pool is.
+    """
+    with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+        return Prober(client, pool_of(client)).play()
+
+
+def pool_of(client: httpx.Client) -> Pool:
+    """The pool of a running server, by what it tells.
+
+    Raises:
+        httpx.HTTPError: it does not answer.
+        ValueError: it does not tell.
+    """
+    models = client.get("/v1/models").raise_for_status().json()
+    page = client.get("/metrics").raise_for_status().text
+    said = re.search(rf"^{re.escape(CACHE_CONFIG)}{{(.*)}} \S+$", page, re.MULTILINE)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', said[1])) if said else {}
+    try:
+        return Pool(
+            models["data"][0]["id"], int(labels["num_gpu_blocks"]), int(labels["block_size"])
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the server does not tell its KV pool: no {error} in {CACHE_CONFIG}"
+        ) from error
 
 
 class Prober:
     """The job and the looks at the pool, over HTTP, of a server that serves nobody else."""
 
-    def __init__(self, client: httpx.Client) -> None:
+    def __init__(self, client: httpx.Client, pool: Pool) -> None:
         self._client = client
+        self._pool = pool
         self._ticks = itertools.count()
 
     def play(self) -> Verdict:
         handed_over = self._handed_over()
-        context = texts(self._client, 1, FIRST_TOKENS)[0]
+        context = texts(self._client, 1, self._pool.first_tokens, self._pool.model)[0]
         gaps = []
         for turn in range(1, TURNS + 1):
             hints: dict[str, object] = {"job_id": "five-turns", "is_last_step": turn == TURNS}
             if turn < TURNS:
                 hints |= TOOL
             answer = self._ask(context, 4, hints)
-            context = context + answer + [700 + turn * 100 + i for i in range(ADDED_TOKENS)]
+            context = (
+                context + answer + [700 + turn * 100 + i for i in range(self._pool.added_tokens)]
+            )
             gaps.append(Gap(self._held(), self._held()))
         return Verdict(tuple(gaps), int(self._handed_over() - handed_over))
 
@@ -108,7 +170,7 @@ class Prober:
         self, prompt: Sequence[int], max_tokens: int, hints: dict[str, object] | None = None
     ) -> list[int]:
         body = {
-            "model": MODEL_NAME,
+            "model": self._pool.model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -129,7 +191,7 @@ class Prober:
             self._ask([500 + next(self._ticks)], 1)
             time.sleep(0.02)  # /metrics follows the answer
             readings.append(self._metric(USAGE))
-        return round(min(readings) * (BLOCKS - 1))  # one block is vLLM's own
+        return round(min(readings) * (self._pool.blocks - 1))  # one block is vLLM's own
 
     def _handed_over(self) -> float:
         """Pins that a turn took over. None is counted by a server without the connector."""

@@ -73,6 +73,8 @@ def parser_of(module: str | None) -> Any:
 def parse(command: Any, words: list[str]) -> None:
     """Parse words; raises what the parser raises."""
     while hasattr(command, "commands") and words:
+        if words[0].startswith("--") and command.invoke_without_command:
+            break  # its own options, as ``tiered-kv bench --url`` has them
         word, *words = words
         if word == "--version":
             return

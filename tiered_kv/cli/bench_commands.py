@@ -57,6 +57,7 @@ class Benchmark:
 
 
 BENCHMARKS = (
+    Benchmark("bench", "tiered_kv.bench.live.__main__", "Play agent jobs on running servers."),
     Benchmark("replay", "tiered_kv.bench.replay.__main__", "Replay agent jobs on real servers."),
     Benchmark("sim", "tiered_kv.bench.sim.__main__", "Simulate agent jobs on GPUs."),
 )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiered_kv.bench.common.paired import PairedRatio
+
 from .cells import CODING_AGENTS, Bench, Cell, Place, Source, Summary
 from .loads import Question, alone_s, highest_stable
 
@@ -20,8 +22,6 @@ SEEDS = range(100, 106)
 SEARCH = range(100, 102)
 LOAD = 1.2
 """Arrivals over those that stock vLLM just bears."""
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
-"""Student's quantile of 0.975, by the number of seeds."""
 SMALL = "llama-3.1-8b"
 SWE, SWE_JOBS, CODING_JOBS = "swe-agent", 75, 36
 NO_TIER, CPU, SSD = "", "+cpu", "+cpu+ssd"
@@ -49,27 +49,6 @@ class Fold:
         others = [name + self.tiers for name in OTHERS if self.tiers or name != "lru"]
         stock = STOCK if not self.tiers else ()
         return (OURS + self.tiers, OPEN + self.tiers, *stock, *others, REACH)
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A paired ratio of mean completion times.
-
-    Attributes:
-        low, high: bounds of its 95% interval.
-    """
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-        logs = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
-        mean = sum(logs) / len(logs)
-        variance = sum((one - mean) ** 2 for one in logs) / (len(logs) - 1)
-        half = T_95[len(logs)] * math.sqrt(variance / len(logs))
-        return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def every_fold(traces: str) -> tuple[Fold, ...]:
@@ -133,7 +112,7 @@ def _row(fold: Fold, found: Mapping[str, Sequence[Summary]]) -> dict[str, Any]:
     best = min(others, key=lambda server: sum(means[server]))
 
     def over(server: str) -> dict[str, float]:
-        return asdict(Ratio.of(means[ours], means[server]))
+        return asdict(PairedRatio.of(means[ours], means[server]))
 
     def mean(server: str, figure: str) -> float:
         return sum(one[figure] for one in found[server]) / len(found[server])

@@ -65,14 +65,27 @@ def coding_agents(path: Path) -> Workload:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             sessions = [json.loads(line) for line in lines]
-        found = [_jobs(one, at) for at, one in enumerate(sessions) if not one["dup"]]
+        return workload_of([one for one in sessions if not one["dup"]], path.name)
     except (KeyError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path.name} has no sessions of coding agents: {error!r}") from error
+
+
+def workload_of(sessions: Sequence[Mapping[str, Any]], name: str) -> Workload:
+    """All jobs of these sessions, in their order.
+
+    Args:
+        name: of the recording.
+
+    Raises:
+        KeyError, TypeError: they are none.
+        ValueError: there is no job.
+    """
+    found = [_jobs(one, at) for at, one in enumerate(sessions)]
     jobs = tuple(job for one in found for job in one.jobs)
     nulls = _left_out(one.nulls for one in found)
     if not jobs:
         raise ValueError(
-            f"{path.name} has no job of {FEWEST_TURNS} turns or more: {nulls.turns} turns of "
+            f"{name} has no job of {FEWEST_TURNS} turns or more: {nulls.turns} turns of "
             f"{nulls.sessions} sessions have nulls"
         )
     left_out = {"nulls": nulls, "too_short": _left_out(one.too_short for one in found)}

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.run_files import RunFileError
 from tiered_kv.bench.replay.__main__ import Asked, app
 from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,
@@ -30,7 +31,7 @@ from tiered_kv.bench.replay.ab import (
 from tiered_kv.bench.replay.figures import Row
 from tiered_kv.bench.replay.jobs import Job, Turn
 from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
-from tiered_kv.bench.replay.ledger import Kept, Ledger, LedgerError, read_runs
+from tiered_kv.bench.replay.ledger import Kept, Ledger, read_runs
 from tiered_kv.bench.replay.measure import Workload
 from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.report.summary import lines, summary, table
@@ -130,7 +131,7 @@ def test_more_rounds_go_on_from_those_there_are(tmp_path: Path) -> None:
 
 def test_runs_of_another_plan_are_not_gone_on_from(tmp_path: Path) -> None:
     harness(tmp_path, Machine()).run_all()
-    with pytest.raises(LedgerError, match=r"another plan \(seed differ\)"):
+    with pytest.raises(RunFileError, match=r"another plan \(seed differ\)"):
         harness(tmp_path, Machine(), resume=True, seed=1)
 
 
@@ -145,9 +146,9 @@ def test_a_half_written_file_is_named(tmp_path: Path) -> None:
     harness(tmp_path, Machine()).run_all()
     broken = tmp_path / "runs" / "idle-0-stock.json"
     broken.write_text(broken.read_text()[:100])
-    with pytest.raises(LedgerError, match="idle-0-stock"):
+    with pytest.raises(RunFileError, match="idle-0-stock"):
         harness(tmp_path, Machine(), resume=True).run_all()
-    with pytest.raises(LedgerError, match="idle-0-stock"):
+    with pytest.raises(RunFileError, match="idle-0-stock"):
         read_runs(tmp_path)
 
 

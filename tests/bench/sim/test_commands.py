@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tiered_kv.bench.common.model import ModelError
+from tiered_kv.bench.common.run_files import RunFileError
 from tiered_kv.bench.common.server import ServerError
 from tiered_kv.bench.common.sessions import RecordingError
-from tiered_kv.bench.replay.ledger import LedgerError
 from tiered_kv.bench.replay.measure import MeasureError
 from tiered_kv.bench.sim.__main__ import app
 
 
 @pytest.mark.parametrize(
-    "failure", [RecordingError, ModelError, ServerError, MeasureError, LedgerError]
+    "failure", [RecordingError, ModelError, ServerError, MeasureError, RunFileError]
 )
 def test_what_ends_a_replay_with_a_message_ends_validate_so(
     failure: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

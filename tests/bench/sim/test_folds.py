@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.cells import Bench, Place, Source
-from tiered_kv.bench.sim.study.folds import Fold, Ratio, every_fold, run_folds
-
-seconds = st.floats(0.1, 1e4)
+from tiered_kv.bench.sim.study.folds import Fold, every_fold, run_folds
 
 
 def test_there_are_at_most_eight_folds_of_both_kinds_of_jobs_with_and_without_tiers() -> None:
@@ -31,23 +25,6 @@ def test_every_other_server_has_the_same_tiers_but_for_the_bound() -> None:
             ("cpu" in fold.tiers, "ssd" in fold.tiers)
         }
         assert bound.infinite
-
-
-@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=6))
-def test_the_interval_lies_around_the_ratio(pairs: list[tuple[float, float]]) -> None:
-    ours, theirs = zip(*pairs, strict=True)
-    found = Ratio.of(ours, theirs)
-    assert found.low <= found.value * (1 + 1e-9)
-    assert found.value <= found.high * (1 + 1e-9)
-    back = Ratio.of(theirs, ours)
-    assert found.value * back.value == pytest.approx(1.0)
-    assert found.low * back.high == pytest.approx(1.0)
-
-
-def test_the_interval_is_students() -> None:
-    found = Ratio.of([math.e, 1.0, 1.0], [1.0, 1.0, 1.0])
-    assert found.value == pytest.approx(math.exp(1 / 3))
-    assert found.high / found.value == pytest.approx(math.exp(4.303 / 3))
 
 
 def test_a_small_fold_is_run_and_told() -> None:

@@ -1,0 +1,1 @@
+"""Benchmark of running servers: agents' sessions played over their OpenAI-compatible routes."""

@@ -1,0 +1,226 @@
+"""Jobs that are played on running servers: generated ones, and recordings in the formats of others.
+
+A job's sizes are in tokens, or in characters where a recording has the texts themselves; the server
+is asked what a character is worth.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.sessions import FIELDS, GZIPPED
+from tiered_kv.bench.live.recordings.agent_texts import agent_texts
+from tiered_kv.bench.live.recordings.cache_tester import BLOCK, tester_traces
+from tiered_kv.bench.live.recordings.mooncake import mooncake_requests
+from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
+from tiered_kv.bench.sim.workloads.recorded import coding_agents
+from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn, Workload
+
+CUT = "cut"
+COPY = "-copy"
+
+
+class Unit(Enum):
+    """Unit of a workload's sizes."""
+
+    TOKENS = "tokens"
+    CHARACTERS = "characters"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveJobs:
+    """Jobs to play.
+
+    Attributes:
+        texts: by a job's name, the text that each of its turns adds; other jobs' are made up.
+        unit: of the jobs' sizes.
+        left_out: of a recording, by the reason. ``cut``: sessions that end early, since their
+            contexts would outgrow the server or more turns were not wanted.
+    """
+
+    name: str
+    jobs: tuple[SimJob, ...]
+    unit: Unit = Unit.TOKENS
+    texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    left_out: Mapping[str, LeftOut] = field(default_factory=dict)
+
+
+def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
+    """Jobs of a workload.
+
+    Args:
+        source: name of a generated workload, or path of a recording: a file of LMCache's agent
+            traces, of Mooncake's, of kv-cache-tester's, or a folder of the latter.
+        count: of generated jobs; a recording has as many as it has.
+
+    Raises:
+        OSError, ValueError: there is no such workload, or it cannot be read.
+        bench.common.sessions.RecordingError: the same, of LMCache's traces.
+    """
+    if source in GENERATED:
+        return _of(generate(source, count, seed))
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(
+            f"no workload {source!r}: write one of {', '.join(GENERATED)}, or the path of a "
+            "recording"
+        )
+    if path.is_dir():
+        return _recorded(tester_traces(path))
+    first = _first_object(path)
+    if first.keys() >= FIELDS:
+        read = agent_texts(path)
+        return LiveJobs(path.name, read.jobs, Unit.CHARACTERS, read.texts, read.left_out)
+    for key, reader in _READERS.items():
+        if key in first:
+            return _recorded(reader(path))
+    raise ValueError(
+        f"{path} is no recording that is known: neither of LMCache's agent traces "
+        f"({', '.join(sorted(FIELDS))}), nor of Mooncake's (hash_ids), nor of kv-cache-tester's "
+        "(requests)"
+    )
+
+
+def fitting(
+    jobs: LiveJobs, *, tokens_per_unit: float, most_tokens: int | None, turns: int | None
+) -> LiveJobs:
+    """The jobs in tokens, each cut before the turn that the server could not take.
+
+    Args:
+        tokens_per_unit: factor of all sizes.
+        most_tokens: of a context with its answer; None: any.
+        turns: of a job at most; None: all.
+
+    Raises:
+        ValueError: no job has a turn left.
+    """
+    cut = LeftOut()
+    made = []
+    for job in jobs.jobs:
+        scaled = _scaled(job, tokens_per_unit)
+        short = _cut(scaled, most_tokens, turns)
+        before, after = _turns(scaled), _turns(short) if short else 0
+        if after < before:
+            cut += LeftOut(1, before - after)
+        if short:
+            made.append(short)
+    if not made:
+        raise ValueError(
+            f"no job of {jobs.name} fits: the first turns need more than {most_tokens} tokens; "
+            "write --scale below 1, or serve a longer context"
+        )
+    left_out = {**jobs.left_out, **({CUT: cut} if cut.sessions else {})}
+    return replace(jobs, jobs=tuple(made), unit=Unit.TOKENS, left_out=left_out)
+
+
+_READERS: Mapping[str, Callable[[Path], Workload]] = {
+    "hash_ids": mooncake_requests,
+    "requests": tester_traces,
+    "reqs": coding_agents,
+}
+
+
+def _of(workload: Workload) -> LiveJobs:
+    return LiveJobs(workload.name, workload.jobs, left_out=workload.left_out)
+
+
+def _recorded(workload: Workload) -> LiveJobs:
+    return _of(replace(workload, jobs=tuple(map(_whole, workload.jobs))))
+
+
+def _first_object(path: Path) -> dict[str, object]:
+    """The first JSON object of a file; empty if there is none."""
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIPPED
+    try:
+        with gzip.open(path, "rt") if packed else path.open() as lines:
+            line = next(filter(str.strip, lines), "")
+            # A file of one trace may spread it over many lines.
+            said = json.loads(line if line.rstrip().endswith("}") else line + lines.read())
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return said if isinstance(said, dict) else {}
+
+
+def _scaled(job: SimJob, factor: float) -> SimJob:
+    if factor == 1:
+        return job
+
+    def tokens(units: int) -> int:
+        return max(1, round(units * factor)) if units else 0
+
+    turns: list[SimTurn] = []
+    context = 0
+    for turn in job.turns:
+        shared = min(tokens(turn.shared), context)
+        one = replace(
+            turn,
+            shared=shared,
+            added=max(1, tokens(turn.prompt) - shared),
+            output=tokens(turn.output),
+            agents=tuple(_scaled(agent, factor) for agent in turn.agents),
+        )
+        turns.append(one)
+        context = one.prompt + one.output
+    prefix = min(tokens(job.prefix_tokens), turns[0].added)
+    return replace(job, turns=tuple(turns), prefix_tokens=prefix)
+
+
+def _cut(job: SimJob, most_tokens: int | None, most_turns: int | None) -> SimJob | None:
+    """The job up to its first turn that is too many or too long; None if that is the first."""
+
+    def fits(turn: SimTurn) -> bool:
+        return most_tokens is None or turn.prompt + turn.output <= most_tokens
+
+    kept: list[SimTurn] = []
+    for turn in job.turns[:most_turns]:
+        if not fits(turn):
+            break
+        short = (_cut(agent, most_tokens, most_turns) for agent in turn.agents)
+        kept.append(replace(turn, agents=tuple(agent for agent in short if agent)))
+    if not kept:
+        return None
+    kept[-1] = replace(kept[-1], gap_s=0.0, agents=())
+    return replace(job, turns=tuple(kept))
+
+
+def _turns(job: SimJob) -> int:
+    return sum(len(one.turns) for one in job.everyone())
+
+
+def _whole(job: SimJob) -> SimJob:
+    """A recorded job whose prompts keep the answers before them.
+
+    What two prompts share was recorded, and the answer stands in the second only. If it begins with
+    all whole blocks of the first and has room for the answer, the session simply went on.
+    """
+    turns: list[SimTurn] = []
+    for turn in job.turns:
+        made = replace(turn, agents=tuple(map(_whole, turn.agents)))
+        if turns:
+            before = turns[-1]
+            context = before.prompt + before.output
+            if turn.shared > before.prompt - BLOCK and turn.prompt > context:
+                made = replace(made, shared=context, added=turn.prompt - context)
+        turns.append(made)
+    return replace(job, turns=tuple(turns))
+
+
+def copies(jobs: tuple[SimJob, ...]) -> Iterator[SimJob]:
+    """The jobs without end: they come again, every copy under a name of its own."""
+    number = 0
+    while True:
+        for job in jobs:
+            yield replace(job, name=f"{job.name}{COPY}{number}") if number else job
+        number += 1
+
+
+def copied(name: str) -> str:
+    """Name of the job that one of ``copies`` is made of; empty if it is no copy."""
+    return name.rpartition(COPY)[0]

@@ -1,0 +1,1 @@
+"""Recordings of agents' sessions in the formats of others."""

@@ -1,0 +1,106 @@
+"""Figures of measured runs, and servers in pairs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tiered_kv.bench.live.live_figures import live_pairs, live_rows
+from tiered_kv.bench.live.live_load import Arriving, Load
+from tiered_kv.bench.live.live_run import LiveRun
+from tiered_kv.bench.replay.results import JobDone, TurnDone
+
+LOAD = Load(Arriving.JPS, 0.5, 60.0)
+
+
+def turn(number: int = 1, ttft_s: float = 0.5, cached: int = 30) -> TurnDone:
+    return TurnDone(number, 0.0, ttft_s, 2 * ttft_s, 100, cached, 20)
+
+
+def job(name: str, seconds: float, error: str | None = None, turns: int = 2) -> JobDone:
+    return JobDone(name, 1.0, 1.0 + seconds, tuple(turn(at + 1) for at in range(turns)), error)
+
+
+def run(server: str, number: int, *jobs: JobDone, tells: bool = True, **more: object) -> LiveRun:
+    made = LiveRun(server, "http://x", LOAD, number, jobs, tells_cached=tells)
+    return LiveRun.from_json({**made.as_json(), **more})
+
+
+def test_times_carry_the_names_of_continuums_analysis() -> None:
+    (row,) = live_rows([run("a", 0, job("x", 1.0), job("y", 3.0)), run("a", 1, job("x", 2.0))])
+    assert row["num_jobs"] == 3
+    assert row["average_duration"] == pytest.approx(2.0)
+    assert row["median_duration"] == row["percentile_50"] == pytest.approx(2.0)
+    assert row["percentile_95"] == pytest.approx(2.9)
+    assert (row["min_duration"], row["max_duration"]) == (1.0, 3.0)
+    assert row["jps"] == 0.5
+    assert [one["turn"] for one in row["by_turn"]] == [1, 2]
+    assert row["by_turn"][0] == {
+        "turn": 1,
+        "requests": 3,
+        "ttft": 0.5,
+        "latency": 1.0,
+        "prompt_tokens": 100.0,
+    }
+
+
+def test_jobs_that_failed_are_counted_and_in_no_time() -> None:
+    (row,) = live_rows([run("a", 0, job("x", 1.0), job("y", 9.0, "turn 2: gone"))])
+    assert (row["num_jobs"], row["unfinished"], row["first_error"]) == (1, 1, "turn 2: gone")
+    assert row["average_duration"] == 1.0
+
+
+def test_rates_are_over_the_time_from_begin_to_end_with_sub_agents() -> None:
+    agent = job("agent", 1.0, turns=1)
+    made = run("a", 0, job("x", 3.0), job("y", 4.0, turns=1))
+    (row,) = live_rows([LiveRun.from_json({**made.as_json(), "agents": [_json(agent)]})])
+    assert row["turns_per_s"] == pytest.approx(4 / 5)
+    assert row["tokens_per_s"] == pytest.approx(4 * 120 / 5)
+    assert row["num_jobs"] == 2
+
+
+def _json(job: JobDone) -> object:
+    return LiveRun("", "", LOAD, 0, (job,)).as_json()["jobs"][0]
+
+
+def test_hits_are_told_where_the_server_tells_them() -> None:
+    counts = {"asked": 200, "vram": 50, "connector": 100}
+    (row,) = live_rows([run("a", 0, job("x", 1.0), counts=counts)])
+    assert row["hit_ratio"] == pytest.approx(0.3)
+    assert row["hits_by_counter"] == {"vram": 0.25, "connector": 0.5}
+    (dumb,) = live_rows([run("a", 0, job("x", 1.0), tells=False)])
+    assert dumb["hit_ratio"] is None
+    assert dumb["hits_by_counter"] is None
+
+
+def test_servers_are_told_against_the_first_over_the_jobs_that_finished_on_both() -> None:
+    runs = []
+    for number, factor in enumerate((1.1, 1.2, 1.3)):
+        runs += [
+            run("a", number, job("x", 10.0), job("y", 20.0), job("only a", 99.0)),
+            run("b", number, job("x", 10 * factor), job("y", 20 * factor), job("z", 5, "gone")),
+        ]
+    (pair,) = live_pairs(runs)
+    assert (pair["server"], pair["over"], pair["rounds"], pair["jobs"]) == ("b", "a", 3, 6)
+    middle = (1.1 * 1.2 * 1.3) ** (1 / 3)
+    assert pair["mean_ratio"]["value"] == pytest.approx(middle)
+    found = pair["paired_difference"]
+    assert found["percent"] == pytest.approx(100 * (middle - 1))
+    assert found["low"] < 10 < 30 < found["high"], "three rounds are not many"
+    assert pair["ttft_ratio"]["value"] == pytest.approx(1.0)
+
+
+def test_one_round_has_a_difference_and_no_interval() -> None:
+    (pair,) = live_pairs([run("a", 0, job("x", 1.0)), run("b", 0, job("x", 2.0))])
+    assert pair["paired_difference"] == {"percent": pytest.approx(100.0), "low": None, "high": None}
+
+
+def test_rounds_of_one_server_alone_are_in_no_pair() -> None:
+    assert live_pairs([run("a", 0, job("x", 1.0)), run("b", 1, job("x", 2.0))]) == []
+    assert live_pairs([run("a", 0, job("x", 1.0)), run("b", 0, job("y", 2.0))]) == []
+
+
+def test_a_server_that_finished_nothing_has_no_times() -> None:
+    (row,) = live_rows([run("a", 0, job("x", 1.0, "gone"))])
+    assert math.isnan(row["average_duration"])

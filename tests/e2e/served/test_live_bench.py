@@ -1,0 +1,49 @@
+"""A real server, measured as its operator would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tiered_kv.bench.common.server import VllmServer
+from tiered_kv.bench.live.__main__ import app
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def call(*words: str | Path) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert done.exit_code == 0, done.output
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_jobs_are_played_and_their_contexts_found_again(
+    server: VllmServer, tmp_path: Path, api: str
+) -> None:
+    said = call("--url", server.url, "--api", api, "--sessions", "2", "--duration", "0.1",
+                "--turns", "3", "--scale", "0.3", "--rounds", "2", "--out", tmp_path)  # fmt: skip
+    (row,) = said["servers"]
+    assert row["unfinished"] == 0, row["first_error"]
+    assert row["num_jobs"] >= 4
+    first, second, third = row["by_turn"]
+    assert 200 < first["prompt_tokens"] < 300, "750 tokens, scaled by 0.3"
+    grows = second["prompt_tokens"] - first["prompt_tokens"]
+    assert 70 < grows < 140, "the answer, and 250 tokens scaled"
+    assert third["prompt_tokens"] > second["prompt_tokens"]
+    found = row["hits_by_counter"]
+    assert 0.3 < found["vram"] + found["connector"] < 0.7, "no run found another run's pages"
+
+
+def test_a_pin_is_verified_on_a_server_that_runs(server: VllmServer) -> None:
+    said = call("verify-pin", "--url", server.url)
+    assert said["holds"], said["faults"]
+    assert said["handed_over"] >= 4
+    before, *later = said["held_blocks"][:-1]
+    assert before > 0
+    assert later == sorted(set(later)), "more after every turn"
