@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -40,7 +41,8 @@ def test_jobs_are_played_and_their_contexts_found_again(
     assert 0.3 < found["vram"] + found["connector"] < 0.7, "no run found another run's pages"
 
 
-def test_a_pin_is_verified_on_a_server_that_runs(server: VllmServer) -> None:
+def test_a_pin_is_verified_on_a_server_that_runs(server: VllmServer, client: httpx.Client) -> None:
+    client.post("/reset_prefix_cache").raise_for_status()  # jobs of other tests may still be pinned
     said = call("verify-pin", "--url", server.url)
     assert said["holds"], said["faults"]
     assert said["handed_over"] >= 4

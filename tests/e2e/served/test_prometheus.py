@@ -70,7 +70,11 @@ def running(folder: Path) -> Iterator[str]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        yield f"http://{found[1]}"
+        url = f"http://{found[1]}"
+        while httpx.get(f"{url}/-/ready", timeout=EVENT_S).status_code != httpx.codes.OK:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield url
     finally:
         process.terminate()
         process.wait(EVENT_S)

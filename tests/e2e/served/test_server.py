@@ -180,7 +180,7 @@ def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
             tick(client)
 
     def read(one: TurnRecord) -> bool:
-        return one.tool[:1] == ("bash",)
+        return one.tool[:2] == ("bash", "sleep")
 
     first, second = filter(read, trace(server, lambda found: sum(map(read, found)) == 2))
     assert first.tool[:2] == ("bash", "sleep")
