@@ -217,14 +217,7 @@ def check_pin(
 
     def checked() -> int:
         verdict = verify_running(base_of(url))
-        held = [gap.first for gap in verdict.gaps]
-        if as_json:
-            said = {"holds": not verdict.faults, "held_blocks": held, "faults": verdict.faults}
-            print(json.dumps({**said, "handed_over": verdict.handed_over}))
-        else:
-            for turn, blocks in enumerate(held, start=1):
-                print(f"turn {turn}: {blocks} blocks held through the gap")
-            print("the pin holds" if not verdict.faults else "\n".join(verdict.faults))
+        print(json.dumps(verdict.as_json()) if as_json else "\n".join(verdict.lines()))
         return 1 if verdict.faults else 0
 
     finish(checked)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import httpx2  # what the OpenAI client is built on
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI
 
-from tiered_kv.bench.replay.play.drive import KEEPALIVE_S, SILENCE_S, Hints
+from tiered_kv.bench.replay.play.drive import Hints
 
 from .conversation import Conversation
 
@@ -141,28 +139,8 @@ class ChatClient:
         return {**body, "ignore_eos": True}
 
 
-@asynccontextmanager
-async def open_client(base_url: str, api_key: str) -> AsyncIterator[AsyncOpenAI]:
-    """A client whose connections neither limit the load nor retry it.
-
-    Args:
-        base_url: without ``/v1``.
-    """
-    http = DefaultAsyncHttpxClient(
-        trust_env=False,
-        timeout=SILENCE_S,
-        limits=httpx2.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-        ),
-    )
-    async with AsyncOpenAI(
-        base_url=f"{base_url}/v1", api_key=api_key, http_client=http, max_retries=0
-    ) as client:
-        yield client
-
-
 def _text_of(choice: Any) -> tuple[str, str]:
-    """What a chunk says, and what the model thinks meanwhile."""
+    """Text of a chunk, and the model's thoughts in it."""
     if hasattr(choice, "text"):
         return choice.text or "", ""
     extra: Mapping[str, Any] = choice.delta.model_extra or {}

@@ -121,8 +121,7 @@ class LivePlayer:
             await _all(self._later(at_s, job) for at_s, job in waiting)
         else:
             await _all(self._one_by_one(line, load.seconds) for _ in range(round(load.level)))
-        by_begin = sorted(self._jobs, key=lambda job: (job.began_s, job.name))
-        return Played(tuple(by_begin), tuple(self._agents), self._tells_cached)
+        return Played(_by_begin(self._jobs), _by_begin(self._agents), self._tells_cached)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began
@@ -188,6 +187,10 @@ def arrivals_s(jobs_per_s: float, seconds: float, seed: int) -> list[float]:
     while times[-1] < seconds:
         times.append(times[-1] + float(rng.exponential(1 / jobs_per_s)))
     return times[:-1]
+
+
+def _by_begin(jobs: Iterable[JobDone]) -> tuple[JobDone, ...]:
+    return tuple(sorted(jobs, key=lambda job: (job.began_s, job.name)))
 
 
 async def _all(parts: Iterable[Coroutine[None, None, None]]) -> None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from tiered_kv.bench.common.openai_client import open_client
 from tiered_kv.bench.common.run_files import RunFileError, RunFiles, read_object, run_paths
 from tiered_kv.bench.replay.ab import HarnessError
 from tiered_kv.bench.replay.results import JobDone
 
-from .chat_client import ChatClient, open_client
+from .chat_client import ChatClient
 from .live_jobs import LiveJobs, Unit, fitting
 from .live_load import LivePlayer, Load, Material, Played
 from .live_run import LiveRun

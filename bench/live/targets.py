@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from tiered_kv.bench.common.openai_client import open_client
 from tiered_kv.bench.replay.ab import HarnessError
 from tiered_kv.bench.replay.play.drive import Hints
 
-from .chat_client import Api, Asked, ChatClient, open_client
+from .chat_client import Api, Asked, ChatClient
 from .conversation import Conversation
 from .filler import filler
 

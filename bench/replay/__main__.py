@@ -196,15 +196,9 @@ def check_pin(
 
     def checked() -> int:
         verdict = verify(model or small_model(), policy)
-        held = [gap.first for gap in verdict.gaps]
-        if as_json:
-            said = {"holds": not verdict.faults, "held_blocks": held, "faults": verdict.faults}
-            print(json.dumps({**said, "handed_over": verdict.handed_over}))
-        else:
-            for turn, blocks in enumerate(held, start=1):
-                print(f"turn {turn}: {blocks} blocks held through the gap")
+        print(json.dumps(verdict.as_json()) if as_json else "\n".join(verdict.lines()))
+        if not as_json:
             print(f"the server computed in {machine_dtype()}")
-            print("the pin holds" if not verdict.faults else "\n".join(verdict.faults))
         return 1 if verdict.faults else 0
 
     finish(checked)

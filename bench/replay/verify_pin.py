@@ -10,7 +10,7 @@ import itertools
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,24 @@ class Verdict:
     def faults(self) -> tuple[str, ...]:
         """Reasons why the pin does not hold, a sentence each; none if it does."""
         return tuple(_faults(self.gaps, self.handed_over))
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "holds": not self.faults,
+            "held_blocks": self._held,
+            "faults": self.faults,
+            "handed_over": self.handed_over,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Sentences: one for every turn, and what they come to."""
+        for turn, blocks in enumerate(self._held, start=1):
+            yield f"turn {turn}: {blocks} blocks held through the gap"
+        yield from self.faults or ("the pin holds",)
+
+    @property
+    def _held(self) -> list[int]:
+        return [gap.first for gap in self.gaps]
 
 
 def verify(model: str | Path, policy: str | None = None) -> Verdict:

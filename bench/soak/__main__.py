@@ -47,6 +47,7 @@ import typer
 
 from tiered_kv.bench.common.load import group_members
 from tiered_kv.bench.common.model import small_model
+from tiered_kv.bench.common.openai_client import KEEPALIVE_S
 from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
 from tiered_kv.bench.common.paths import ROOT
 from tiered_kv.bench.common.server import (
@@ -59,7 +60,6 @@ from tiered_kv.bench.common.server import (
 )
 from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
 from tiered_kv.bench.replay.measure import resident_bytes
-from tiered_kv.bench.replay.play.drive import KEEPALIVE_S
 from tiered_kv.bench.soak.clients import MAX_LEN, Tally, all_clients
 from tiered_kv.doctor.metrics_page import events
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import httpx2  # what the OpenAI client is built on
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI
 
+from tiered_kv.bench.common.openai_client import open_client
 from tiered_kv.bench.replay.jobs import Job, Turn
 from tiered_kv.bench.replay.results import JobDone, TurnDone
 
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = "interrupted"
 """The ``error`` of jobs that were running, or had not begun, when the run was cancelled."""
-
-SILENCE_S = 900.0
-"""A server that says nothing for so long is taken for dead: under load a turn waits minutes."""
-
-KEEPALIVE_S = 2.0
-"""Connections idle for longer are not used again: vLLM's server closes them after 5 s, and a
-request sent just then would be lost."""
 
 
 class Hints(Enum):
@@ -102,17 +95,7 @@ async def drive(
     """
     if len(jobs) != len(arrivals_s):
         raise ValueError(f"{len(jobs)} jobs, but {len(arrivals_s)} arrivals")
-    # Neither the number of connections nor a proxy may stand between the load and the server.
-    http = DefaultAsyncHttpxClient(
-        trust_env=False,
-        timeout=SILENCE_S,
-        limits=httpx2.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-        ),
-    )
-    async with AsyncOpenAI(
-        base_url=f"{base_url}/v1", api_key="none", http_client=http, max_retries=0
-    ) as client:
+    async with open_client(base_url, "none") as client:
         ask = _Asking(client, model, hints, force, logprobs, time.perf_counter())
         played = [_Played(job, at_s) for job, at_s in zip(jobs, arrivals_s, strict=True)]
         tasks = [asyncio.create_task(_play(one, ask, on_turn)) for one in played]
