@@ -8,8 +8,9 @@ same server with ``TIERED_KV_CODEC=raw`` compresses nothing. Beside that, a requ
 pages are compressed; and a context twice as large as CPU memory comes back from SSD. A third server
 has room for all that it is asked for: ``unannounced_ratio`` is the time of requests whose pages
 were compressed, over that of requests whose pages were not and the time to decode as many bytes at
-the speed that the server measured at its start. Where tokens came from is told with the answers
-and by the server's metrics.
+the speed that the server measured at its start. A last server has an SSD folder, where pages go as
+CPU memory has compressed them: ``demoted_compressed`` pages went, and ``demoted_encoded`` of them
+were encoded once more. Where tokens came from is told with the answers and by the server's metrics.
 """
 
 from __future__ import annotations
@@ -165,6 +166,19 @@ class Trial:
                     time.sleep(GAP_S)
             return statistics.median(times)
 
+    def demoted(self) -> tuple[int, int]:
+        """Ask for more contexts than CPU memory has room for, with an SSD folder below it; the
+        pages that went there compressed, and those of them that were encoded once more."""
+        env = {"TIERED_KV_SSD_PATH": str(self._folder / "below"), "TIERED_KV_SSD_GIB": "4"}
+        with self._server(ROOM, self._tokens, env) as (server, client):
+            for prompt in texts(client, CONTEXTS + MORE, self._tokens):
+                self._tell("down to SSD")
+                first_token_ms(client, prompt)
+                time.sleep(GAP_S)
+            seen = events(server.metrics_text())
+            again = int(seen["ssd_pages_recompressed"])
+            return again + int(seen["ssd_pages_kept_compressed"]), again
+
     def _decode(self, client: httpx.Client, prompts: Sequence[list[int]]) -> float:
         """Decode behind a new context, whose pages have the others compressed meanwhile; the time
         of a token, ms."""
@@ -209,7 +223,8 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
     with tempfile.TemporaryDirectory() as name, progress() as bar:
         bar.disable = not show_progress
         task = bar.add_task(
-            "starting the server", total=2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2 * ROUNDS * HOT + 2
+            "starting the server",
+            total=2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2 * ROUNDS * HOT + 2 + CONTEXTS + MORE,
         )
         told = Trial(
             model, tokens, Path(name), lambda what: bar.update(task, advance=1, description=what)
@@ -219,6 +234,7 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
             raise RuntimeError("the server compresses nothing; its log said why")
         hot_s = told.hot()
         oversize = told.oversize()
+        demoted_compressed, demoted_encoded = told.demoted()
     return {
         "pages_ratio": cold.pages_ratio / raw.pages_ratio,
         "recomputed_ratio": cold.recomputed / max(1, raw.recomputed),
@@ -226,6 +242,8 @@ def measure(model: Path, tokens: int, show_progress: bool) -> dict[str, float | 
         "oversize_restored": oversize,
         "decode_ratio": cold.token_ms / raw.token_ms,
         "unannounced_ratio": cold.median_s / (hot_s + told.context_bytes / cold.decode_rate),
+        "demoted_compressed": demoted_compressed,
+        "demoted_encoded": demoted_encoded,
         "cold_ms": 1e3 * cold.median_s,
         "hot_ms": 1e3 * hot_s,
         "recomputed": cold.recomputed,

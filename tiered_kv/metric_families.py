@@ -94,6 +94,12 @@ FAMILIES: Mapping[str, Family] = {
         Family("decompressed_bytes", _C, COUNTERS["bytes_decompressed"]),
         Family("decompression_seconds", _C, COUNTERS["decompression_seconds"]),
         Family("ssd_io_bytes", _C, "Bytes written to and read from SSD, as stored."),
+        Family(
+            "ssd_compressed_pages",
+            _C,
+            "Pages that went from CPU memory to SSD compressed: as they were, or compressed once "
+            "more. Those of each rank.",
+        ),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
         Family("restores", _C, "Restores made before the forward pass, and beside it."),
         Family("restores_in_pieces", _C, "Restores that CPU memory had no room for at once."),
@@ -179,6 +185,11 @@ SERIES: Mapping[str, Series] = {
     **_moved("pages_demoted", "bytes_demoted", "demotion_seconds", "cpu", "ssd"),
     **_moved("pages_promoted", "bytes_promoted", "promotion_seconds", "ssd", "cpu"),
     **_by("ssd_io_bytes", "operation", {"ssd_bytes_written": "write", "ssd_bytes_read": "read"}),
+    **_by(
+        "ssd_compressed_pages",
+        "compression",
+        {"ssd_pages_kept_compressed": "kept", "ssd_pages_recompressed": "renewed"},
+    ),
     **_by("restores", "mode", {"restores_sync": "sync", "restores_async": "async"}),
     **_by("evicted_pages", "tier", {"pages_evicted": "cpu", "ssd_pages_reclaimed": "ssd"}),
     **_by(

@@ -72,6 +72,9 @@ COUNTERS: Mapping[str, str] = {
     "ssd_pages_bad": "Pages on SSD that failed a check and were dropped.",
     "ssd_segments_bad": "Segments on SSD that could not be used when their store was opened.",
     "ssd_pages_refused": "Pages not written to SSD: it failed, or had no room.",
+    "ssd_pages_kept_compressed": "Pages written to SSD as CPU memory had compressed them.",
+    "ssd_pages_recompressed": "Pages that CPU memory had compressed otherwise than SSD does, and "
+    "that were compressed once more.",
     "ssd_pages_reclaimed": "Pages that died with their segment, over all ranks.",
     "ssd_errors": "Reads and writes of the SSD that failed.",
     "pins": "Turns pinned in VRAM.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
 from tiered_kv.codecs.centred import CentredCodec
+from tiered_kv.codecs.raw import NOTHING
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.bundles import Bundles
 from tiered_kv.storage.store.store import SegmentStore
@@ -89,6 +91,61 @@ def test_a_codec_of_an_equal_table_is_the_same(bench: StoreBench[SegmentStore]) 
     bench.put_coded(*range(30, 40), codecs=[again])
     assert CALLS.count("decode") == 0
     bench.check()
+    bench.store.close()
+
+
+def counted(store: SegmentStore) -> tuple[int, int]:
+    """Pages that were kept as they came, and pages that were encoded again."""
+    events = store.counters()
+    return events["ssd_pages_kept_compressed"], events["ssd_pages_recompressed"]
+
+
+def test_pages_kept_as_they_came_and_those_encoded_again_are_counted(
+    bench: StoreBench[SegmentStore],
+) -> None:
+    codec, other = own(bench), Counting(PAGE_FORMAT, bytes([99]) * 5000)
+    bench.put_coded(*range(30, 40), codecs=[codec])
+    assert counted(bench.store) == (10, 0)
+    CALLS.clear()
+    bench.put_coded(*range(40, 52), codecs=[codec, other, None])
+    assert (CALLS.count("encode") - 8, CALLS.count("decode")) == (8, 4), "the bench encodes eight"
+    assert counted(bench.store) == (14, 4)
+    torn = CodedPage(codec, EncodedPage(NOTHING, NOTHING))
+    lost = CodedPage(other, torn.page)
+    assert bench.store.put_coded([(PageKey(b"short"), torn), (page_key(60), lost)]) == {0, 1}
+    assert counted(bench.store) == (14, 4), "what is not stored is neither"
+    bench.check()
+    bench.store.close()
+    assert bench.store.put_coded([(page_key(61), coded_page(page_key(61), codec))]) == {0}
+    assert counted(bench.store) == (14, 4)
+
+
+def test_a_store_without_a_table_takes_that_of_the_first_pages(
+    bench: StoreBench[SegmentStore],
+) -> None:
+    """CPU memory compresses before the first page goes down: one table serves both."""
+    bench.put(1, 2)
+    first = Counting(PAGE_FORMAT, bytes([7]) * 5000)
+    codecs = [Counting(PAGE_FORMAT), ZSTD, None, first, first]
+    bench.put_coded(*range(30, 40), codecs=codecs)
+    assert bench.store.codec_of_new_pages == first
+    assert counted(bench.store) == (4, 4)
+    bench.put_coded(*range(40, 50), codecs=[Counting(PAGE_FORMAT, bytes([8]) * 5000)])
+    assert bench.store.codec_of_new_pages == first
+    assert counted(bench.store) == (4, 14)
+    bench.put(*range(50, 80))
+    bench.check()
+    bench.reopen()
+    assert bench.store.codec_of_new_pages == first
+    bench.check()
+    bench.store.close()
+
+
+def test_a_table_for_pages_of_another_size_is_not_taken(bench: StoreBench[SegmentStore]) -> None:
+    half = replace(PAGE_FORMAT, page_bytes=PAGE_FORMAT.page_bytes // 2, sections=())
+    alien = CodedPage(Counting(half, bytes([7]) * 5000), EncodedPage(NOTHING, NOTHING))
+    assert bench.store.put_coded([(page_key(1), alien)]) == {0}
+    assert bench.store.codec_of_new_pages is None
     bench.store.close()
 
 

@@ -197,6 +197,17 @@ class CodedPage:
         else:
             self.codec.decode(self.page, out)
 
+    def decoded(self) -> Bytes | None:
+        """The page, in memory of its own; None if it cannot be decoded."""
+        codec = self.codec
+        nbytes = self.page.nbytes if codec is None else codec.page_format.page_bytes
+        out = np.empty(nbytes, np.uint8)
+        try:
+            self.decode(out)
+        except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+            return None
+        return out
+
 
 class CodecClass(Protocol):
     """A codec's class, as the registry uses it."""

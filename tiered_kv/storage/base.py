@@ -8,11 +8,9 @@ store must pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import Protocol, TypeVar
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, PageFormat
 from tiered_kv.keys import PageKey
@@ -60,22 +58,10 @@ class PageStore(ABC):
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
         """Store pages that are encoded already; like ``put``. By default they are decoded first."""
-        decoded, failed = list[tuple[PageKey, Bytes]](), set[int]()
-        places = list[int]()
-        for i, (key, coded) in enumerate(pages):
-            nbytes = (
-                coded.page.nbytes if coded.codec is None else coded.codec.page_format.page_bytes
-            )
-            out = np.empty(nbytes, np.uint8)
-            try:
-                coded.decode(out)
-            except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
-                failed.add(i)
-            else:
-                decoded.append((key, out))
-                places.append(i)
-        bad = self.put(decoded) if decoded else frozenset()
-        return frozenset(failed.union(places[i] for i in bad))
+        decoded = [(key, coded.decoded()) for key, coded in pages]
+        return put_present(
+            self.put, [None if page is None else (key, page) for key, page in decoded]
+        )
 
     @abstractmethod
     def get(self, pages: Pages) -> frozenset[int]:
@@ -160,6 +146,23 @@ class PageStore(ABC):
             Pages that are gone; survivors that could not be written are among them.
         """
         raise NotImplementedError("a store that proposes segments must reclaim them")
+
+
+_Item = TypeVar("_Item")
+
+
+def put_present(
+    put: Callable[[Sequence[_Item]], frozenset[int]], items: Sequence[_Item | None]
+) -> frozenset[int]:
+    """Put the keys and pages that are not None.
+
+    Returns:
+        Indices of those that are not stored, the ones that are None among them.
+    """
+    there = [(i, item) for i, item in enumerate(items) if item is not None]
+    bad = put([item for _, item in there]) if there else frozenset()
+    stored = {i for at, (i, _) in enumerate(there) if at not in bad}
+    return frozenset(range(len(items))).difference(stored)
 
 
 @dataclass(frozen=True, slots=True)

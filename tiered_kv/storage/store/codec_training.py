@@ -1,4 +1,4 @@
-"""CodecTraining of the codec of new pages, on the first of them."""
+"""Training of the codec of new pages, on the first of them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ class CodecTraining:
         self.wanted = codec.wants_training
         self._samples: list[Bytes] = []
 
-    def skip(self, trained: Codec) -> None:
-        """Take a codec that an earlier process has trained."""
-        self.codec = trained
+    def adopt(self, other: Codec) -> bool:
+        """Take a codec that somebody else has trained, if one is wanted and this would serve.
+
+        Returns:
+            True if pages encoded from now on need its table.
+        """
+        own = self.codec
+        alike = (other.name, other.page_format) == (own.name, own.page_format)
+        if not self.wanted or not alike or other.wants_training:
+            return False
         self.wanted = False
+        self._samples = []
+        self.codec = other
+        return True
 
     def see(self, pages: Sequence[Bytes]) -> bool:
         """Train on these pages and those seen before, or keep copies until there are enough.

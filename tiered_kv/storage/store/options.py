@@ -90,6 +90,10 @@ class StoreStats:
     """Pages found damaged, or whose reading failed; each was dropped."""
     pages_refused: int = 0
     """Pages of puts that were not stored, whatever the reason."""
+    pages_kept_coded: int = 0
+    """Pages that came encoded and were stored as they came."""
+    pages_recoded: int = 0
+    """Pages that came encoded, and were encoded again as new pages are."""
     no_room: int = 0
     """Number of segments that were wanted and could not be had."""
     write_errors: int = 0

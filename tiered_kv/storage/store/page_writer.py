@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 
-from tiered_kv.codecs.base import Bytes, EncodedPage
+from tiered_kv.codecs.base import Bytes, Codec, EncodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
 from tiered_kv.storage.segment.packing import Batch, PageToWrite, batch_in_place, pack_batch
@@ -59,6 +59,11 @@ class PageWriter:
         failed = frozenset(i for i, (key, _) in enumerate(pages) if last[key] not in stored)
         self._context.stats.pages_refused += len(failed)
         return failed
+
+    def adopt(self, codecs: Iterable[Codec]) -> None:
+        """Encode new pages by the first of these that serves, unless a codec is trained already."""
+        if any(map(self._training.adopt, codecs)) and (active := self._catalogue.active):
+            self._lifecycle.seal(active)
 
     def append(self, items: Iterable[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
         """Encode pages and write them while others are encoded.

@@ -82,14 +82,6 @@ class Recovery:
                 self._lifecycle.seal(segment)
         self._catalogue.close_some()
 
-    def trained(self, codec: Codec) -> Codec | None:
-        """Find the newest trained codec of the same name, if there is one."""
-        for segment in reversed(self._catalogue.segments.values()):
-            found = segment.codec
-            if found.name == codec.name and found.table and not found.wants_training:
-                return found
-        return None
-
     def _load(self, path: Path, number: int) -> tuple[Segment, LoadedSegment]:
         """Load a segment of an earlier process.
 

@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from tiered_kv.codecs.base import Bytes, Codec, CodedPage
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
-from tiered_kv.storage.base import PageStore
+from tiered_kv.storage.base import PageStore, put_present
 from tiered_kv.storage.disk.aligned import BufferPool
 from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_direct
 
@@ -102,8 +102,9 @@ class SegmentStore(PageStore):
                 )
                 recovery = Recovery(context, folder, catalogue, lifecycle, codec_from)
                 recovery.run()
-                if (trained := recovery.trained(codec)) is not None:
-                    self._training.skip(trained)
+                for segment in reversed(catalogue.segments.values()):
+                    if self._training.adopt(segment.codec):
+                        break
                 self._resources = undo.pop_all()
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
@@ -147,6 +148,8 @@ class SegmentStore(PageStore):
             "ssd_pages_bad": stats.pages_bad,
             "ssd_segments_bad": stats.segments_bad,
             "ssd_pages_refused": stats.pages_refused,
+            "ssd_pages_kept_compressed": stats.pages_kept_coded,
+            "ssd_pages_recompressed": stats.pages_recoded,
             "ssd_errors": stats.write_errors + stats.read_errors,
         }
 
@@ -168,17 +171,32 @@ class SegmentStore(PageStore):
             Indices of the pages that are not stored, because the disk failed, there is no room
             (see ``proposal``) or the store is closed.
         """
+        return self._put(pages)
+
+    def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
+        """Store pages that are encoded already, as they are if that is how new pages are.
+
+        A store that has trained no codec takes theirs, so that no page is encoded twice.
+        """
+        codecs = [coded.codec for _, coded in pages]
+        self._writer.adopt(codec for codec in codecs if codec is not None)
+        own = self.codec_of_new_pages
+        kept = {i for i, codec in enumerate(codecs) if codec is not None and codec == own}
+        as_stored = list[tuple[PageKey, Bytes | EncodedPage] | None]()
+        for i, (key, coded) in enumerate(pages):
+            page = coded.page if i in kept else coded.decoded()
+            as_stored.append(None if page is None else (key, page))
+        failed = put_present(self._put, as_stored)
+        recoded = {i for i, codec in enumerate(codecs) if codec is not None and i not in kept}
+        self.stats.pages_kept_coded += len(kept - failed)
+        self.stats.pages_recoded += len(recoded - failed)
+        return failed
+
+    def _put(self, pages: Sequence[tuple[PageKey, Bytes | EncodedPage]]) -> frozenset[int]:
         if self._closed:
             self.stats.pages_refused += len(pages)
             return frozenset(range(len(pages)))
         return self._writer.put(pages)
-
-    def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are encoded already, as they are if that is how new pages are."""
-        codec = self.codec
-        if self._closed or any(coded.codec != codec for _, coded in pages):
-            return super().put_coded(pages)
-        return self._writer.put([(key, coded.page) for key, coded in pages])
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """Read pages. Those that turn out bad are absent from then on."""
