@@ -43,7 +43,7 @@ from tiered_kv.bench.common.output import (
     run_benchmark,
     show,
 )
-from tiered_kv.bench.common.states import KINDS, state_pages
+from tiered_kv.bench.states import KINDS, state_pages
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.codecs.raw import RawCodec

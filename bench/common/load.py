@@ -22,7 +22,7 @@ class CpuClock:
     Attributes:
         wall: monotonic time.
         machine: CPU time of all programs, over all cores.
-        own: of that, this process's and one process group's.
+        own: of that, this process's and that of the process groups.
     """
 
     wall: float
@@ -30,15 +30,15 @@ class CpuClock:
     own: float
 
 
-def read_clock(group: int) -> CpuClock | None:
-    """A reading for this process and process group ``group``; None where /proc does not tell."""
+def read_clock(*groups: int) -> CpuClock | None:
+    """A reading for this process and process groups; None where /proc does not tell."""
     try:
         fields = (PROC / "stat").read_text().splitlines()[0].split()
         user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
     except (OSError, ValueError, IndexError):
         return None
     ticks = os.sysconf("SC_CLK_TCK")
-    own = time.process_time() + _group_ticks(group) / ticks
+    own = time.process_time() + sum(map(_group_ticks, groups)) / ticks
     return CpuClock(time.monotonic(), (user + nice + system + irq + softirq) / ticks, own)
 
 

@@ -36,6 +36,11 @@ from tiered_kv.bench.live.live_rounds import Rounds, read_live_runs
 from tiered_kv.bench.live.live_run import LiveRun
 from tiered_kv.bench.live.server_page import ServerPageError
 from tiered_kv.bench.live.targets import Target
+from tiered_kv.bench.live.workload_statistics import (
+    statistics_lines,
+    statistics_table,
+    workload_statistics,
+)
 from tiered_kv.bench.replay.ab import digest
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.play.drive import Hints
@@ -176,6 +181,8 @@ def compare(
     """Compare two measurements in pairs. The first is what the other is told against."""
 
     def compared() -> int:
+        if one.resolve() == other.resolve():
+            raise RunFileError(f"{one} and {other} are one folder: name two measurements")
         plans = [read_plan(folder) for folder in (one, other)]
         unlike = differing(*plans)
         if unlike:
@@ -206,6 +213,30 @@ def draw(
         return 0
 
     finish(drawn)
+
+
+@app.command()
+def statistics(
+    workload: Annotated[
+        str, typer.Argument(help=f"A recording, or one of {', '.join(GENERATED)}.")
+    ],
+    jobs: Annotated[int, typer.Option(min=1, help="How many, of a generated workload.")] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of a generated workload.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Tell the turns, tokens, gaps and tools of a workload."""
+
+    def told() -> int:
+        found = workload_statistics(load_jobs(workload, count=jobs, seed=seed))
+        if as_json:
+            print(json.dumps(found))
+            return 0
+        Console().print(statistics_table(found))
+        for line in statistics_lines(found):
+            print(f"- {line}")
+        return 0
+
+    finish(told)
 
 
 @app.command("verify-pin")

@@ -21,7 +21,8 @@ from typing import Annotated, Any
 import typer
 
 from tiered_kv.bench.common.output import AsJson, run_benchmark, show
-from tiered_kv.bench.common.server import all_cores, error_in
+from tiered_kv.bench.common.server import all_cores
+from tiered_kv.bench.common.service import error_in
 from tiered_kv.bench.models.catalogue import EVERY, MODELS, VARIANTS, TinyModel
 from tiered_kv.bench.models.processes import TimedOut, run_process
 from tiered_kv.bench.models.row import Row

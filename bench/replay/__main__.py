@@ -79,6 +79,7 @@ class Asked:
     policies: Sequence[str]
     ssd: bool
     alone: bool
+    peers: bool
     hints: Hints
     free: bool
     seed: int
@@ -131,6 +132,9 @@ def ab(
     alone: Annotated[
         bool, typer.Option("--alone", help="Run ours under vLLM's own scheduler.")
     ] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Add vLLM's router and LMCache (scripts/install-peers).")
+    ] = False,
     hints: Annotated[
         Hints, typer.Option(help="How a job is named to the server.")
     ] = Hints.KV_PARAMS,
@@ -152,6 +156,7 @@ def ab(
         policies=policy,
         ssd=ssd,
         alone=alone,
+        peers=peers,
         hints=hints,
         free=free,
         seed=seed,
@@ -245,7 +250,8 @@ def compare(asked: Asked) -> int:
         policies=asked.policies,
         ssd=asked.ssd,
         forced=forced,
-        alone=asked.alone,
+        own_scheduler=asked.alone,
+        peers=asked.peers,
     )
     workload = Workload(tuple(jobs), preset.idle_jobs, asked.seed, asked.hints, forced)
     plan = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from .kinds import Kind
 from .ledger import Kept, Ledger
 from .names import BEYOND, CALIBRATION, CONTROL, IDLE, PRESSURE, STOCK, TIERED
 from .results import Run
+from .server_costs import ServerCosts
 
 BEYOND_TIMES = 1.5
 """The highest load's arrival rate over that of pressure."""
@@ -52,7 +53,7 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=3, pool_tokens=10_240),
-    "tiny": Preset(jobs=4, turns=3, idle_jobs=1, idle_rounds=1, rounds=1, pool_tokens=8_192),
+    "tiny": Preset(jobs=4, turns=3, idle_jobs=2, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
 """``cpu``: two cores, three and a half hours. ``tiny``: whether everything works, in minutes."""
 
@@ -68,8 +69,19 @@ class HarnessError(Exception):
 class Measure(Protocol):
     """Starts a server of a kind, replays, stops it."""
 
-    def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
-        """One run. ``jobs_per_s`` None: one job after the other, no two at once.
+    def __call__(
+        self,
+        kind: Kind,
+        load: str,
+        number: int,
+        jobs_per_s: float | None,
+        costs: ServerCosts | None = None,
+    ) -> Kept:
+        """One run.
+
+        Args:
+            jobs_per_s: None: one job after the other, no two at once.
+            costs: of stock here; None if they are not known.
 
         Raises:
             NotStarted: an optional kind that does not serve here.
@@ -102,6 +114,7 @@ class Harness:
         self._measure = measure
         self._ledger = ledger
         self._tell = tell
+        self._costs: ServerCosts | None = None
 
     @property
     def runs(self) -> list[Run]:
@@ -115,8 +128,9 @@ class Harness:
         """
         main = [kind for kind in self._kinds if kind.name in (STOCK, CONTROL, TIERED)]
         busy = [kind for kind in self._kinds if kind.name != CONTROL]
+        idle = [kind for kind in self._kinds if not kind.needs_costs]
         for number in range(self._preset.idle_rounds):
-            for kind in alternate(self._kinds if number == 0 else main, number):
+            for kind in alternate(idle if number == 0 else main, number):
                 self._one(kind, IDLE, number, None)
         rate = self._calibrate()
         for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
@@ -143,6 +157,7 @@ class Harness:
                 break
             rate = next_rate(slower, self._preset.slowdown)
         rate = nearest_rate(slower, self._preset.slowdown)
+        self._costs = costs_of(self.runs, tried[rate].run)
         taken = replace(tried[rate], run=replace(tried[rate].run, load=PRESSURE, round=0))
         self._ledger.put(PRESSURE, 0, STOCK, taken)
         return rate
@@ -162,11 +177,21 @@ class Harness:
         if found is None:
             self._tell(f"{load}, round {number + 1}, {kind.name}")
             try:
-                found = self._measure(kind, load, number, jobs_per_s)
+                found = self._measure(kind, load, number, jobs_per_s, self._costs)
             except NotStarted as error:
                 found = str(error)
             self._ledger.put(load, number, kind.name, found)
         return found
+
+
+def costs_of(runs: Iterable[Run], beside: Run) -> ServerCosts | None:
+    """Costs of stock's steps, from its first run at idle and one under load; None if they have
+    too few turns."""
+    alone = next(run for run in runs if (run.server, run.load) == (STOCK, IDLE))
+    try:
+        return ServerCosts.of(alone, beside)
+    except ValueError:
+        return None
 
 
 def alternate(kinds: Sequence[Kind], number: int) -> list[Kind]:

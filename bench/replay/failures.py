@@ -6,7 +6,7 @@ from tiered_kv.bench.common.dtypes import DtypeError
 from tiered_kv.bench.common.model import ModelError
 from tiered_kv.bench.common.plotting import PlotError
 from tiered_kv.bench.common.run_files import RunFileError
-from tiered_kv.bench.common.server import ServerError
+from tiered_kv.bench.common.service import ServerError
 from tiered_kv.bench.common.sessions import RecordingError
 
 from .ab import HarnessError

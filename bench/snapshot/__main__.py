@@ -2,7 +2,8 @@
 
     python -m bench.snapshot --json
 
-Two servers of one configuration, one after the other on the same folder, and the second once more.
+A server takes the snapshots. It starts again on the same folder, and then a second server of the
+same configuration on a copy of that, as on another machine.
 
 - ``pause_ms``: longest time between two tokens of a turn while its snapshot is taken, beyond the
   usual one, ``decode_ms``; ``pause_steps``: over that; ``pause_control_ms``: the same without a
@@ -22,6 +23,7 @@ Two servers of one configuration, one after the other on the same folder, and th
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import sys
 import tempfile
@@ -171,8 +173,11 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tell: Tell) -> d
         tell("forking")
         found |= forks(client, prompts[JOBS + 2])
         whole = client.ask([*prompts[0], *range(500, 540)], 24, "job-0")
-    for kind in ("", "second_"):
-        with served(model, folder, tokens) as client:
+    second = folder / "second"
+    for kind, place in (("", folder), ("second_", second)):
+        if place is second:
+            shutil.copytree(root, second / "snapshots")
+        with served(model, place, tokens) as client:
             tell("bringing back")
             found |= _brought_back(client, prompts[: JOBS - 1], kind)
             near = client.ask([*prompts[0], *range(500, 540)], 24, "job-0")
@@ -180,7 +185,7 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tell: Tell) -> d
             found[f"{kind}near_max_logprob"] = logprob_distance(near, whole)
             found[f"{kind}control_max_logprob"] = logprob_distance(control, whole)
             if kind:
-                found |= _exact(client, root, prompts, exact, tell)
+                found |= _exact(client, second / "snapshots", prompts, exact, tell)
     total = found["restore_ms"] + found["restored_token_ms"]
     return {**found, "restore_ratio": found["recompute_ms"] / total, "tokens": tokens}
 

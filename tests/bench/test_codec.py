@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from tiered_kv.bench import states
 from tiered_kv.bench.codec import (
     ROUNDS,
     cast,
@@ -16,7 +17,6 @@ from tiered_kv.bench.codec import (
     race,
     zipnn_ratio,
 )
-from tiered_kv.bench.common import states
 from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import CentredCodec

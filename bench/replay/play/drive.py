@@ -28,6 +28,8 @@ from .forcing import XARG
 if TYPE_CHECKING:
     from openai.types import Completion
 
+SESSION_HEADER = "X-Session-ID"
+
 INTERRUPTED = "interrupted"
 """The ``error`` of jobs that were running, or had not begun, when the run was cancelled."""
 
@@ -72,6 +74,7 @@ async def drive(
     hints: Hints,
     force: bool,
     logprobs: bool,
+    session_header: bool = False,
     on_turn: Callable[[], None] = lambda: None,
 ) -> tuple[JobDone, ...]:
     """Play all jobs and return them in their order, finished or not.
@@ -88,6 +91,7 @@ async def drive(
         force: have the recorded answers said; the server needs ``forced``. Otherwise
             the model says as many tokens of its own.
         logprobs: ask for those of the answers' tokens.
+        session_header: name jobs by ``X-Session-ID`` as well, which routers read.
         on_turn: called after every turn.
 
     Raises:
@@ -96,7 +100,7 @@ async def drive(
     if len(jobs) != len(arrivals_s):
         raise ValueError(f"{len(jobs)} jobs, but {len(arrivals_s)} arrivals")
     async with open_client(base_url, "none") as client:
-        ask = _Asking(client, model, hints, force, logprobs, time.perf_counter())
+        ask = _Asking(client, model, hints, force, logprobs, session_header, time.perf_counter())
         played = [_Played(job, at_s) for job, at_s in zip(jobs, arrivals_s, strict=True)]
         tasks = [asyncio.create_task(_play(one, ask, on_turn)) for one in played]
         try:
@@ -155,6 +159,7 @@ class _Asking:
     hints: Hints
     force: bool
     logprobs: bool
+    session_header: bool
     began: float
 
     def now_s(self) -> float:
@@ -179,6 +184,7 @@ class _Asking:
             stream=True,
             stream_options={"include_usage": True},
             extra_body=self._extra(job, number, turn),
+            extra_headers={SESSION_HEADER: job.name} if self.session_header else None,
         )
         async with stream:
             async for chunk in stream:

@@ -89,8 +89,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     for one in result["ratios"]:
         rounds = ", ".join(f"{ratio:.2f}" for ratio in one["rounds"])
         found.append(
-            f"{one['load']}: time over that of {one['server']} {one['mean']:.2f} in the mean "
-            f"(by rounds {rounds}), {one['p95']:.2f} at P95"
+            f"{one['load']}: time over that of {one['server']} {_interval(one['mean'])} in the "
+            f"mean (by rounds {rounds}), {_interval(one['p90'])} at P90, {one['p95']:.2f} at P95"
         )
     for key, name in (("closed_mean", "mean"), ("closed_p95", "P95")):
         if result[key] is not None:
@@ -117,6 +117,10 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     ]
     found += [f"{name} does not serve here: {why}" for name, why in result["not_started"].items()]
     return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
 def _number(value: float | None) -> str:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.bench.sim.servers.ablated import Ablated
 from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import Order, Server
+from tiered_kv.bench.sim.servers.static_batches import StaticBatchScheduler
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
@@ -137,6 +139,8 @@ class Engine:
             max_model_len=max_len,
             max_num_seqs=machine.max_seqs,
             max_batched_tokens=machine.batched_tokens,
+            long_prefill=machine.long_prefill,
+            prefix_caching=machine.prefix_caching,
             policy="fcfs" if server.order is Order.ARRIVAL else "priority",
             groups=tuple(replace(group, block_size=block) for group in machine.groups),
         )
@@ -149,6 +153,8 @@ class Engine:
         self._server, self._policy, self._job_forecast = server, policy, job_forecast
         if server.in_job_order:
             config.scheduler_config.scheduler_cls = ContinuumScheduler
+        if server.in_batches:
+            config.scheduler_config.scheduler_cls = StaticBatchScheduler
         if server.within_reach:
             config.scheduler_config.scheduler_cls = ReachScheduler
             config.additional_config = {REACH_BLOCKS: held_blocks + 1}
@@ -168,7 +174,8 @@ class Engine:
         """The connector's parts, but for those that the simulation has its own of."""
         found.policy_state.close()
         policy = self._policy or found.policy
-        chunk = self._server.chunk
+        lacks, chunk = self._server.lacks, self._server.chunk
+        policy = policy if lacks is None else Ablated(policy, lacks)
         return replace(
             found,
             wall=lambda: EPOCH_S + self.now,

@@ -30,6 +30,9 @@ class Machine:
             GB/s each (``bench.codec``).
         shrinks: False if pages are not compressed there.
         batched_tokens, max_seqs: vLLM's limits of a step.
+        long_prefill: tokens of a prompt that a step computes where others need its room (vLLM's
+            ``--long-prefill-token-threshold``); 0: as many as there is room for.
+        prefix_caching: False if a request finds nothing of an earlier one.
         overhead_s: that a client sees of each request beside the engine's steps.
         groups: kinds of KV; empty: full attention alone.
         block: tokens of a block; 0: as many as suit a workload.
@@ -48,6 +51,8 @@ class Machine:
     shrinks: bool = True
     batched_tokens: int = 8192
     max_seqs: int = 256
+    long_prefill: int = 0
+    prefix_caching: bool = True
     overhead_s: float = 0.0
     groups: tuple[GroupSpec, ...] = ()
     block: int = 0

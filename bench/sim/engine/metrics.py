@@ -74,7 +74,8 @@ class Outcome:
 
     def summary(self) -> dict[str, float]:
         """Figures of the jobs that nobody started: completion times, first tokens, and where
-        prompts came from. ``promoted_wasted`` is a share of what came up from SSD."""
+        prompts came from. ``promoted_wasted`` is a share of what came up from SSD, ``makespan_s``
+        the time until all jobs have ended."""
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]
         prompt = sum(turn.prompt for turn in turns)
@@ -85,6 +86,9 @@ class Outcome:
             "mean_s": float(np.mean(took)),
             **{f"p{q}_s": float(np.percentile(took, q)) for q in (50, 90, 95, 99)},
             "ttft_s": float(np.mean(first)),
+            "ttft_p99_s": float(np.percentile(first, 99)),
+            "makespan_s": max(job.ended_s for job in self.jobs)
+            - min(job.began_s for job in self.jobs),
             "jobs_per_s": len(took) / self.seconds,
             "preempted": float(sum(turn.preempted for turn in turns)),
             "promoted_wasted": self.promoted_wasted / max(1, promoted),

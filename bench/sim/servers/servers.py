@@ -12,12 +12,14 @@ does any ``module:Class``; the others are:
   tokens, before the step that needs them.
 - ``clairvoyant``: pins for exactly the gap, which it knows.
 - ``infinite``: stock vLLM with a pool that holds everything.
+- ``in-batches``: stock vLLM with static batches, see ``static_batches``.
 - ``reach``: the same, but only as many contexts run at once as the machine's pool holds.
   ``job-reach``: so, in the order in which jobs arrived.
 
 ``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's own, and
 ``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
-``occupancy-open`` holds no job back.
+``occupancy-open`` holds no job back. ``occupancy-unpinned`` pins nothing, ``occupancy-late`` brings
+nothing up before a job is back, and ``occupancy-blind`` forecasts every gap alike.
 ``occupancy-knowing`` is told of each job how many turns it takes and how long its context gets, to
 see what forecasts of these could still gain.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as their paper has
@@ -35,6 +37,8 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.registry import POLICIES
+
+from .ablated import Part
 
 CHUNK = 256
 """Tokens of a chunk of LMCache."""
@@ -64,6 +68,8 @@ class Server:
         patient: it may hold a job for as long as it takes.
         eviction: rule by which pages leave CPU memory; None for the default.
         open: it holds no job back.
+        lacks: part of its policy that is switched off.
+        in_batches: it begins no request while one of those that it began together runs.
         knowing: admission is told how many turns every job takes, and how long its context gets.
     """
 
@@ -79,6 +85,8 @@ class Server:
     in_job_order: bool = False
     patient: bool = False
     open: bool = False
+    lacks: Part | None = None
+    in_batches: bool = False
     knowing: bool = False
     eviction: str | None = None
 
@@ -95,6 +103,7 @@ _STOCK = {
     "job-fcfs": Server("job-fcfs", order=Order.JOB),
     "autellix": Server("autellix", order=Order.ATTAINED),
     "thunderagent": Server("thunderagent", gated=True),
+    "in-batches": Server("in-batches", in_batches=True),
     "infinite": Server("infinite", infinite=True),
     "reach": Server("reach", infinite=True, within_reach=True),
     "job-reach": Server("job-reach", order=Order.JOB, infinite=True, within_reach=True),
@@ -103,7 +112,13 @@ _JOB_ORDERED = ("continuum", "continuum-fixed")
 OURS = "occupancy"
 CONNECTOR_ALONE = "occupancy-alone"
 PATIENT, KNOWING, OPEN = "occupancy-patient", "occupancy-knowing", "occupancy-open"
-BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, PATIENT, KNOWING, OPEN, *POLICIES)
+LACKING: Mapping[str, Part] = {
+    "occupancy-unpinned": Part.PINS,
+    "occupancy-late": Part.PROMOTION,
+    "occupancy-blind": Part.FORECAST,
+}
+OURS_VARIED = (PATIENT, KNOWING, OPEN, *LACKING)
+BASES = (*_STOCK, "lmcache", CLAIRVOYANT, CONNECTOR_ALONE, *OURS_VARIED, *POLICIES)
 
 
 def server(name: str) -> Server:
@@ -138,7 +153,7 @@ def _connector(base: str) -> Server:
         return Server(base, "lru", cpu=True, chunk=CHUNK)
     if base == CONNECTOR_ALONE:
         return Server(base, OURS)
-    if base in (OURS, PATIENT, KNOWING, OPEN):
+    if base in (OURS, *OURS_VARIED):
         return Server(
             base,
             OURS,
@@ -146,6 +161,7 @@ def _connector(base: str) -> Server:
             patient=base == PATIENT,
             knowing=base == KNOWING,
             open=base == OPEN,
+            lacks=LACKING.get(base),
         )
     if ":" in base:
         registry.policy(base)

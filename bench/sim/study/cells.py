@@ -65,6 +65,8 @@ class Place:
 
     Attributes:
         pool_tokens: of the KV pool; None: what the weights leave.
+        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0: its own.
+        prefix_caching: False turns it off.
     """
 
     gpu: str
@@ -73,9 +75,20 @@ class Place:
     pool_tokens: int | None = None
     cpu_gib: float = 64.0
     ssd_gib: float = 512.0
+    batched_tokens: int = 0
+    max_seqs: int = 0
+    long_prefill: int = 0
+    prefix_caching: bool = True
 
     def machine(self) -> Machine:
-        return machine(self.gpu, self.model, ranks=self.ranks, pool_tokens=self.pool_tokens)
+        made = machine(self.gpu, self.model, ranks=self.ranks, pool_tokens=self.pool_tokens)
+        return replace(
+            made,
+            batched_tokens=self.batched_tokens or made.batched_tokens,
+            max_seqs=self.max_seqs or made.max_seqs,
+            long_prefill=self.long_prefill,
+            prefix_caching=self.prefix_caching,
+        )
 
     @property
     def name(self) -> str:

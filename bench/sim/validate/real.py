@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.replay.ab import digest
+from tiered_kv.bench.replay.ab import digest, unequal
 from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
 from tiered_kv.bench.replay.kinds import Kind, longest_context, make_kinds, size_for
 from tiered_kv.bench.replay.ledger import Kept, Ledger
@@ -23,7 +23,6 @@ from tiered_kv.bench.replay.measure import Replay, versions
 from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
 from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from tiered_kv.bench.replay.play.drive import Hints as ReplayHints
-from tiered_kv.bench.replay.results import Run
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.servers.servers import Server, server
@@ -77,11 +76,14 @@ class Compared:
 
 def compare(
     traces: Path, folder: Path, tell: Callable[[str], None], *, resume: bool
-) -> tuple[Machine, list[Compared]]:
+) -> tuple[Machine, list[Compared], list[str]]:
     """Run everything for real, then simulate it.
 
     Args:
         folder: keeps the real runs. resume: take those that are there.
+
+    Returns:
+        The machine that was fitted, the servers, and reasons to doubt the real runs.
 
     Raises:
         what ``bench.replay`` raises when a server cannot be run or the traces not read.
@@ -98,18 +100,19 @@ def compare(
 
     plan = {"jobs": digest(jobs), "known": digest(known), "versions": versions()}
     ledger = Ledger(folder / "real", plan, resume=resume)
-    runs = []
+    kept = []
     for load, rate, some in (("alone", None, known[:ALONE]), ("beside", CALIBRATION_RATE, known)):
         tell(f"calibration, {load}")
         (stock,) = _kinds(some, [STOCK], model)
-        runs.append(_real(stock, some, rate, load, folder, ledger))
-    fitted = fit(runs[0], runs[1], _machine(known))
+        kept.append(_real(stock, some, rate, load, folder, ledger))
+    fitted = fit(kept[0].run, kept[1].run, _machine(known))
 
     kinds = _kinds(jobs, list(SIMULATED), model)
     compared = []
     for kind in kinds:
         tell(kind.name)
-        run = _real(kind, jobs, RATE, PRESSURE, folder, ledger)
+        kept.append(_real(kind, jobs, RATE, PRESSURE, folder, ledger))
+        run = kept[-1].run
         pool = (kind.options.kv_blocks or 0) * BLOCK
         place = replace(fitted, pool_tokens=pool, max_len=kind.options.max_model_len or 0)
         work = _simulated(jobs, arrivals(len(jobs), RATE, 0))
@@ -119,7 +122,7 @@ def compare(
             raise ValueError(f"{kind.name} finished {len(real_s)} of {len(jobs)} jobs")
         mean_s = sum(real_s) / len(real_s)
         compared.append(Compared(kind.name, mean_s, outcome.summary()["mean_s"]))
-    return fitted, compared
+    return fitted, compared, unequal(kept)
 
 
 def calibration_jobs(seed: int) -> list[Job]:
@@ -147,7 +150,7 @@ def calibration_jobs(seed: int) -> list[Job]:
 
 def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]:
     contexts = [job.context for job in jobs]
-    made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES, alone=True)
+    made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES, own_scheduler=True)
     limits = (
         f"--max-num-batched-tokens={BATCHED_TOKENS}",
         f"--max-num-seqs={MAX_SEQS}",
@@ -164,13 +167,13 @@ def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]
 
 def _real(
     kind: Kind, jobs: Sequence[Job], rate: float | None, load: str, folder: Path, ledger: Ledger
-) -> Run:
+) -> Kept:
     found = ledger.get(load, 0, kind.name)
     if not isinstance(found, Kept):
         workload = ReplayWorkload(tuple(jobs), len(jobs), 0, ReplayHints.KV_PARAMS, forced=True)
         found = Replay(workload, folder)(kind, load, 0, rate)
         ledger.put(load, 0, kind.name, found)
-    return found.run
+    return found
 
 
 def _simulated(jobs: Sequence[Job], starts_s: Sequence[float]) -> Workload:

@@ -10,13 +10,17 @@ The shapes are chosen here, after published ones where there are some:
 - ``chat``: people who read and type, half a minute at the median.
 - ``mixed``: half of them each.
 - ``burst``: ``original``, twenty jobs at a time.
+- ``turns-4`` to ``turns-32``: ``original`` with so many turns, and a long gap for seven of them.
+- ``rollouts``: a step of reinforcement learning. Jobs of ``swe-agent``, eight from each prompt, all
+  at once; the step ends when all have ended.
 - ``wrong-hints``, ``no-hints``: ``original`` whose clients err or say nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -37,6 +41,9 @@ SHORT_TOOL, LONG_TOOL = "cat notes.txt", "pytest -q"
 SWE_SHARED, SWE_TURNS, SWE_MOST_TURNS = 4_000, 25, 60
 SWE_SLOW = 0.1
 BURST = 20
+ROLLOUTS = 8
+"""Jobs of one prompt."""
+TURNS = (4, 8, 16, 32)
 BLOCK, LARGE_BLOCK = 16, 64
 """vLLM's, and one for contexts of 20,000 tokens, of which every block costs the simulator time."""
 
@@ -44,12 +51,34 @@ BLOCK, LARGE_BLOCK = 16, 64
 def _original(rng: Rng, name: str) -> SimJob:
     gaps = [(float(s), SHORT_TOOL) for s in rng.uniform(*SHORT_S, size=SHORT_GAPS)]
     gaps.insert(int(rng.integers(SHORT_GAPS + 1)), (float(rng.uniform(*LONG_S)), LONG_TOOL))
+    return _of_gaps(name, gaps)
+
+
+def _of_turns(rng: Rng, name: str, count: int) -> SimJob:
+    long = max(1, round((count - 1) / (SHORT_GAPS + 1)))
+    gaps = [(float(s), SHORT_TOOL) for s in rng.uniform(*SHORT_S, size=count - 1 - long)]
+    gaps += [(float(s), LONG_TOOL) for s in rng.uniform(*LONG_S, size=long)]
+    return _of_gaps(name, [gaps[at] for at in rng.permutation(len(gaps))])
+
+
+def _of_gaps(name: str, gaps: Sequence[tuple[float, str]]) -> SimJob:
     turns, context = [], 0
     for at, (gap_s, tool) in enumerate([*gaps, (0.0, "")]):
         added = ADDED_TOKENS if at else FIRST_TOKENS
         turns.append(SimTurn(context, added, ANSWER_TOKENS, gap_s, tool))
         context += added + ANSWER_TOKENS
     return SimJob(name, 0.0, tuple(turns))
+
+
+def _rollout(rng: Rng, name: str) -> SimJob:
+    """One of a group, whose prompt is drawn from the group's number and not from ``rng``."""
+    group = int(name.rpartition("-")[2]) // ROLLOUTS
+    prompt = SWE_SHARED + int(np.random.default_rng(group).uniform(500, 2_500))
+    job = _swe_agent(rng, name)
+    first = replace(job.turns[0], added=prompt)
+    more = prompt - job.turns[0].added  # of every later context, too
+    rest = tuple(replace(turn, shared=turn.shared + more) for turn in job.turns[1:])
+    return replace(job, turns=(first, *rest), prefix=f"task-{group}", prefix_tokens=prompt)
 
 
 def _swe_agent(rng: Rng, name: str) -> SimJob:
@@ -85,12 +114,19 @@ def _tokens(rng: Rng, median: float, sigma: float) -> int:
     return int(min(max(rng.lognormal(np.log(median), sigma), 10), 8 * median))
 
 
+ALL = 0
+"""Burst of all jobs."""
 _MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int, int]] = {
     "original": (_original, Hints.RIGHT, 1, BLOCK),
     "swe-agent": (_swe_agent, Hints.RIGHT, 1, LARGE_BLOCK),
     "chat": (_chat, Hints.RIGHT, 1, BLOCK),
     "mixed": (_mixed, Hints.RIGHT, 1, BLOCK),
     "burst": (_original, Hints.RIGHT, BURST, BLOCK),
+    **{
+        f"turns-{count}": (partial(_of_turns, count=count), Hints.RIGHT, 1, BLOCK)
+        for count in TURNS
+    },
+    "rollouts": (_rollout, Hints.RIGHT, ALL, LARGE_BLOCK),
     "wrong-hints": (_original, Hints.WRONG, 1, BLOCK),
     "no-hints": (_original, Hints.NONE, 1, BLOCK),
 }
@@ -111,7 +147,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
     jobs = tuple(make(rng, f"{name}-{number}") for number in range(count))
     if hints is Hints.WRONG:
         jobs = tuple(_misled(job) for job in jobs)
-    return Workload(name, jobs, hints, block, burst)
+    return Workload(name, jobs, hints, block, burst or count)
 
 
 def _misled(job: SimJob) -> SimJob:

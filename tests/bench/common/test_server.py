@@ -11,14 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common import server as server_module
-from tiered_kv.bench.common.server import (
-    ServerError,
-    ServerOptions,
-    VllmServer,
-    all_cores,
-    error_in,
-)
+from tiered_kv.bench.common import service as server_module
+from tiered_kv.bench.common.server import ServerOptions, VllmServer, all_cores
+from tiered_kv.bench.common.service import ServerError, error_in
 
 HEALTHY = """
 import http.server, os, subprocess, sys

@@ -36,16 +36,18 @@ from tiered_kv.bench.replay.measure import Workload
 from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.report.summary import lines, summary, table
 from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
+from tiered_kv.bench.replay.server_costs import ServerCosts
 from tiered_kv.bench.replay.verify_pin import Gap, Verdict
 
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
 PACE = {"stock": 2.0, "control": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
+"""Others are as slow as stock."""
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:
     """Record of a server that collapses."""
-    return float(1 + PACE[server] * (jobs_per_s / 0.15) ** 2.5)
+    return float(1 + PACE.get(server, 2.0) * (jobs_per_s / 0.15) ** 2.5)
 
 
 class Machine:
@@ -55,7 +57,14 @@ class Machine:
         self.measured: list[tuple[str, str, int]] = []
         self._stop_after = stop_after
 
-    def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+    def __call__(
+        self,
+        kind: Kind,
+        load: str,
+        number: int,
+        jobs_per_s: float | None,
+        costs: ServerCosts | None = None,
+    ) -> Kept:
         if len(self.measured) == self._stop_after:
             raise KeyboardInterrupt
         if kind.optional:
@@ -85,7 +94,44 @@ def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
     there, back = ["tiered", "reach", "bound"], ["bound", "reach", "tiered", "stock"]
     assert pressure == [*there, *back], "calibration was the first"
     assert len(machine.measured) <= total_runs(KINDS, PRESET)
-    assert set(done.not_started) == {"vllm-offloading", "vllm-simple", "lmcache"}
+    assert set(done.not_started) == {"vllm-offloading", "vllm-simple"}
+
+
+def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_known(
+    tmp_path: Path,
+) -> None:
+    told = dict[str, list[ServerCosts | None]]()
+
+    class Costly(Machine):
+        """Answers of many tokens, in turns of many lengths: what they cost can be fitted."""
+
+        def __call__(
+            self,
+            kind: Kind,
+            load: str,
+            number: int,
+            jobs_per_s: float | None,
+            costs: ServerCosts | None = None,
+        ) -> Kept:
+            told.setdefault(f"{kind.name} {load}", []).append(costs)
+            kept = super().__call__(replace(kind, optional=False), load, number, jobs_per_s)
+            turns = tuple(
+                TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50)
+                for at in range(1, 9)
+            )
+            jobs = tuple(replace(job, turns=turns) for job in kept.run.jobs)
+            return replace(kept, run=replace(kept.run, jobs=jobs))
+
+    kinds = make_kinds("model", size_for([3000], 6400), peers=True)
+    ledger = Ledger(tmp_path, {}, resume=False)
+    Harness(kinds, PRESET, Costly(), ledger).run_all()
+    assert told["lmcache idle"] == [None]
+    assert "vllm-router idle" not in told
+    for name in ("vllm-router", "tiered-behind-router"):
+        (first, *_) = costs = told[f"{name} pressure"] + told[f"{name} beyond"]
+        assert first is not None
+        assert first.token == pytest.approx(1e-3, rel=0.01)
+        assert costs == [first] * (2 * PRESET.rounds)
 
 
 def test_pressure_is_where_stock_is_as_slow_as_wanted_and_beyond_is_more(
@@ -154,7 +200,14 @@ def test_a_half_written_file_is_named(tmp_path: Path) -> None:
 
 def test_stock_that_finishes_nothing_ends_the_measurement(tmp_path: Path) -> None:
     class Broken(Machine):
-        def __call__(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept:
+        def __call__(
+            self,
+            kind: Kind,
+            load: str,
+            number: int,
+            jobs_per_s: float | None,
+            costs: ServerCosts | None = None,
+        ) -> Kept:
             kept = super().__call__(kind, load, number, jobs_per_s)
             jobs = tuple(replace(job, error="refused") for job in kept.run.jobs)
             return replace(kept, run=replace(kept.run, jobs=jobs))
@@ -233,7 +286,7 @@ def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     assert said["left_out"]["too_long"] == {"sessions": 3, "turns": 12}
     text = "\n".join(lines(said))
     assert "0.80 is closed (mean)" in text
-    assert "lmcache does not serve here: lmcache wants a GPU" in text
+    assert "vllm-simple does not serve here: vllm-simple wants a GPU" in text
     assert "left out for values that are null: 2 turns of 1 sessions" in text
     assert "too few" not in text, "nothing was left out for that"
 

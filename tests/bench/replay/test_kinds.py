@@ -17,6 +17,8 @@ from tiered_kv.bench.replay.kinds import (
     make_kinds,
     size_for,
 )
+from tiered_kv.bench.replay.peers.cache_server import WithCacheServer
+from tiered_kv.bench.replay.peers.router import BehindRouter
 
 SIZING = size_for([3000, 2000], 6400)
 
@@ -87,7 +89,7 @@ def test_ours_run_our_scheduler_unless_the_connector_is_wanted_alone() -> None:
     for name, kind in made(policies=["lru"], ssd=True).items():
         ours = SCHEDULER if name in ("tiered", "tiered-ssd") else None
         assert flag(kind, "--scheduler-cls") == (REACH_SCHEDULER if name == "reach" else ours)
-    alone = {flag(kind, "--scheduler-cls") for kind in made(alone=True).values()}
+    alone = {flag(kind, "--scheduler-cls") for kind in made(own_scheduler=True).values()}
     assert alone == {None, REACH_SCHEDULER}
 
 
@@ -111,11 +113,25 @@ def test_every_start_of_ours_has_a_trace_of_its_own(tmp_path: Path) -> None:
 def test_what_others_offer_may_fail_to_start_and_gets_as_much_memory() -> None:
     kinds = made()
     optional = [kind for kind in kinds.values() if kind.optional]
-    assert [kind.name for kind in optional] == ["vllm-offloading", "vllm-simple", "lmcache"]
+    assert [kind.name for kind in optional] == ["vllm-offloading", "vllm-simple"]
     config = kinds["vllm-simple"].options.kv_transfer_config
     assert config is not None
     assert config["kv_connector_extra_config"] == {"cpu_bytes_to_use": 4 << 30}
-    assert kinds["lmcache"].options.env["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "4"
+
+
+def test_peers_stand_around_stock_and_one_of_them_in_front_of_ours_as_well() -> None:
+    kinds = made(peers=True)
+    assert [name for name in kinds if name not in made()] == [
+        "lmcache",
+        "vllm-router",
+        "tiered-behind-router",
+    ]
+    assert kinds["vllm-router"].options == kinds["lmcache"].options == kinds["stock"].options
+    assert kinds["tiered-behind-router"].options == kinds["tiered"].options
+    assert kinds["lmcache"].deploy == WithCacheServer(4.0)
+    assert kinds["vllm-router"].deploy == BehindRouter(SIZING.pool_tokens, 1)
+    for name, kind in kinds.items():
+        assert kind.session_header == kind.needs_costs == name.endswith("router")
 
 
 def test_a_model_that_speaks_for_itself_needs_no_processor() -> None:

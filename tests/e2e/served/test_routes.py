@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
 import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +14,7 @@ import pytest
 from tests.e2e.asking import EVENT_S, ask, job, tick
 from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.routes import HOSTILE, held_by, send
 from tiered_kv.doctor.metrics_page import events
 from tiered_kv.metrics import COUNTERS
 
@@ -132,52 +130,8 @@ def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
     assert [status(client)["steps"] for _ in range(50)] == [steps] * 50
 
 
-HOSTILE: list[tuple[str, str, int]] = [
-    ("GET", "jobs?limit=0", 400),
-    ("GET", f"jobs?limit={'9' * 4000}", 400),
-    ("GET", "jobs?limit=%00", 400),
-    ("GET", "jobs?after=0", 400),
-    ("GET", "jobs?after=999999.999999999999999999", 200),
-    ("GET", "jobs?sort=cost", 400),
-    ("GET", "jobs/no-such-job", 404),
-    ("GET", "jobs/%0a%0d%1b%5b31mred", 404),
-    ("GET", "jobs/%ff%fe%00", 404),
-    ("GET", f"jobs/{'%F0%9F%8E%89' * 512}", 404),
-    ("GET", f"jobs/{'x' * 8000}", 404),
-    ("GET", "jobs/../../etc/passwd", 404),
-    ("GET", "nothing", 404),
-    ("POST", "status", 405),
-    ("DELETE", "jobs/j", 405),
-    ("PUT", "jobs", 405),
-]
-
-
 CALLERS = 8
 """Clients that call at the same time. Each may leave a connection that is not closed yet."""
-
-
-def send(port: int, method: str, path: str) -> int:
-    """The status of a call by a client of its own, which sends the path as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=EVENT_S)
-    try:
-        connection.request(method, f"/tiered_kv/{path}")
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def held_by(server: VllmServer) -> dict[int, tuple[int, int]]:
-    """Threads and descriptors of each of the server's processes."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                if os.getpgid(int(process.name)) == server.pid:
-                    counts = [len(list((process / name).iterdir())) for name in ("task", "fd")]
-                    found[int(process.name)] = (counts[0], counts[1])
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended meanwhile
-    return found
 
 
 def test_hostile_calls_are_refused_and_leave_nothing_behind(
@@ -193,10 +147,10 @@ def test_hostile_calls_are_refused_and_leave_nothing_behind(
                 assert got in (wanted, 429)
 
     crowd(len(HOSTILE))
-    before = held_by(server)
+    before = held_by(server.pid or 0)
     assert len(before) >= 2, "the server and its engine"
     crowd(20 * len(HOSTILE))
-    after = held_by(server)
+    after = held_by(server.pid or 0)
     assert after.keys() == before.keys(), "the same processes"
     for process, counts in after.items():
         more = [now - then for now, then in zip(counts, before[process], strict=True)]

@@ -35,6 +35,8 @@ class EngineSize:
             and states that can be found again; 0: only those at the ends of prompts; None: all.
         match_unit: vLLM's ``prefix_match_unit``: tokens of a block hash; None: as many as divide
             all blocks.
+        long_prefill: vLLM's ``long_prefill_token_threshold``.
+        prefix_caching: vLLM's ``enable_prefix_caching``.
     """
 
     blocks: int
@@ -49,6 +51,8 @@ class EngineSize:
     groups: tuple[GroupSpec, ...] = ()
     retention: int | None = 0
     match_unit: int | None = None
+    long_prefill: int = 0
+    prefix_caching: bool = True
 
     def pages(self) -> tuple[GroupPages, ...]:
         """Pages of each group."""
@@ -92,7 +96,7 @@ def engine_config(
         transfer = KVTransferConfig(**(around(ours) if around is not None else ours))
     cache = CacheConfig(
         block_size=min(pages.spec.block_size for pages in size.pages()),
-        enable_prefix_caching=True,
+        enable_prefix_caching=size.prefix_caching,
         prefix_cache_retention_interval=size.retention,
         prefix_match_unit=size.match_unit,
     )
@@ -105,6 +109,7 @@ def engine_config(
         scheduler_config=SchedulerConfig(
             max_num_seqs=size.max_num_seqs,
             max_num_batched_tokens=size.max_batched_tokens,
+            long_prefill_token_threshold=size.long_prefill,
             max_model_len=size.max_model_len,
             is_encoder_decoder=False,
             async_scheduling=False,

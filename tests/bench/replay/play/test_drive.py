@@ -71,6 +71,7 @@ class FakeServer:
         self._breaks_off = breaks_off
         self.url = ""
         self.bodies: list[Body] = []
+        self.heads: list[str] = []
         self.hung_up = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,6 +79,7 @@ class FakeServer:
         length = int(head.partition("content-length:")[2].split()[0])
         body = json.loads(await reader.readexactly(length))
         self.bodies.append(body)
+        self.heads.append(head)
         end = b"Content-Length: 100000" if self._breaks_off else b"Connection: close"
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + end + b"\r\n\r\n")
         answering = asyncio.ensure_future(self._answer(body))
@@ -374,3 +376,24 @@ def test_sources_are_read_in_the_trace_by_the_requests_names(tmp_path: Path) -> 
     (told,) = with_sources([job], trace)
     assert told.turns[0].sources == {"vram": 40, "cpu": 20, "ssd": 10, "recomputed": 30}
     assert told.turns[1].sources == {}, "its line was cut off"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_router_reads_a_job_s_name_in_a_header(named: bool) -> None:
+    async def heads() -> list[str]:
+        async with served(normal) as server:
+            await drive(
+                server.url,
+                "m",
+                [job("my-job")],
+                [0.0],
+                hints=Hints.NONE,
+                force=True,
+                logprobs=False,
+                session_header=named,
+            )
+            return server.heads
+
+    found = asyncio.run(heads())
+    assert len(found) == 2
+    assert all(("x-session-id: my-job\r\n" in head) == named for head in found)

@@ -15,7 +15,13 @@ def test_ours_is_told_against_each_server_under_each_load_but_idle() -> None:
         ("beyond", "reach"),
         ("beyond", "bound"),
     ]
-    assert {one.mean for one in ratios(runs)} == {1.0}
+    assert {one.mean.ratio for one in ratios(runs)} == {1.0}
+
+
+def test_peers_are_among_them_and_stock_once_more_is_not() -> None:
+    names = ("tiered", "lmcache", "control", "tiered-behind-router")
+    found = ratios([run(name, [2.0, 3.0]) for name in names])
+    assert [one.server for one in found] == ["lmcache", "tiered-behind-router"]
 
 
 def test_all_rounds_count_and_each_is_told() -> None:
@@ -28,7 +34,10 @@ def test_all_rounds_count_and_each_is_told() -> None:
     found = ratio(runs, "reach")
     assert found is not None
     assert found.rounds == pytest.approx((1.1, 0.75))
-    assert found.mean == pytest.approx(67 / 80)
+    assert found.mean.ratio == pytest.approx(67 / 80)
+    assert found.p90.ratio == pytest.approx(25.5 / 34)
+    # Two rounds of which one may be drawn twice.
+    assert (found.mean.low, found.mean.high) == pytest.approx((0.75, 1.1))
     assert 0.7 < found.p95 < 0.8, "the longest jobs decide"
 
 
@@ -41,7 +50,33 @@ def test_a_pair_has_a_round_and_its_jobs_in_common() -> None:
     ]
     found = ratio(runs, "reach")
     assert found is not None
-    assert found.mean == pytest.approx(1.1)
+    assert found.mean.ratio == pytest.approx(1.1)
     assert found.rounds == pytest.approx((1.1,))
     assert ratio(runs, "bound") is None
     assert ratio([run("reach", [9], failed=[0]), run("tiered", [9])], "reach") is None
+
+
+def test_the_interval_is_that_of_pairs_and_not_of_the_times_themselves() -> None:
+    """Jobs take from a second to a hundred; ours takes a tenth less for each."""
+    times = [float(2**at) for at in range(8)]
+    runs = [
+        one
+        for number in range(3)
+        for one in (
+            run("stock", times, number=number),
+            run("tiered", [0.9 * time for time in times], number=number),
+        )
+    ]
+    found = ratio(runs, "stock")
+    assert found is not None
+    for one in (found.mean, found.p90):
+        assert (one.ratio, one.low, one.high) == pytest.approx((0.9, 0.9, 0.9))
+
+
+def test_an_interval_is_wide_where_some_jobs_gain_and_others_lose() -> None:
+    runs = [run("stock", [10.0] * 8), run("tiered", [5.0, 15.0] * 4)]
+    found = ratio(runs, "stock")
+    assert found is not None
+    assert found.mean.ratio == pytest.approx(1.0)
+    assert found.mean.low < 0.8
+    assert found.mean.high > 1.2

@@ -1,0 +1,259 @@
+"""A process that serves HTTP on loopback, as a context manager, gone when the block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from .load import group_members
+
+POLL_S = 0.2
+STOP_GRACE_S = 20.0
+"""Seconds that ``stop`` waits for the process, and then for its children, before it kills them."""
+
+START_GRACE_S = 2.0
+"""The same for a process that is not up yet: it has nothing to finish, and may not listen."""
+
+# At the begin of what is said: warnings name errors that may come.
+_ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback has no proxy
+
+
+class ServerError(RuntimeError):
+    """The server did not start or has died. The message ends with the tail of its log.
+
+    Attributes:
+        log: all that it wrote.
+    """
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+def error_in(log: str) -> str | None:
+    """The first error that a server's log names; later ones mostly say that it died."""
+    found = (_ERROR.search(line) for line in log.splitlines())
+    return next((match["said"] for match in found if match), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command and its whole environment."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+
+
+class Service(ABC):
+    """A server process and everything it starts, in a process group of its own.
+
+    Not thread-safe. ``start`` and ``stop`` may alternate; ``stop`` may be called at any time.
+
+    Args:
+        log_path: receives standard output and error; overwritten at every start.
+        start_timeout_s: how long ``start`` waits for ``/health``.
+        on_wait: called about five times a second while ``start`` waits, with the seconds since it
+            was called.
+
+    Attributes:
+        start_s: time that the last start took.
+    """
+
+    def __init__(
+        self,
+        log_path: Path,
+        *,
+        start_timeout_s: float = 600.0,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> None:
+        self.log_path = log_path
+        self.port = 0
+        self.start_s = 0.0
+        self._start_timeout_s = start_timeout_s
+        self._on_wait = on_wait
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @abstractmethod
+    def launch(self, port: int) -> Launch:
+        """Tell what serves on 127.0.0.1:``port``.
+
+        Raises:
+            ServerError: it cannot be started here.
+        """
+
+    @property
+    def url(self) -> str:
+        """Base URL without a path, such as ``http://127.0.0.1:8000``."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, which is also its group's; None when not running."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the process and wait until it answers on ``/health``.
+
+        Raises:
+            ServerError: it died or did not answer in time; nothing of it is left.
+            RuntimeError: it runs already.
+        """
+        if self._process is not None:
+            raise RuntimeError(f"server {self.url} runs already")
+        self.port = free_port()
+        launch = self.launch(self.port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # vLLM leaves its sockets and a file of its process group in the temporary folder.
+        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
+        env = {**launch.env, "TMPDIR": self._scratch.name}
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = _spawn([*_parent_guard(), *launch.command], env, log)
+            self._wait_healthy()
+        except BaseException:
+            self._end(START_GRACE_S)
+            raise
+
+    def check(self) -> None:
+        """Raise ``ServerError`` unless the process is running."""
+        if self._process is None:
+            raise ServerError("the server is not running")
+        code = self._process.poll()
+        if code is not None:
+            raise self.failed(f"the server ended with status {code}.")
+
+    def stop(self) -> None:
+        """End the process group: SIGTERM, after a grace SIGKILL. Idempotent."""
+        self._end(STOP_GRACE_S)
+
+    def log_text(self) -> str:
+        """All of the log so far."""
+        with contextlib.suppress(OSError):
+            return self.log_path.read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The end of the log under a line that names the file."""
+        return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-lines:]])
+
+    def failed(self, message: str) -> ServerError:
+        """An error with the log."""
+        return ServerError(f"{message}\n{self.log_tail()}", self.log_text())
+
+    def get(self, path: str) -> str:
+        """Body of the answer to a GET."""
+        with _DIRECT.open(f"{self.url}{path}", timeout=30) as response:
+            body: bytes = response.read()
+        return body.decode()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _end(self, grace_s: float) -> None:
+        process, self._process = self._process, None
+        scratch, self._scratch = self._scratch, None
+        try:
+            if process is not None:
+                _end_group(process, grace_s)
+        finally:
+            if scratch is not None:
+                scratch.cleanup()
+
+    def _wait_healthy(self) -> None:
+        began = time.monotonic()
+        while True:
+            self.check()
+            self.start_s = time.monotonic() - began
+            if self._healthy():
+                return
+            if self.start_s > self._start_timeout_s:
+                raise self.failed(
+                    f"the server did not answer within {self._start_timeout_s:.0f} s."
+                )
+            if self._on_wait is not None:
+                self._on_wait(self.start_s)
+            time.sleep(POLL_S)
+
+    def _healthy(self) -> bool:
+        try:
+            with _DIRECT.open(f"{self.url}/health", timeout=2) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _spawn(command: list[str], env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        _signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        # The API server does not wait for the engine, which may be writing still.
+        while group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 4)
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)  # also when the wait is interrupted
+        process.wait()
+
+
+def _parent_guard() -> list[str]:
+    """A prefix that ends the server when this process is killed outright, where there is one.
+
+    The kernel watches the thread that forked, so only the main thread may ask for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,92 @@
+"""Statistics of a workload: turns, tokens, gaps and tools of its jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tiered_kv.bench.sim.workloads.workload import SimTurn
+
+from .live_jobs import LiveJobs
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+MOST_TOOLS = 8
+NO_TOOL, OTHERS = "(no name)", "(others)"
+
+
+def workload_statistics(jobs: LiveJobs) -> dict[str, Any]:
+    """Quantiles over jobs, sub-agents included, and over their turns. Sizes are in ``unit``.
+
+    No gap follows a job's last turn. ``reused`` is the share of a prompt that the turn before had
+    in its context. ``tools`` are shares of gaps.
+    """
+    everyone = [one for job in jobs.jobs for one in job.everyone()]
+    turns = [turn for job in everyone for turn in job.turns]
+    followed = [turn for job in everyone for turn in job.turns[:-1]]
+    return {
+        "name": jobs.name,
+        "unit": jobs.unit.value,
+        "jobs": len(jobs.jobs),
+        "sub_agents": len(everyone) - len(jobs.jobs),
+        "turns": len(turns),
+        "quantiles": {
+            "turns_per_job": _quantiles(len(job.turns) for job in everyone),
+            "longest_context": _quantiles(
+                max(turn.prompt + turn.output for turn in job.turns) for job in everyone
+            ),
+            "prompt": _quantiles(turn.prompt for turn in turns),
+            "added": _quantiles(turn.added for turn in turns),
+            "output": _quantiles(turn.output for turn in turns),
+            "reused": _quantiles(turn.shared / turn.prompt for turn in turns if turn.prompt),
+            "gap_s": _quantiles(turn.gap_s for turn in followed),
+        },
+        "tools": _tools(followed),
+        "left_out": {reason: one.sessions for reason, one in jobs.left_out.items()},
+    }
+
+
+def _quantiles(values: Iterable[float]) -> dict[str, float]:
+    found = np.array(list(values), dtype=np.float64)
+    if not len(found):
+        return {}
+    said = {name: float(np.quantile(found, at)) for name, at in QUANTILES.items()}
+    return {"mean": float(found.mean()), **said, "most": float(found.max())}
+
+
+def _tools(followed: Iterable[SimTurn]) -> dict[str, float]:
+    """Shares of gaps by what runs in them: a tool's name, or a command's first word."""
+    counts = Counter(turn.tool_name or next(iter(turn.tool.split()), NO_TOOL) for turn in followed)
+    total = sum(counts.values())
+    said = {name: count / total for name, count in counts.most_common(MOST_TOOLS)}
+    rest = 1.0 - sum(said.values())
+    return {**said, OTHERS: rest} if len(counts) > MOST_TOOLS else said
+
+
+def statistics_table(found: Mapping[str, Any]) -> Table:
+    """The quantiles, as many columns as a terminal holds."""
+    title = (
+        f"{found['name']}: {found['jobs']} jobs, {found['sub_agents']} sub-agents, "
+        f"{found['turns']} turns"
+    )
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column(f"in {found['unit']}", no_wrap=True)
+    columns = ("mean", *QUANTILES, "most")
+    for name in columns:
+        shown.add_column(name, justify="right")
+    for what, row in found["quantiles"].items():
+        shown.add_row(what, *(f"{row[name]:,.3g}" if name in row else "-" for name in columns))
+    return shown
+
+
+def statistics_lines(found: Mapping[str, Any]) -> list[str]:
+    """Lines below the table."""
+    tools = ", ".join(f"{name} {share:.0%}" for name, share in found["tools"].items())
+    lines = [f"tools: {tools}"] if tools else []
+    return lines + [
+        f"left out, {reason}: {count} sessions" for reason, count in found["left_out"].items()
+    ]

@@ -1,0 +1,1 @@
+"""Others' offers that run beside vLLM, each from an environment of its own."""
