@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, ClassVar, Self
 
 from .load import group_members
 
@@ -69,13 +69,16 @@ class Service(ABC):
 
     Args:
         log_path: receives standard output and error; overwritten at every start.
-        start_timeout_s: how long ``start`` waits for ``/health``.
+        start_timeout_s: how long ``start`` waits for ``health_path``.
         on_wait: called about five times a second while ``start`` waits, with the seconds since it
             was called.
 
     Attributes:
         start_s: time that the last start took.
+        health_path: what answers 200 once the process serves.
     """
+
+    health_path: ClassVar[str] = "/health"
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Service(ABC):
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process and wait until it answers on ``/health``.
+        """Start the process and wait until it answers on ``health_path``.
 
         Raises:
             ServerError: it died or did not answer in time; nothing of it is left.
@@ -204,7 +207,7 @@ class Service(ABC):
 
     def _healthy(self) -> bool:
         try:
-            with _DIRECT.open(f"{self.url}/health", timeout=2) as response:
+            with _DIRECT.open(f"{self.url}{self.health_path}", timeout=2) as response:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False

@@ -31,6 +31,8 @@ class CacheServer(Service):
         cpu_gib: size of that memory.
     """
 
+    health_path = "/healthcheck"
+
     def __init__(self, cpu_gib: float, log_path: Path) -> None:
         super().__init__(log_path, start_timeout_s=START_S)
         self._cpu_gib = cpu_gib
