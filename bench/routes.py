@@ -196,14 +196,20 @@ def measure(model: Path, calls: int, rest_s: float, tell: Any) -> dict[str, floa
     """
     with tempfile.TemporaryDirectory(prefix="routes-") as folder:
         options = ServerOptions(
-            model=model, kv_blocks=400, max_model_len=1024, kv_transfer_config=CONNECTOR
+            model=model,
+            kv_blocks=400,
+            max_model_len=1024,
+            kv_transfer_config=CONNECTOR,
+            env={"VLLM_PLUGINS": "tiered_kv"},  # it adds the routes
         )
         tell("starting the server")
         with (
             VllmServer(options, Path(folder) / "server.log") as server,
             ProcessPoolExecutor(1, initializer=os.nice, initargs=(19,)) as caller,
         ):
-            caller.submit(call_many, server.port, len(HOSTILE), 0.0).result()
+            tried = caller.submit(call_many, server.port, len(HOSTILE), 0.0).result()
+            if tried["wrong"]:
+                raise RuntimeError(f"the server does not answer as it should: {dict(tried)}")
             decoding, outcomes = Decoding(server.url), Counter[str]()
             rests, busy = list[Spell](), list[Spell]()
             pace_s, each = rest_s * SPELLS / calls, calls // SPELLS
