@@ -17,6 +17,13 @@ CODING_JOBS = 24
 PROMPTS = 12
 """Prompts of a step of reinforcement learning."""
 
+PINS_AND_OFFLOADING = (
+    Case("stock vLLM", "fcfs"),
+    Case("pins, VRAM alone", "occupancy"),
+    Case("offloading, LRU", "lru+cpu"),
+    Case("both", "occupancy+cpu"),
+)
+
 
 def ablation(traces: str) -> Comparison:
     """Worth of each part of ours: without tiers, with CPU memory, and with an SSD below it."""
@@ -83,13 +90,7 @@ def turns(traces: str) -> Comparison:
     def group(count: int) -> Group:
         # As many turns in all, so that long jobs fill the pool as often.
         source = Source(f"turns-{count}", 1_200 // count)
-        cases = (
-            Case("stock vLLM", "fcfs"),
-            Case("pins, VRAM alone", "occupancy"),
-            Case("offloading, LRU", "lru+cpu"),
-            Case("both", "occupancy+cpu"),
-        )
-        return Group(f"{count} turns", TIGHT, source, cases)
+        return Group(f"{count} turns", TIGHT, source, PINS_AND_OFFLOADING)
 
     return Comparison("Gain by the number of turns", tuple(map(group, TURNS)))
 
@@ -98,13 +99,7 @@ def gpus(traces: str) -> Comparison:
     """Pins against offloading on small and large GPUs."""
 
     def group(gpu: str) -> Group:
-        cases = (
-            Case("stock vLLM", "fcfs"),
-            Case("pins, VRAM alone", "occupancy"),
-            Case("offloading, LRU", "lru+cpu"),
-            Case("both", "occupancy+cpu"),
-        )
-        return Group(gpu, Place(gpu, SMALL), SWE, cases)
+        return Group(gpu, Place(gpu, SMALL), SWE, PINS_AND_OFFLOADING)
 
     names = ("rtx4090-24", "rtx5090-32", "a100-40", "l40s-48", "h100-80", "h200-141")
     return Comparison("Pins against offloading", tuple(map(group, names)))

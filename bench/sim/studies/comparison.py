@@ -13,8 +13,7 @@ from typing import Any
 from tiered_kv.bench.common.paired import PairedRatio
 from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source, Summary, means
 from tiered_kv.bench.sim.study.folds import LOAD, SEARCH
-from tiered_kv.bench.sim.study.loads import Question, alone_s, highest_stable
-from tiered_kv.bench.sim.study.study import FCFS
+from tiered_kv.bench.sim.study.loads import borne_by_stock
 
 SEEDS = range(100, 103)
 """Seeds of jobs and arrivals, on which nothing was tuned."""
@@ -128,9 +127,7 @@ def _rates(comparison: Comparison, bench: Bench) -> dict[Group, float]:
     if comparison.load is None:
         return dict.fromkeys(comparison.groups, 1.0)
     scenes = list(dict.fromkeys((group.place, group.source) for group in comparison.groups))
-    alone = alone_s(bench, scenes, SEARCH)
-    questions = [Question(*scene, FCFS, one) for scene, one in zip(scenes, alone, strict=True)]
-    borne = dict(zip(scenes, highest_stable(bench, questions, SEARCH), strict=True))
+    borne = borne_by_stock(bench, scenes, SEARCH)
     return {
         group: comparison.load * borne[group.place, group.source] for group in comparison.groups
     }

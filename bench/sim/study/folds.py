@@ -15,7 +15,7 @@ from typing import Any
 from tiered_kv.bench.common.paired import PairedRatio
 
 from .cells import CODING_AGENTS, Bench, Cell, Place, Source, Summary
-from .loads import Question, alone_s, highest_stable
+from .loads import borne_by_stock
 
 SEEDS = range(100, 106)
 """Seeds of jobs and arrivals. Those below a hundred are for whoever tunes something."""
@@ -76,9 +76,7 @@ def run_folds(
     """Run every server on every fold; returns the ratios."""
     tell("loads")
     scenes = list(dict.fromkeys((fold.place, fold.source) for fold in folds))
-    alone = alone_s(bench, scenes, SEARCH)
-    questions = [Question(*scene, "fcfs", one) for scene, one in zip(scenes, alone, strict=True)]
-    rates = dict(zip(scenes, highest_stable(bench, questions, SEARCH), strict=True))
+    rates = borne_by_stock(bench, scenes, SEARCH)
     tell("runs")
     cells = {
         (fold, server): [

@@ -75,6 +75,15 @@ def highest_stable(
     return [found[question] for question in questions]
 
 
+def borne_by_stock(
+    bench: Bench, scenes: Sequence[tuple[Place, Source]], seeds: Sequence[int]
+) -> dict[tuple[Place, Source], float]:
+    """The highest rate, jobs a second, that stock vLLM just bears in each scene."""
+    alone = alone_s(bench, scenes, seeds)
+    questions = [Question(*scene, "fcfs", one) for scene, one in zip(scenes, alone, strict=True)]
+    return dict(zip(scenes, highest_stable(bench, questions, seeds), strict=True))
+
+
 def search(guess: float) -> Generator[float, bool, float]:
     """Ask of rates whether they are stable; ends with the highest that is, within a factor of
     ``STEP``. Rates are powers of STEP, so that the same are asked for again."""
