@@ -4,7 +4,8 @@
 
 A real server decodes for four clients without an end. Spells of calls and spells of rest take
 turns. ``decode_ratio`` is the 95th percentile of the time between two tokens in the former over
-that in the latter, ``control_ratio`` that of every other spell of rest over that of the others.
+that in the latter, ``control_ratio`` that of every other spell of rest over that of the others, and
+``stock_ratio`` that of spells of as many calls that vLLM itself refuses: what HTTP alone costs.
 Callers run at the lowest priority, so that what they take themselves is no part of it. ``refused``
 calls got the answer that they should, ``limited`` ones were told to come back later; ``wrong`` must
 be 0, and ``threads_more`` and ``files_more`` no more than the callers: what one of the server's
@@ -24,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,28 +45,30 @@ from tiered_kv.bench.common.server import (
 )
 
 HOSTILE: Sequence[tuple[str, str, int]] = (
-    ("GET", "jobs?limit=0", 400),
-    ("GET", f"jobs?limit={'9' * 4000}", 400),
-    ("GET", "jobs?limit=%00", 400),
-    ("GET", "jobs?after=0", 400),
-    ("GET", "jobs?after=999999.999999999999999999", 200),
-    ("GET", "jobs?sort=cost", 400),
-    ("GET", "jobs/no-such-job", 404),
-    ("GET", "jobs/%0a%0d%1b%5b31mred", 404),
-    ("GET", "jobs/%ff%fe%00", 404),
-    ("GET", f"jobs/{'%F0%9F%8E%89' * 512}", 404),
-    ("GET", f"jobs/{'x' * 8000}", 404),
-    ("GET", "jobs/../../etc/passwd", 404),
-    ("GET", "nothing", 404),
-    ("POST", "status", 405),
-    ("DELETE", "jobs/j", 405),
-    ("PUT", "jobs", 405),
+    ("GET", "tiered_kv/jobs?limit=0", 400),
+    ("GET", f"tiered_kv/jobs?limit={'9' * 4000}", 400),
+    ("GET", "tiered_kv/jobs?limit=%00", 400),
+    ("GET", "tiered_kv/jobs?after=0", 400),
+    ("GET", "tiered_kv/jobs?after=999999.999999999999999999", 200),
+    ("GET", "tiered_kv/jobs?sort=cost", 400),
+    ("GET", "tiered_kv/jobs/no-such-job", 404),
+    ("GET", "tiered_kv/jobs/%0a%0d%1b%5b31mred", 404),
+    ("GET", "tiered_kv/jobs/%ff%fe%00", 404),
+    ("GET", f"tiered_kv/jobs/{'%F0%9F%8E%89' * 512}", 404),
+    ("GET", f"tiered_kv/jobs/{'x' * 8000}", 404),
+    ("GET", "tiered_kv/jobs/../../etc/passwd", 404),
+    ("GET", "tiered_kv/nothing", 404),
+    ("POST", "tiered_kv/status", 405),
+    ("DELETE", "tiered_kv/jobs/j", 405),
+    ("PUT", "tiered_kv/jobs", 405),
 )
 """Calls with the status that each must get."""
+STOCK: Sequence[tuple[str, str, int]] = (("GET", "nothing", 404),)
+"""What vLLM refuses: no route of its own, and none of ours."""
 LIMITED = 429
 
 SPELLS = 10
-"""Spells of calls; as many of rest, and one more, stand around them."""
+"""Spells of calls of either kind; one of rest goes before each, and one stands at the end."""
 DECODING = 4
 """Clients whose answers are timed."""
 ANSWER = 500
@@ -78,7 +81,7 @@ def send(port: int, method: str, path: str) -> int:
     """The status of a call by a client of its own, which sends the path as it is."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
-        connection.request(method, f"/tiered_kv/{path}")
+        connection.request(method, f"/{path}")
         return connection.getresponse().status
     finally:
         connection.close()
@@ -98,14 +101,16 @@ def held_by(group: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def call_many(port: int, calls: int, pace_s: float) -> Counter[str]:
-    """Make calls, ``pace_s`` seconds apart but never more than ``CALLERS`` at a time; how many
+def call_many(
+    port: int, kinds: Sequence[tuple[str, str, int]], calls: int, pace_s: float
+) -> Counter[str]:
+    """Make calls of these kinds in turn, ``pace_s`` seconds apart but never more than ``CALLERS`` at a time; how many
     were refused, limited or wrong."""
     began = time.monotonic()
 
     def one(at: int) -> str:
         time.sleep(max(0.0, began + at * pace_s - time.monotonic()))
-        method, path, wanted = HOSTILE[at % len(HOSTILE)]
+        method, path, wanted = kinds[at % len(kinds)]
         got = send(port, method, path)
         return {wanted: "refused", LIMITED: "limited"}.get(got, "wrong")
 
@@ -119,6 +124,23 @@ class Spell:
 
     began: float
     ended: float
+
+
+@dataclass(slots=True)
+class Calls:
+    """Calls of some kinds.
+
+    Attributes:
+        outcomes: how many were refused, limited or wrong.
+    """
+
+    kinds: Sequence[tuple[str, str, int]]
+    outcomes: Counter[str] = field(default_factory=Counter)
+    spells: list[Spell] = field(default_factory=list)
+
+    @property
+    def per_s(self) -> float:
+        return sum(self.outcomes.values()) / sum(one.ended - one.began for one in self.spells)
 
 
 class Decoding:
@@ -192,7 +214,7 @@ def measure(model: Path, calls: int, rest_s: float, tell: Any) -> dict[str, floa
     """Spells of calls beside decoding, and of rest.
 
     Args:
-        calls: in all. rest_s: length of a spell, seconds.
+        calls: of each kind. rest_s: length of a spell, seconds.
     """
     with tempfile.TemporaryDirectory(prefix="routes-") as folder:
         options = ServerOptions(
@@ -207,24 +229,25 @@ def measure(model: Path, calls: int, rest_s: float, tell: Any) -> dict[str, floa
             VllmServer(options, Path(folder) / "server.log") as server,
             ProcessPoolExecutor(1, initializer=os.nice, initargs=(19,)) as caller,
         ):
-            tried = caller.submit(call_many, server.port, len(HOSTILE), 0.0).result()
+            tried = caller.submit(call_many, server.port, HOSTILE, len(HOSTILE), 0.0).result()
             if tried["wrong"]:
                 raise RuntimeError(f"the server does not answer as it should: {dict(tried)}")
-            decoding, outcomes = Decoding(server.url), Counter[str]()
-            rests, busy = list[Spell](), list[Spell]()
+            decoding, rests = Decoding(server.url), list[Spell]()
+            ours, stock = Calls(HOSTILE), Calls(STOCK)
             pace_s, each = rest_s * SPELLS / calls, calls // SPELLS
             with decoding.running():
                 time.sleep(rest_s)  # every client is decoding by then
                 before = held_by(server.pid or 0)
                 for number in range(SPELLS):
                     tell(f"spell {number + 1} of {SPELLS}")
-                    rests.append(_resting(rest_s))
-                    began = time.perf_counter()
-                    called: Future[Counter[str]] = caller.submit(
-                        call_many, server.port, each, pace_s
-                    )
-                    outcomes += called.result()
-                    busy.append(Spell(began, time.perf_counter()))
+                    for kind in (ours, stock):
+                        rests.append(_resting(rest_s))
+                        began = time.perf_counter()
+                        called: Future[Counter[str]] = caller.submit(
+                            call_many, server.port, kind.kinds, each, pace_s
+                        )
+                        kind.outcomes += called.result()
+                        kind.spells.append(Spell(began, time.perf_counter()))
                 rests.append(_resting(rest_s))
                 after = held_by(server.pid or 0)
             server.check()
@@ -233,14 +256,17 @@ def measure(model: Path, calls: int, rest_s: float, tell: Any) -> dict[str, floa
         for process in before
     ]
     resting = p95(between_tokens(decoding.answers, rests))
+    outcomes = ours.outcomes
     return {
-        "decode_ratio": p95(between_tokens(decoding.answers, busy)) / resting,
+        "decode_ratio": p95(between_tokens(decoding.answers, ours.spells)) / resting,
+        "stock_ratio": p95(between_tokens(decoding.answers, stock.spells)) / resting,
         "control_ratio": p95(between_tokens(decoding.answers, rests[::2]))
         / p95(between_tokens(decoding.answers, rests[1::2])),
         "decode_ms": 1e3 * resting,
         "calls": sum(outcomes.values()),
         **{name: outcomes[name] for name in ("refused", "limited", "wrong")},
-        "calls_per_s": calls / sum(spell.ended - spell.began for spell in busy),
+        "calls_per_s": ours.per_s,
+        "stock_calls_per_s": stock.per_s,
         "threads_more": max(threads for threads, _ in more),
         "files_more": max(files for _, files in more),
     }
@@ -253,7 +279,7 @@ def _resting(rest_s: float) -> Spell:
 
 
 def main(
-    calls: Annotated[int, typer.Option(min=SPELLS, help="Calls in all.")] = 10_000,
+    calls: Annotated[int, typer.Option(min=SPELLS, help="Calls of each kind.")] = 10_000,
     rest: Annotated[float, typer.Option(min=0.1, help="Length of a spell, seconds.")] = 10.0,
     model: ModelFolder = None,
     as_json: AsJson = False,

@@ -9,8 +9,7 @@ is the median of its rounds, in which the backend and one contiguous copy betwee
 memories take turns. Seconds are those of the caller: from the first call until the last byte
 is there. Small batches are submitted back to back.
 
-``sms``: the multiprocessors that copies may occupy at once; 0 where the copy engines make
-them. ``compute_slowdown``: seconds of bf16 matrix products of 8192³ beside copies of 256 pages
+``compute_slowdown``: seconds of bf16 matrix products of 8192³ beside copies of 256 pages
 that follow each other, by their seconds alone; the worst median over shapes, layouts and ways.
 
 Without CUDA the CPU backend runs beside memcpy, with fewer pages. ``fraction`` is the least
@@ -107,7 +106,6 @@ class Row:
     gbs: float
     one_copy_gbs: float
     fraction: float
-    sms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +138,8 @@ def jobs_of(way: Way, pages: int, there: int, rng: np.random.Generator) -> list[
 
 def measure_row(
     side: Side, layout: PageLayout, way: Way, pages: int, rounds: int
-) -> tuple[float, float, float, int]:
-    """Our GB/s, those of one copy, ours over theirs, and multiprocessors."""
+) -> tuple[float, float, float]:
+    """Our GB/s, those of one copy, and ours over theirs."""
     there = layout.num_blocks
     jobs = jobs_of(way, pages, there, np.random.default_rng(0))
     nbytes = layout.page_bytes * pages * len(jobs)
@@ -154,7 +152,7 @@ def measure_row(
         ours.append(nbytes * repeats / side.seconds(jobs * repeats) / 1e9)
         theirs.append(large / side.one_copy_s(way, large) / 1e9)
     fraction = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    return statistics.median(ours), statistics.median(theirs), fraction, side.sms(jobs)
+    return statistics.median(ours), statistics.median(theirs), fraction
 
 
 def layouts(scale: Scale) -> Iterator[tuple[Shape, str, PageLayout]]:
@@ -212,16 +210,15 @@ def main(
         bool, typer.Option("--cpu", help="Take the CPU backend, also beside a GPU.")
     ] = False,
     by: Annotated[
-        Literal["faster", "kernel", "engines"], typer.Option(help="Copies on a GPU.")
+        Literal["faster", "staged", "runs"], typer.Option(help="Copies on a GPU.")
     ] = "faster",
-    blocks: Annotated[int | None, typer.Option(help="Thread blocks of the kernel.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure copies of pages."""
     on_gpu = not cpu and _has_cuda()
     scale = GPU if on_gpu else CPU
     side: Side
-    side = CudaSide(scale.memory_bytes, by, blocks) if on_gpu else CpuSide(scale.memory_bytes)
+    side = CudaSide(scale.memory_bytes, by) if on_gpu else CpuSide(scale.memory_bytes)
     with progress() as bar:
         bar.disable = not sys.stderr.isatty()
         task = bar.add_task("copying", total=len(SHAPES) * len(ORDERS) * len(scale.batches))
@@ -230,7 +227,6 @@ def main(
         )
     result: dict[str, Any] = {
         **summary(rows),
-        "sms": max(row.sms for row in rows),
         "compute_slowdown": max((one.slowdown for one in beside), default=None),
         "on": side.name,
         "rounds": scale.rounds,

@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDS_VLLM = "tiered_kv.connectors.vllm"
 WHOLE = ("bench", "connectors", "testing.engine", "testing.rig", "testing.vllm")
 """Built on everything: an engine with the connector in it."""
-NEEDS_TORCH = {
-    f"tiered_kv.transfer.cuda.{name}" for name in ("backend", "calibration", "page_kernel")
-}
+NEEDS_TORCH = {f"tiered_kv.transfer.cuda.{name}" for name in ("backend", "page_views", "staging")}
 
 
 def modules_on_disk() -> dict[str, bool]:

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -87,10 +86,6 @@ class Side(ABC):
         """A contiguous copy of ``nbytes``; both ways at once, one of half as much each."""
 
     @abstractmethod
-    def sms(self, jobs: Sequence[CopyJob]) -> int:
-        """Multiprocessors that a job of each direction may occupy at once."""
-
-    @abstractmethod
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         """Seconds of matrix products beside these copies, over and over, by their seconds
         alone; None where there is no GPU."""
@@ -137,9 +132,6 @@ class CpuSide(Side):
                 np.copyto(self._bytes[part], slab[part])
         return time.perf_counter() - began
 
-    def sms(self, jobs: Sequence[CopyJob]) -> int:
-        return 0
-
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         return None
 
@@ -149,18 +141,15 @@ class CudaSide(Side):
 
     Args:
         by: a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`'s value.
-        blocks: thread blocks of the kernel; None for the usual.
     """
 
-    def __init__(self, nbytes: int, by: str, blocks: int | None) -> None:
+    def __init__(self, nbytes: int, by: str) -> None:
         import torch
 
         from tiered_kv.transfer.cuda.backend import CopyBy
-        from tiered_kv.transfer.cuda.page_kernel import BLOCKS
 
         self._torch = torch
         self._by = CopyBy(by)
-        self._blocks = blocks or BLOCKS
         self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         self._streams = [torch.cuda.Stream() for _ in Direction]
         self._matrices = [
@@ -177,7 +166,7 @@ class CudaSide(Side):
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
         from tiered_kv.transfer.cuda.backend import CudaTransfer
 
-        return CudaTransfer([layout], self._bytes, pool, self._by, self._blocks)
+        return CudaTransfer([layout], self._bytes, pool, self._by)
 
     def one_copy_s(self, way: Way, nbytes: int) -> float:
         assert self.pool is not None
@@ -195,11 +184,6 @@ class CudaSide(Side):
                     vram.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         return time.perf_counter() - began
-
-    def sms(self, jobs: Sequence[CopyJob]) -> int:
-        backend: Any = self.backend
-        kernels = {job.direction for job in jobs if backend.takes_kernel(job)}
-        return self._blocks * len(kernels)
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         """

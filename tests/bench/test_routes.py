@@ -44,16 +44,16 @@ def answering(status: int) -> Iterator[tuple[int, list[str]]]:
 def test_calls_are_counted_by_what_they_should_get() -> None:
     rounds = 3
     with answering(404) as (port, asked):
-        found = call_many(port, rounds * len(HOSTILE), 0.0)
+        found = call_many(port, HOSTILE, rounds * len(HOSTILE), 0.0)
     refused = rounds * sum(wanted == 404 for _, _, wanted in HOSTILE)
     assert found == {"refused": refused, "wrong": rounds * len(HOSTILE) - refused}
-    wanted = Counter(f"{method} /tiered_kv/{path}" for method, path, _ in HOSTILE)
+    wanted = Counter(f"{method} /{path}" for method, path, _ in HOSTILE)
     assert Counter(asked) == {call: rounds * count for call, count in wanted.items()}
 
 
 def test_a_server_that_limits_calls_is_right_to() -> None:
     with answering(429) as (port, _):
-        assert call_many(port, 10, 0.0) == {"limited": 10}
+        assert call_many(port, HOSTILE, 10, 0.0) == {"limited": 10}
 
 
 def test_times_between_tokens_are_those_of_one_answer_in_one_spell() -> None:

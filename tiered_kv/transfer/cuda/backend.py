@@ -1,6 +1,7 @@
-"""Transfer on CUDA: by a kernel or by the copy engines, on separate streams ordered by events.
+"""Transfer on CUDA: by the copy engines, on separate streams ordered by events.
 
-Not yet run on a GPU (docs/gpu.md lists what was).
+A page that is one run of VRAM is copied as it is. Any other is staged, since the engines are slow
+at short runs (``staging``). docs/gpu.md lists what has run on a GPU.
 
 Saves wait for the compute stream as of their submission. Loads wait for it too, since it may still
 read the blocks' old contents. Work enqueued on the compute stream after ``run`` waits for the copy.
@@ -32,14 +33,12 @@ import torch
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.copy_plan import Pages, check_layouts, count_copies, page_runs, sort_out
+from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, sort_out
 from tiered_kv.transfer.cpu_pool import CpuPool
 
-from .calibration import copy_costs
-from .copy_cost import kernel_pays
 from .copy_engines import CopyEngines
-from .page_kernel import BLOCKS, PageKernel
 from .runtime import CudaRuntime, cuda_major
+from .staging import BUFFER_BYTES, Lane, Lanes, StagedCopies
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +47,10 @@ class CopyBy(Enum):
     """Way to make the copies."""
 
     FASTER = "faster"
-    """The faster way for each job, by costs measured at start."""
-    KERNEL = "kernel"
-    ENGINES = "engines"
+    """Staged, if a page is more than one run and the pool is pinned."""
+    STAGED = "staged"
+    RUNS = "runs"
+    """Run by run, whatever their length."""
 
 
 @dataclass(slots=True)
@@ -68,14 +68,15 @@ class CudaTransfer(TransferBackend):
     Args:
         layouts: places of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
-        pool: slots as large as the largest page. If it is not pinned, the copy engines make all
-            copies.
+        pool: slots as large as the largest page. If it is not pinned, nothing is staged: the
+            driver has buffers of its own.
         by: way to copy; tests and benchmarks choose one.
-        kernel_blocks: thread blocks per launch, an upper bound of the multiprocessors used.
+        buffer_bytes: VRAM of each of the four staging buffers, at least; a page has to fit.
 
     Raises:
         ValueError: storage or slots too small for the layout.
-        ImportError, CudaError: ``by`` requires a kernel, which is unavailable.
+        CudaError: ``by`` requires a pinned pool.
+        torch.OutOfMemoryError: there is no VRAM left for buffers.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class CudaTransfer(TransferBackend):
         storage: torch.Tensor,
         pool: CpuPool,
         by: CopyBy = CopyBy.FASTER,
-        kernel_blocks: int = BLOCKS,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         slot_bytes = pool.slots.shape[1]
         check_layouts(layouts, storage.nbytes, slot_bytes)
@@ -92,7 +93,15 @@ class CudaTransfer(TransferBackend):
         self._num_blocks = [layout.num_blocks for layout in layouts]
         self._num_slots = len(pool.slots)
         self._runs = [page_runs(layout, slot_bytes) for layout in layouts]
-        self._by = by
+        lowest, highest = torch.cuda.Stream.priority_range()
+        self._streams = {
+            Direction.SAVE: torch.cuda.Stream(self._device, priority=lowest),
+            Direction.LOAD: torch.cuda.Stream(self._device, priority=highest),
+        }
+        staged = [
+            by is CopyBy.STAGED or (by is CopyBy.FASTER and pool.pinned and len(runs) > 1)
+            for runs in self._runs
+        ]
         with torch.cuda.device(self._device):
             runtime = CudaRuntime(cuda_major())
             slab = pool.slots.ctypes.data
@@ -100,17 +109,13 @@ class CudaTransfer(TransferBackend):
                 CopyEngines(runtime, runs, storage.data_ptr(), slab, pinned=pool.pinned)
                 for runs in self._runs
             ]
-            self._costs = copy_costs(self._device) if by is CopyBy.FASTER and pool.pinned else {}
-            self._kernels: list[PageKernel] = []
-            if by is CopyBy.KERNEL or any(cost.kernel for cost in self._costs.values()):
-                self._kernels = [
-                    PageKernel(runtime, runs, storage, slab, kernel_blocks) for runs in self._runs
-                ]
-        lowest, highest = torch.cuda.Stream.priority_range()
-        self._streams = {
-            Direction.SAVE: torch.cuda.Stream(self._device, priority=lowest),
-            Direction.LOAD: torch.cuda.Stream(self._device, priority=highest),
-        }
+            largest = max(buffer_bytes, *(layout.page_bytes for layout in layouts))
+            lanes = self._lanes(largest) if any(staged) else {}
+            self._staged = {
+                group: StagedCopies(runtime, layout, storage, slab, slot_bytes, lanes)
+                for group, layout in enumerate(layouts)
+                if staged[group]
+            }
         self._refused: list[CopyResult] = []
         self._flights: deque[_Flight] = deque()
         self._reported_early: deque[_Flight] = deque()
@@ -120,9 +125,19 @@ class CudaTransfer(TransferBackend):
         """Jobs whose copies have not been seen to end; each holds memory of the GPU."""
         return len(self._flights) + len(self._reported_early)
 
-    def takes_kernel(self, job: CopyJob) -> bool:
-        """True if the kernel would make this copy."""
-        return self._takes_kernel(job, self._sort_out(job))
+    def _lanes(self, nbytes: int) -> Lanes:
+        """Two lanes a direction, with buffers of ``nbytes``. The first is the direction's own."""
+
+        def lane(stream: torch.cuda.Stream) -> Lane:
+            return Lane(stream, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
+        return {
+            direction: (
+                lane(stream),
+                lane(torch.cuda.Stream(self._device, priority=stream.priority)),
+            )
+            for direction, stream in self._streams.items()
+        }
 
     def _sort_out(self, job: CopyJob) -> Pages:
         return sort_out(job, self._num_blocks[job.group], self._num_slots)
@@ -174,7 +189,7 @@ class CudaTransfer(TransferBackend):
         self.drain()
         self._flights.clear()
         self._reported_early.clear()
-        self._kernels = []
+        self._staged.clear()  # with their buffers
 
     def _landed(self, flights: deque[_Flight]) -> list[_Flight]:
         """Remove the finished flights, and free what they held."""
@@ -184,8 +199,6 @@ class CudaTransfer(TransferBackend):
             if not flight.done.query():
                 flights.append(flight)
                 continue
-            if self._kernels:
-                self._kernels[flight.job.group].reuse(flight.held)
             landed.append(flight)
         return landed
 
@@ -205,28 +218,19 @@ class CudaTransfer(TransferBackend):
             began.record(stream)
             try:
                 if len(pages):
-                    self._copy(job, pages, stream.cuda_stream, flight.held)
+                    self._copy(job, pages, flight.held)
             except Exception:  # some copies may be under way all the same, hence the event
                 logger.exception("%s of %d pages failed", job.direction, len(pages))
                 flight.failed = frozenset(range(len(job.blocks)))
             done.record(stream)
         return flight
 
-    def _copy(self, job: CopyJob, pages: Pages, stream: int, held: list[torch.Tensor]) -> None:
-        if self._kernels and self._takes_kernel(job, pages):
-            self._kernels[job.group].enqueue(job.direction, pages, stream, held)
+    def _copy(self, job: CopyJob, pages: Pages, held: list[torch.Tensor]) -> None:
+        if job.group in self._staged:
+            self._staged[job.group].enqueue(job.direction, pages, held)
         else:
+            stream = self._streams[job.direction].cuda_stream
             self._engines[job.group].enqueue(job.direction, pages, stream)
-
-    def _takes_kernel(self, job: CopyJob, pages: Pages) -> bool:
-        if self._by is not CopyBy.FASTER or not self._costs:
-            return self._by is CopyBy.KERNEL
-        cost = self._costs[job.direction]
-        if cost.kernel is None:
-            return False
-        runs = self._runs[job.group]
-        copies = count_copies(runs, pages)
-        return kernel_pays(cost.kernel, cost.engines, copies, len(pages) * runs.page_bytes)
 
     def _result(self, flight: _Flight, seconds: float) -> CopyResult:
         page_bytes = self._runs[flight.job.group].page_bytes

@@ -1,0 +1,99 @@
+"""Pages of an engine's allocation as torch sees them: gathered into whole pages, and scattered.
+
+A page whose layers lie apart consists of many short runs. torch's indexing reads or writes all runs
+of many pages in one kernel, at the speed of VRAM. Nothing here asks for a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from tiered_kv.layout import PageLayout, Region
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Types to move bytes in, widest first."""
+
+
+class PageViews:
+    """The pages of one group.
+
+    Args:
+        layout: where a block's bytes are.
+        storage: the engine's allocation, uint8 ``[bytes]``.
+
+    Attributes:
+        page_bytes: size of a page.
+        word: type in which its bytes move.
+    """
+
+    def __init__(self, layout: PageLayout, storage: torch.Tensor) -> None:
+        self.page_bytes = layout.page_bytes
+        self._regions = layout.regions
+        self.word = _widest_word(layout, storage)
+        self._in_storage = [
+            self._strided(storage, region.offset, layout.num_blocks, region.block_stride, region)
+            for region in layout.regions
+        ]
+        sizes = (region.bytes_per_block for region in layout.regions)
+        self._starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+
+    def gather(self, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+        """Copy blocks into whole pages.
+
+        Args:
+            blocks: block numbers, int64 ``[pages]``, on the storage's device.
+            pages: receives ``len(blocks)`` pages behind each other; uint8 ``[bytes]``.
+        """
+        for there, here in zip(self._in_storage, self._in_pages(pages, len(blocks)), strict=True):
+            torch.index_select(there, 0, blocks, out=here)
+
+    def scatter(self, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy whole pages into distinct blocks: what ``gather`` does, backwards."""
+        for there, here in zip(self._in_storage, self._in_pages(pages, len(blocks)), strict=True):
+            there.index_copy_(0, blocks, here)
+
+    def _in_pages(self, pages: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The regions of whole pages, in the shapes that they have in the storage."""
+        return [
+            _words(
+                pages,
+                self.word,
+                start,
+                (count, region.count, region.nbytes),
+                (self.page_bytes, region.nbytes),
+            )
+            for region, start in zip(self._regions, self._starts, strict=True)
+        ]
+
+    def _strided(
+        self, storage: torch.Tensor, offset: int, blocks: int, block_stride: int, region: Region
+    ) -> torch.Tensor:
+        shape = (blocks, region.count, region.nbytes)
+        return _words(storage, self.word, offset, shape, (block_stride, region.run_stride))
+
+
+def _words(
+    memory: torch.Tensor,
+    word: torch.dtype,
+    offset: int,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int],
+) -> torch.Tensor:
+    """A view ``[pages, runs, words of a run]`` of bytes; ``shape`` and ``strides`` are in bytes."""
+    size = word.itemsize
+    whole = memory[: memory.nbytes // size * size].view(word)
+    return whole.as_strided(
+        (*shape[:2], shape[2] // size), (strides[0] // size, strides[1] // size, 1), offset // size
+    )
+
+
+def _widest_word(layout: PageLayout, storage: torch.Tensor) -> torch.dtype:
+    """The widest type at whose multiples every run begins and ends, here and in a page."""
+    numbers = [storage.data_ptr(), layout.page_bytes]
+    for region in layout.regions:
+        numbers += [region.offset, region.run_stride, region.block_stride, region.nbytes]
+    aligned = math.gcd(*numbers)
+    return next(word for word in WORDS if aligned % word.itemsize == 0)
