@@ -64,7 +64,7 @@ HOSTILE: Sequence[tuple[str, str, int]] = (
 )
 """Calls with the status that each must get."""
 STOCK: Sequence[tuple[str, str, int]] = (("GET", "nothing", 404),)
-"""What vLLM refuses: no route of its own, and none of ours."""
+"""A call that vLLM itself refuses: neither a route of its own nor one of ours."""
 LIMITED = 429
 
 SPELLS = 10
@@ -104,8 +104,8 @@ def held_by(group: int) -> dict[int, tuple[int, int]]:
 def call_many(
     port: int, kinds: Sequence[tuple[str, str, int]], calls: int, pace_s: float
 ) -> Counter[str]:
-    """Make calls of these kinds in turn, ``pace_s`` seconds apart but never more than ``CALLERS`` at a time; how many
-    were refused, limited or wrong."""
+    """Make calls of these kinds in turn, ``pace_s`` seconds apart but never more than ``CALLERS``
+    at a time; how many were refused, limited or wrong."""
     began = time.monotonic()
 
     def one(at: int) -> str:
