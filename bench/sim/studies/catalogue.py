@@ -13,7 +13,7 @@ from .comparison import Case, Comparison, Group
 
 H100 = Place("h100-80", SMALL)
 ORIGINAL, SWE = Source("original", 150), Source("swe-agent", 75)
-CODING_JOBS = 24
+CODING_JOBS = 36
 PROMPTS = 12
 """Prompts of a step of reinforcement learning."""
 
