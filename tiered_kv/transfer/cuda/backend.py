@@ -33,7 +33,7 @@ import torch
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, sort_out
+from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, plan_copies, sort_out
 from tiered_kv.transfer.cpu_pool import CpuPool
 
 from .copy_engines import CopyEngines
@@ -107,11 +107,7 @@ class CudaTransfer(TransferBackend):
         with torch.cuda.device(self._device):
             runtime = CudaRuntime(cuda_major())
             slab = pool.slots.ctypes.data
-            self._engines = {
-                group: CopyEngines(runtime, runs, storage.data_ptr(), slab, pinned=pool.pinned)
-                for group, runs in enumerate(self._runs)
-                if group not in staged
-            }
+            self._engines = CopyEngines(runtime, storage.data_ptr(), slab, pinned=pool.pinned)
             sizes = [layout.page_bytes for layout in staged.values()]
             lanes = self._lanes(max(buffer_bytes, *sizes)) if staged else {}
             self._staged = {
@@ -229,7 +225,8 @@ class CudaTransfer(TransferBackend):
             self._staged[job.group].enqueue(job.direction, pages, held)
         else:
             stream = self._streams[job.direction].cuda_stream
-            self._engines[job.group].enqueue(job.direction, pages, stream)
+            copies = plan_copies(self._runs[job.group], pages)
+            self._engines.enqueue(job.direction, copies, stream)
 
     def _result(self, flight: _Flight, seconds: float) -> CopyResult:
         page_bytes = self._runs[flight.job.group].page_bytes
