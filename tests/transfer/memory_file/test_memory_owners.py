@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.transfer.memory_file.made_memory import (
+    GEOMETRY,
     key_of,
     keys_in,
     open_in,
     save,
 )
-from tiered_kv.transfer.memory_file.file_lock import MemoryBusyError
+from tiered_kv.transfer.memory_file.file_lock import MemoryBusyError, lock_file
 
 NAME = "0-0.slots"
 
@@ -100,3 +101,31 @@ os.kill(os.getpid(), signal.SIGKILL)
     memory.close()
     process.stdin.close()
     process.stdout.close()
+
+
+def test_who_waits_while_the_file_is_made_is_told_whose_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To take a hundred GiB takes a minute."""
+    said, real = list[str](), os.posix_fallocate
+
+    def slow(fd: int, offset: int, nbytes: int) -> None:
+        if nbytes >= GEOMETRY.nbytes:
+            with pytest.raises(MemoryBusyError) as busy:
+                lock_file(folder / NAME, make=True)
+            said.append(str(busy.value))
+        real(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    open_in(folder).close()
+    open_in(folder).close()
+    assert len(said) == 2
+    assert all(f"process {os.getpid()} on" in one for one in said)
+
+
+def test_an_empty_file_that_others_could_read_is_for_its_owner_alone(folder: Path) -> None:
+    folder.mkdir()
+    (folder / NAME).write_bytes(b"")
+    (folder / NAME).chmod(0o666)
+    open_in(folder).close()
+    assert (folder / NAME).stat().st_mode & 0o777 == 0o600

@@ -148,6 +148,8 @@ class LastingMemory:
         Returns:
             True if the slot holds the page, or was written to since. If False, the slot is invalid.
         """
+        if self._fd < 0:
+            return False
         if slot not in self._unchecked:
             return True
         with suppress(FormatError):

@@ -36,7 +36,8 @@ class MemoryFile:
         damage: reason for that; empty if there is a header.
         pages: number of valid slots.
         tokens: number of tokens of those pages.
-        torn: number of slots with torn headers.
+        torn: number of slots with torn headers; 0 for a file in use, which changes while it is
+            read.
         newest: time of the newest page, nanoseconds since 1970; 0 without pages.
     """
 
@@ -116,7 +117,7 @@ def _describe(path: Path) -> MemoryFile:
             header=header,
             pages=len(found),
             tokens=sum(page.tokens for page in found.values()),
-            torn=len(torn),
+            torn=0 if locked else len(torn),
             newest=max((page.saved for page in found.values()), default=0),
         )
     finally:

@@ -39,6 +39,7 @@ from .file_lock import SETTING, is_current, lock_file, owner_words
 from .found_file import FILE_NAME, SUFFIX, block_of, delete_memory, header_of
 from .lasting_memory import LastingMemory
 from .memory_format import (
+    MAGIC,
     OWNER_AT,
     FileHeader,
     ForeignError,
@@ -110,25 +111,23 @@ def _open_locked(
     path: Path, fd: int, geometry: Geometry, *, keep: bool, clock: Callable[[], float]
 ) -> LastingMemory | None:
     """Open a file of which this process has the lock; None if it had to be deleted."""
-    now, header = clock(), None
-    size = os.fstat(fd).st_size
-    if size:
-        try:
-            header = _usable(fd, size, geometry)
-        except ForeignError as error:
-            raise ConfigError(
-                f"{path} stays as it is, since {error}: remove it, or set another {SETTING}"
-            ) from error
-        except FormatError as error:
-            logger.warning("%s is made anew, since %s", path, error)
-            path.unlink()
-            return None
-        with suppress(OSError):
-            os.fchmod(fd, FILE_MODE)
+    now, size = clock(), os.fstat(fd).st_size
+    try:
+        header = _usable(fd, size, geometry)
+    except ForeignError as error:
+        raise ConfigError(
+            f"{path} stays as it is, since {error}: remove it, or set another {SETTING}"
+        ) from error
+    except FormatError as error:
+        logger.warning("%s is made anew, since %s", path, error)
+        path.unlink()
+        return None
+    os.fchmod(fd, FILE_MODE)
     try:
         if header is None:
             header = _make(path, fd, geometry)
         else:
+            _write_owner(path, fd)
             os.posix_fallocate(fd, 0, size)  # whatever holes a copy of a file may have
         mapped = _map(path, fd, header.size)
     except BaseException as error:
@@ -137,15 +136,14 @@ def _open_locked(
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise _no_room(path, geometry) from error
         raise
-    mapped[OWNER_AT:BLOCK] = owner_words()
     memory = LastingMemory(path, fd, mapped, header, keep=keep, now=now)
     if size:
         logger.info("%s has %d pages from before", path, len(memory.adopted))
     return memory
 
 
-def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader:
-    """Header of a file that can be adopted.
+def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
+    """Header of a file that can be adopted; None if the file is empty.
 
     Raises:
         ForeignError: it is not ours.
@@ -153,6 +151,8 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader:
     """
     if os.fstat(fd).st_uid != os.geteuid():
         raise ForeignError("it belongs to another user")
+    if not size:
+        return None
     header = header_of(fd, size)
     if header is None:
         raise FormatError("a process was killed when it began to make it")
@@ -169,19 +169,27 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader:
 
 
 def _make(path: Path, fd: int, geometry: Geometry) -> FileHeader:
-    """Make a file: first the header, so that what a killed process leaves is known as ours."""
+    """Make a file of an empty one. What a killed process leaves is known as ours by the magic,
+    which comes first."""
     block = block_of(fd)
     size = -(-geometry.nbytes // block) * block
     if RealFiles().free(path.parent) < size:
         raise _no_room(path, geometry)
     header = FileHeader(geometry, secrets.randbits(64), seconds_now(), size)
     os.posix_fallocate(fd, 0, min(block, size))
-    mapped = _map(path, fd, min(block, size))
-    packed = pack_file_header(header)
-    mapped[: len(packed)] = packed
-    mapped.close()
+    with _map(path, fd, min(block, size)) as first:
+        packed = pack_file_header(header)
+        first[: len(MAGIC)] = MAGIC
+        first[: len(packed)] = packed
+    _write_owner(path, fd)  # who waits for the lock meanwhile is told whose it is
     os.posix_fallocate(fd, 0, size)
     return header
+
+
+def _write_owner(path: Path, fd: int) -> None:
+    """Write who has a file into its first block. Files on hugetlbfs take no other writes."""
+    with _map(path, fd, min(block_of(fd), os.fstat(fd).st_size)) as first:
+        first[OWNER_AT:BLOCK] = owner_words()
 
 
 def _map(path: Path, fd: int, size: int) -> mmap.mmap:
