@@ -44,13 +44,18 @@ def test_ls_tells_what_a_file_holds_and_who_has_it(tmp_path: Path) -> None:
     assert file["bytes"] == (tmp_path / "0-1.slots").stat().st_size
     assert 5 <= file["newest_page_s"] < 60
     assert (file["locked"], file["owner"]["pid"], file["unusable"]) == (True, os.getpid(), None)
+    with (tmp_path / "0-1.slots").open("r+b") as torn:
+        torn.seek(4096 + 127)
+        torn.write(b"\x5a\xa5")  # the end of one header, and the state of the next
+    (file,) = run_json("ls", tmp_path)["files"]
+    assert (file["pages"], file["torn"]) == (1, 0), "it may be written to just now"
     table = run("ls", tmp_path)
     assert "0-1.slots" in table
     assert f"process {os.getpid()}" in table
     assert "1 of 2" in table
     memory.close()
     (file,) = run_json("ls", tmp_path)["files"]
-    assert (file["locked"], file["owner"]) == (False, None)
+    assert (file["locked"], file["owner"], file["torn"]) == (False, None, 2)
 
 
 def test_gc_deletes_files_of_dead_owners_alone(tmp_path: Path) -> None:

@@ -272,6 +272,26 @@ def test_what_waits_when_it_ends_is_not_found_again(
     assert not reopened(memory).adopted
 
 
+def test_a_page_that_is_overwritten_before_its_turn_is_not_hashed(
+    memory: LastingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed, real = list[int](), LastingMemory.digest
+    go_on = threading.Event()
+
+    def watched(memory: LastingMemory, slot: int, nbytes: int) -> bytes:
+        hashed.append(slot)
+        go_on.wait(10.0)
+        return real(memory, slot, nbytes)
+
+    monkeypatch.setattr(LastingMemory, "digest", watched)
+    validation = Validation(memory)
+    validation.landed(LandedPage(slot, key_of(slot), 16, PAGE, slot) for slot in range(3))
+    memory.invalidate([2])
+    go_on.set()
+    validation.close(10.0)
+    assert hashed == [0, 1]
+
+
 def test_slots_overwritten_while_they_are_hashed_are_never_wrong(memory: LastingMemory) -> None:
     validation, chance = Validation(memory), np.random.default_rng(5)
     for name in range(1500):

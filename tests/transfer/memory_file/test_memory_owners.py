@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tests.transfer.memory_file.made_memory import (
     open_in,
     save,
 )
+from tiered_kv.storage.store.locks import try_lock
 from tiered_kv.transfer.memory_file.file_lock import MemoryBusyError, lock_file
 
 NAME = "0-0.slots"
@@ -60,17 +62,20 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) ->
         memory.close()
         os.read(told, 1)
         os._exit(0 if memory.view.size == 0 else 1)
-    with pytest.raises(MemoryBusyError):
-        open_in(folder)
-    memory.keep = True
-    memory.close()
-    again = open_in(folder)
-    assert keys_in(again) == {3: key_of(3)}
-    again.close()
-    os.write(tell, b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(told)
-    os.close(tell)
+    try:
+        with pytest.raises(MemoryBusyError):
+            open_in(folder)
+        memory.keep = True
+        memory.close()
+        again = open_in(folder)
+        assert keys_in(again) == {3: key_of(3)}
+        again.close()
+    finally:
+        os.write(tell, b"x")
+        status = os.waitpid(child, 0)[1]
+        os.close(told)
+        os.close(tell)
+    assert status == 0
 
 
 def test_the_lock_of_a_killed_owner_is_free_though_its_fork_lives(folder: Path) -> None:
@@ -95,12 +100,14 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert process.stdin is not None
     child = int(process.stdout.read())
     process.wait()
-    os.kill(child, 0)
-    memory = open_in(folder)
-    assert keys_in(memory) == {7: key_of(7)}
-    memory.close()
-    process.stdin.close()
-    process.stdout.close()
+    try:
+        os.kill(child, 0)
+        memory = open_in(folder)
+        assert keys_in(memory) == {7: key_of(7)}
+        memory.close()
+    finally:
+        process.stdin.close()
+        process.stdout.close()
 
 
 def test_who_waits_while_the_file_is_made_is_told_whose_it_is(
@@ -129,3 +136,36 @@ def test_an_empty_file_that_others_could_read_is_for_its_owner_alone(folder: Pat
     (folder / NAME).chmod(0o666)
     open_in(folder).close()
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_somebody_who_only_looks_keeps_nobody_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_in(folder).close()
+    looker = os.open(folder / NAME, os.O_RDONLY)
+    fcntl.flock(looker, fcntl.LOCK_SH)
+    monkeypatch.setattr("time.sleep", lambda seconds: fcntl.flock(looker, fcntl.LOCK_UN))
+    open_in(folder).close()
+    os.close(looker)
+
+
+def test_a_file_that_is_deleted_between_opening_and_locking_is_made_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_in(folder)
+    save(memory, 0, 0)
+    memory.close()
+    deleted = list[bool]()
+
+    def late(fd: int) -> bool:
+        if not deleted:
+            deleted.append(True)
+            (folder / NAME).unlink()
+        return try_lock(fd)
+
+    monkeypatch.setattr("tiered_kv.transfer.memory_file.file_lock.try_lock", late)
+    memory = open_in(folder)
+    assert not memory.adopted
+    with pytest.raises(MemoryBusyError):
+        open_in(folder)
+    memory.close()
