@@ -13,7 +13,8 @@ from .comparison import Case, Comparison, Group
 
 H100 = Place("h100-80", SMALL)
 ORIGINAL, SWE = Source("original", 150), Source("swe-agent", 75)
-CODING_JOBS = 24
+CODING_JOBS = 36
+TURNS_JOBS = 100
 PROMPTS = 12
 """Prompts of a step of reinforcement learning."""
 
@@ -88,8 +89,8 @@ def turns(traces: str) -> Comparison:
     """Gain over stock by the number of a job's turns."""
 
     def group(count: int) -> Group:
-        # As many turns in all, so that long jobs fill the pool as often.
-        source = Source(f"turns-{count}", 1_200 // count)
+        # As many jobs: with fewer, arrivals are over before a queue has grown.
+        source = Source(f"turns-{count}", TURNS_JOBS)
         return Group(f"{count} turns", TIGHT, source, PINS_AND_OFFLOADING)
 
     return Comparison("Gain by the number of turns", tuple(map(group, TURNS)))
@@ -130,17 +131,26 @@ def basics(traces: str) -> Comparison:
     uncached = replace(TIGHT, prefix_caching=False)
     longest = 4_096  # what a request would reserve, at least the longest context
     contiguous = replace(uncached, max_seqs=(TIGHT.pool_tokens or 0) // longest)
-    cases = (
+    short = (
         Case("stock vLLM", "fcfs"),
-        Case("prompts in one piece", "fcfs", replace(TIGHT, batched_tokens=65_536)),
-        Case("512 tokens a step", "fcfs", replace(TIGHT, batched_tokens=512)),
         Case("4 requests at once", "fcfs", replace(TIGHT, max_seqs=4)),
         Case("no prefix caching", "fcfs", uncached),
         Case("contiguous memory (emulated)", "fcfs", contiguous),
         Case("static batches (emulated)", "in-batches", uncached),
     )
+    long = (
+        Case("stock vLLM, 8,192 tokens a step", "fcfs"),
+        Case("prompts in one piece", "fcfs", replace(H100, batched_tokens=65_536)),
+        Case("2,048 tokens a step", "fcfs", replace(H100, batched_tokens=2_048)),
+        Case("512 tokens a step", "fcfs", replace(H100, batched_tokens=512)),
+    )
     return Comparison(
-        "Parts of a scheduler", (Group("Continuum's benchmark", TIGHT, ORIGINAL, cases),), load=0.7
+        "Parts of a scheduler",
+        (
+            Group("Continuum's benchmark", TIGHT, ORIGINAL, short),
+            Group("long prompts", H100, SWE, long),
+        ),
+        load=0.7,
     )
 
 

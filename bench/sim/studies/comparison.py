@@ -15,7 +15,7 @@ from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source, Summary,
 from tiered_kv.bench.sim.study.folds import LOAD, SEARCH
 from tiered_kv.bench.sim.study.loads import borne_by_stock
 
-SEEDS = range(100, 103)
+SEEDS = range(100, 110)
 """Seeds of jobs and arrivals, on which nothing was tuned."""
 
 

@@ -1,0 +1,85 @@
+"""Staged copies with memory of the CPU in place of VRAM, and a runtime that copies at once: which
+bytes go where. What streams do is found out in tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transfer.page_layouts import Move, moves
+from tiered_kv.transfer.base import Direction
+from tiered_kv.transfer.copy_plan import Numbers, sort_out
+from tiered_kv.transfer.cuda.staging import Lane, StagedCopies
+
+
+class CopiesAtOnce:
+    """A runtime of CUDA whose copies are memmoves; it counts them."""
+
+    has_batches = True
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def device_pointer(self, host: int) -> int:
+        return host
+
+    def copy_batch(self, to: Numbers, source: Numbers, nbytes: Numbers, stream: int) -> None:
+        self.copies += len(nbytes)
+        for one_to, one_source, size in zip(to, source, nbytes, strict=True):
+            ctypes.memmove(int(one_to), int(one_source), int(size))
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream of a CPU, on which everything is done at once; it knows whom it waited for."""
+
+    cuda_stream: int
+    waited: list[Stream]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gpu() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        yield
+
+
+@given(moves(), st.integers(1, 4))
+def test_every_page_goes_through_the_buffers_to_its_place(move: Move, at_once: int) -> None:
+    pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
+    if not len(pages):
+        return
+    storage, slab = torch.from_numpy(move.storage.copy()), move.slab.copy()
+    runtime: Any = CopiesAtOnce()
+    lanes: Any = {
+        direction: [
+            Lane(stream, torch.empty(at_once * move.layout.page_bytes, dtype=torch.uint8))
+            for stream in (Stream(1, []), Stream(2, []))
+        ]
+        for direction in Direction
+    }
+    staged = StagedCopies(runtime, move.layout, storage, slab.ctypes.data, slab.shape[1], lanes)
+    held = list[torch.Tensor]()
+
+    staged.enqueue(move.job.direction, pages, held)
+
+    for found, right in zip((storage.numpy(), slab), move.moved, strict=True):
+        assert np.array_equal(found, right)
+    assert runtime.copies <= len(pages), "whole pages, neighbours together"
+    first, second = (lane.stream for lane in lanes[move.job.direction])
+    forked = len(pages) > at_once
+    assert second.waited == ([first] if forked else []), "it begins behind what the job waits for"
+    assert first.waited == ([second] if forked else []), "the job ends with both"
+    assert held, "page numbers are read later"
