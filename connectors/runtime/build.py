@@ -43,6 +43,7 @@ from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.pages.settlements import Settlements
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.pages.tier_index import make_index
 from tiered_kv.policies.admission.job_order import prefill_blocks
@@ -85,6 +86,7 @@ class Pages:
         order: order of eviction from CPU memory.
         finder, sources: prefixes that can be had, and where.
         snapshots: orders for snapshots of jobs.
+        settlements: word to the workers, where CPU memory outlives the engine.
         dispatch: orders out, reports in.
     """
 
@@ -96,6 +98,7 @@ class Pages:
     finder: HitFinder
     sources: PageSources
     snapshots: SnapshotOrders
+    settlements: Settlements
     restores: Restores
     pieces: RestorePieces
     saves: Saves
@@ -173,6 +176,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     tiers = LowerTiers(lower)
     sources = PageSources(lower, book)
     snapshots = SnapshotOrders(index, facts.ranks)
+    settlements = Settlements(index, wanted=config.cpu_path is not None)
     pieces = RestorePieces(lower, sources, book, restores, engine.counters, clock)
     return Pages(
         index=index,
@@ -183,6 +187,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         finder=finder,
         sources=sources,
         snapshots=snapshots,
+        settlements=settlements,
         restores=restores,
         saves=saves,
         pieces=pieces,
@@ -205,8 +210,10 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             Compression(book, given.fingerprints.group_of, engine.counters, facts.ranks),
             tiers,
             snapshots,
+            settlements,
             failed_restores=FailedRestores(pool, saves, restores),
             turns=engine.turns.by_id,
+            ranks=facts.ranks,
             clock=clock,
         ),
     )

@@ -127,7 +127,6 @@ def describe(one: MemoryFile) -> dict[str, object]:
         "slot_bytes": geometry.slot_bytes if geometry else None,
         "bytes": one.nbytes,
         "pages": one.pages,
-        "tokens": one.tokens,
         "torn": one.torn,
         "newest_page_s": newest_s(one),
         "locked": one.locked,

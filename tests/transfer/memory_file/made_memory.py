@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,15 @@ def save(memory: LastingMemory, slot: int, name: int) -> PageKey:
     slot_of(memory, slot)[:] = page_of(key)
     ticket = memory.ticket(slot)
     digest = memory.digest(slot, PAGE)
-    assert memory.validate(slot, ticket, SlotHeader(key, 16, PAGE, name, digest))
+    assert memory.validate(slot, ticket, SlotHeader(key, PAGE, name, digest))
     return key
+
+
+def as_killed(memory: LastingMemory, folder: Path) -> Path:
+    """A folder with the file as it would be found if its owner were killed now."""
+    folder.mkdir()
+    shutil.copy(memory.path, folder / memory.path.name)
+    return folder
 
 
 def keys_in(memory: LastingMemory) -> dict[int, PageKey]:

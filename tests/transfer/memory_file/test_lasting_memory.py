@@ -22,6 +22,7 @@ from tests.transfer.memory_file.made_memory import (
     slot_of,
 )
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import AdoptedPages
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.transfer.memory_file.agreement import agreed
 from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
@@ -60,33 +61,23 @@ def test_a_late_validation_says_nothing_of_the_bytes_that_came_since(memory: Las
     slot_of(memory, 2)[:] = page_of(key_of(1))
     ticket, digest = memory.ticket(2), memory.digest(2, PAGE)
     memory.invalidate([2])
-    assert not memory.validate(2, ticket, SlotHeader(key_of(1), 16, PAGE, 1, digest))
+    assert not memory.validate(2, ticket, SlotHeader(key_of(1), PAGE, 1, digest))
     assert not reopened(memory).adopted
 
 
-def test_a_page_from_before_is_checked_once(memory: LastingMemory) -> None:
+def test_pages_from_before_are_taken_over_if_their_bytes_are_right(
+    memory: LastingMemory, caplog: pytest.LogCaptureFixture
+) -> None:
     for slot in (0, 1, 2):
         save(memory, slot, slot)
     again = reopened(memory)
     slot_of(again, 1)[PAGE - 1] ^= 1
-    assert again.check(0, key_of(0))
-    assert not again.check(1, key_of(1))
-    assert not again.check(2, key_of(7)), "it is another page"
-    slot_of(again, 0)[0] ^= 1
-    assert again.check(0, key_of(0)), "from here on it is watched like any other"
+    again.check_adopted(2)
+    assert keys_in(again) == {0: key_of(0), 2: key_of(2)}
+    assert "1 pages are bad" in caplog.text
     third = reopened(again)
-    assert keys_in(third) == {0: key_of(0)}
-    assert not third.check(0, key_of(0))
+    assert keys_in(third) == {0: key_of(0), 2: key_of(2)}, "and nobody will ask again"
     third.close()
-
-
-def test_a_slot_that_was_written_since_needs_no_check(memory: LastingMemory) -> None:
-    save(memory, 0, 0)
-    again = reopened(memory)
-    again.invalidate([0])
-    slot_of(again, 0)[:] = page_of(key_of(5))
-    assert again.check(0, key_of(5))
-    again.close()
 
 
 def test_nothing_is_found_after_a_reset(memory: LastingMemory) -> None:
@@ -95,11 +86,10 @@ def test_nothing_is_found_after_a_reset(memory: LastingMemory) -> None:
     slot_of(memory, 1)[:] = page_of(key_of(1))
     late = memory.ticket(1)
     memory.clear()
-    header = SlotHeader(key_of(1), 16, PAGE, 1, memory.digest(1, PAGE))
+    header = SlotHeader(key_of(1), PAGE, 1, memory.digest(1, PAGE))
     assert not memory.validate(1, late, header)
     again = reopened(memory)
     assert not again.adopted
-    assert again.rest.slots == {0, 1}
     again.close()
 
 
@@ -108,7 +98,7 @@ def test_a_closed_memory_takes_no_header(memory: LastingMemory) -> None:
     memory.close()
     memory.invalidate([0])
     memory.clear()
-    assert not memory.validate(0, ticket, SlotHeader(key_of(0), 1, 1, 1, bytes(16)))
+    assert not memory.validate(0, ticket, SlotHeader(key_of(0), 1, 1, bytes(16)))
     view[:] = 1
     assert (view == 1).all(), "a view outlives the memory"
 
@@ -120,14 +110,13 @@ def test_a_key_that_does_not_fit_is_refused_and_the_slot_stays_invalid(
     save(memory, 0, 0)
     memory.invalidate([0])
     with pytest.raises(ValueError, match="a key of"):
-        memory.validate(0, memory.ticket(0), SlotHeader(PageKey(key), 1, PAGE, 1, bytes(16)))
+        memory.validate(0, memory.ticket(0), SlotHeader(PageKey(key), PAGE, 1, bytes(16)))
     assert not reopened(memory).adopted
 
 
 HEADERS = st.builds(
     SlotHeader,
     st.binary(min_size=16, max_size=MAX_KEY_BYTES).map(PageKey),
-    st.integers(0, (1 << 32) - 1),
     st.integers(1, GEOMETRY.slot_bytes),
     st.integers(0, (1 << 64) - 1),
     st.binary(min_size=16, max_size=16),
@@ -183,7 +172,7 @@ def test_what_is_found_again_is_what_was_saved_last(
             late = memory.ticket(slot)
             memory.invalidate([slot, (slot + 1) % 6])
             slot_of(memory, slot)[:] = 0
-            header = SlotHeader(key_of(name), 16, PAGE, name, bytes(16))
+            header = SlotHeader(key_of(name), PAGE, name, bytes(16))
             assert not memory.validate(slot, late, header)
             expected.pop(slot, None)
             expected.pop((slot + 1) % 6, None)
@@ -196,7 +185,8 @@ def test_what_is_found_again_is_what_was_saved_last(
         else:
             memory = reopened(memory)
             assert keys_in(memory) == expected
-            assert all(memory.check(slot, key) for slot, key in expected.items())
+            memory.check_adopted(1)
+            assert keys_in(memory) == expected
     memory = reopened(memory)
     assert keys_in(memory) == expected
     memory.close()
@@ -205,21 +195,26 @@ def test_what_is_found_again_is_what_was_saved_last(
 # -- ranks --------------------------------------------------------------------------
 
 
-def page(name: int, saved: int) -> SlotHeader:
-    return SlotHeader(key_of(name), 16, PAGE, saved, bytes(16))
+def pages(*there: tuple[int, int, int]) -> AdoptedPages:
+    """Pages of a rank: slot, name, and when it was saved."""
+    return AdoptedPages(
+        tuple(slot for slot, _, _ in there),
+        tuple(key_of(name) for _, name, _ in there),
+        tuple(saved for _, _, saved in there),
+    )
 
 
 def test_a_page_counts_where_all_ranks_have_it_by_the_same_save() -> None:
-    first = {0: page(0, 10), 1: page(1, 11), 2: page(2, 12), 3: page(3, 13), 5: page(5, 9)}
-    second = {0: page(0, 10), 1: page(1, 8), 2: page(7, 12), 4: page(3, 13), 5: page(5, 9)}
-    assert list(agreed([first, second]).items()) == [(5, page(5, 9)), (0, page(0, 10))]
-    assert agreed([first, {}]) == {}
+    first = pages((0, 0, 10), (1, 1, 11), (2, 2, 12), (3, 3, 13), (5, 5, 9))
+    second = pages((0, 0, 10), (1, 1, 8), (2, 7, 12), (4, 3, 13), (5, 5, 9))
+    assert list(agreed([first, second]).items()) == [(key_of(5), 5), (key_of(0), 0)]
+    assert agreed([first, AdoptedPages()]) == {}
     assert agreed([]) == {}
 
 
 def test_a_page_that_is_there_twice_counts_once_and_the_later_one() -> None:
-    there = {0: page(1, 10), 1: page(1, 30), 2: page(1, 20), 3: page(2, 5)}
-    assert list(agreed([there])) == [3, 1]
+    there = pages((0, 1, 10), (1, 1, 30), (2, 1, 20), (3, 2, 5))
+    assert list(agreed([there]).items()) == [(key_of(2), 3), (key_of(1), 1)]
 
 
 # -- the thread ---------------------------------------------------------------------
@@ -230,13 +225,14 @@ def test_pages_are_validated_behind_the_workers_back(memory: LastingMemory) -> N
     for slot in range(10):
         memory.invalidate([slot])
         slot_of(memory, slot)[:] = page_of(key_of(slot))
-    validation.landed(LandedPage(slot, key_of(slot), 16, PAGE, slot) for slot in range(10))
+    validation.landed(LandedPage(slot, key_of(slot), PAGE, slot) for slot in range(10))
     assert validation.wait_idle(10.0)
     assert validation.close() == 0
     assert validation.close() == 0
     again = reopened(memory)
     assert keys_in(again) == {slot: key_of(slot) for slot in range(10)}
-    assert all(again.check(slot, key) for slot, key in keys_in(again).items())
+    again.check_adopted(1)
+    assert len(again.adopted) == 10
     again.close()
 
 
@@ -244,8 +240,8 @@ def test_a_page_that_cannot_be_validated_stops_no_other(
     memory: LastingMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     validation = Validation(memory)
-    validation.landed([LandedPage(0, PageKey(b"short"), 1, PAGE, 0)])
-    validation.landed([LandedPage(1, key_of(1), 16, PAGE, 0)])
+    validation.landed([LandedPage(0, PageKey(b"short"), PAGE, 0)])
+    validation.landed([LandedPage(1, key_of(1), PAGE, 0)])
     validation.close(10.0)
     assert "cannot be validated" in caplog.text
     assert keys_in(reopened(memory)) == {1: key_of(1)}
@@ -264,7 +260,7 @@ def test_what_waits_when_it_ends_is_not_found_again(
 
     monkeypatch.setattr(LastingMemory, "digest", slow)
     validation = Validation(memory)
-    validation.landed(LandedPage(slot, key_of(slot), 16, PAGE, slot) for slot in range(3))
+    validation.landed(LandedPage(slot, key_of(slot), PAGE, slot) for slot in range(3))
     begun.wait(10.0)
     memory.invalidate([0])  # while it is hashed
     threading.Timer(0.05, go_on.set).start()
@@ -285,7 +281,7 @@ def test_a_page_that_is_overwritten_before_its_turn_is_not_hashed(
 
     monkeypatch.setattr(LastingMemory, "digest", watched)
     validation = Validation(memory)
-    validation.landed(LandedPage(slot, key_of(slot), 16, PAGE, slot) for slot in range(3))
+    validation.landed(LandedPage(slot, key_of(slot), PAGE, slot) for slot in range(3))
     memory.invalidate([2])
     go_on.set()
     validation.close(10.0)
@@ -298,12 +294,11 @@ def test_slots_overwritten_while_they_are_hashed_are_never_wrong(memory: Lasting
         slot = int(chance.integers(GEOMETRY.slots))
         memory.invalidate([slot])
         slot_of(memory, slot)[:] = page_of(key_of(name))
-        validation.landed([LandedPage(slot, key_of(name), 16, PAGE, name)])
+        validation.landed([LandedPage(slot, key_of(name), PAGE, name)])
     validation.close(30.0)
     again = reopened(memory)
     assert len(again.adopted) > GEOMETRY.slots // 2
     for slot, key in keys_in(again).items():
-        assert again.check(slot, key)
         assert (slot_of(again, slot) == page_of(key)).all()
     again.close()
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.transfer.memory_file.made_memory import (
     GEOMETRY,
+    as_killed,
     key_of,
     keys_in,
     open_in,
@@ -43,9 +44,8 @@ def test_a_pool_is_made_over_it_and_finds_its_pages_again(folder: Path) -> None:
     again = open_in(folder)
     assert keys_in(again) == {0: key_of(0), 2: key_of(1), 6: key_of(3), 8: key_of(4)}
     for slot, key in keys_in(again).items():
-        assert again.check(slot, key)
         assert (slot_of(again, slot) == page_of(key)).all()
-    assert again.rest.slots == {4}, "one that was never used need not rest"
+    assert not again.rest.slots, "after a clean stop nothing is under way"
     again.close()
 
 
@@ -237,17 +237,21 @@ def test_a_file_with_holes_is_filled_before_it_is_used(folder: Path) -> None:
     again = open_in(folder)
     there = (folder / NAME).stat()
     assert there.st_blocks * 512 >= there.st_size
-    assert not again.check(0, key_of(0)), "its page is zeros now"
+    again.check_adopted(1)
+    assert not again.adopted, "its page is zeros now"
     again.close()
 
 
-def test_slots_rest_until_no_late_copy_can_land(folder: Path) -> None:
+def test_slots_rest_until_no_late_copy_can_land(folder: Path, tmp_path: Path) -> None:
     memory = open_in(folder)
     save(memory, 0, 0)
     memory.invalidate([5, 6])
-    memory.close()
-    again = open_memory(folder, GEOMETRY, keep=True, clock=lambda: 100.0)
-    assert again.rest.disturbed_by([0, 4, 5], 100.0) == {5}
-    assert again.rest.disturbed_by([0, 4, 5], 99.9 + REST_S) == {5}
-    assert again.rest.disturbed_by([0, 4, 5], 100.0 + REST_S) == frozenset()
+    killed = as_killed(memory, tmp_path / "killed")
+    again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: 100.0)
+    assert again.rest.slots == {5, 6}, "one that was never used need not rest"
+    assert again.rest.left_s(100.0) == REST_S
+    assert again.rest.left_s(99.0 + REST_S) == 1.0
+    assert again.rest.left_s(101.0 + REST_S) == 0.0
     again.close()
+    memory.close()
+    assert open_in(folder).rest.left_s(0.0) == 0.0, "nothing rests"

@@ -3,46 +3,30 @@
 A page of the index has one slot on every rank, and one save. Ranks die at different moments, so
 that one may hold a page that another has just overwritten, or holds from an earlier save. A save
 that failed on one rank may have left nonsense on the others, which computed with what that one
-gave them. So a page counts only where every rank has the same key in the same slot by the same
-order.
+gave them. So a page counts only where every rank has the same key in the same slot from the same
+settlement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from .memory_format import SlotHeader
+from tiered_kv.keys import PageKey
+from tiered_kv.messages import AdoptedPages
 
 
-def agreed(ranks: Sequence[Mapping[int, SlotHeader]]) -> dict[int, SlotHeader]:
-    """Pages by slot that every rank has, the one saved longest ago first, each key once.
+def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
+    """Slots of the pages that every rank has, the one saved longest ago first. Of two slots with
+    one key, the one that was saved last.
 
     Args:
-        ranks: valid pages by slot, of every rank of the engine.
-
-    Returns:
-        The first rank's headers. Of two slots with one key, the one that was saved last.
+        ranks: pages of every rank of the engine.
     """
     if not ranks:
         return {}
-    first, *others = ranks
-    shared = {
-        slot: page
-        for slot, page in first.items()
-        if all(_same(page, other.get(slot)) for other in others)
-    }
-    newest = {
-        page.key: slot for slot, page in sorted(shared.items(), key=lambda it: (it[1].saved, it[0]))
-    }
-    return {
-        slot: shared[slot]
-        for slot in sorted(newest.values(), key=lambda slot: (shared[slot].saved, slot))
-    }
-
-
-def _same(one: SlotHeader, other: SlotHeader | None) -> bool:
-    return other is not None and (one.key, one.saved, one.tokens) == (
-        other.key,
-        other.saved,
-        other.tokens,
-    )
+    first, *others = (set(zip(one.saved, one.slots, one.keys, strict=True)) for one in ranks)
+    found = dict[PageKey, int]()
+    for _, slot, key in sorted(first.intersection(*others)):
+        found.pop(key, None)  # to the end, where the newest are
+        found[key] = slot
+    return found

@@ -19,6 +19,11 @@ FILE_NAME = re.compile(rf"([0-9]+)-([0-9]+){re.escape(SUFFIX)}")
 """Name of a memory file: of its replica, and of its rank."""
 
 
+def memory_path(folder: Path, replica: int, rank: int) -> Path:
+    """Path of a rank's memory file."""
+    return folder / f"{replica}-{rank}{SUFFIX}"
+
+
 def block_of(fd: int) -> int:
     """Size of a block of a file's file system, bytes: on hugetlbfs, of a huge page."""
     return max(os.fstat(fd).st_blksize, mmap.PAGESIZE)

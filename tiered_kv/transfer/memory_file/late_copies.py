@@ -53,10 +53,10 @@ class Rest:
         """
         return cls(frozenset(slots), since + REST_S)
 
-    def disturbed_by(self, slots: Iterable[int], now: float) -> frozenset[int]:
-        """Slots among these that still rest, and must not be written to.
+    def left_s(self, now: float) -> float:
+        """Seconds until nothing rests any more.
 
         Args:
             now: seconds on the clock of ``since``.
         """
-        return frozenset() if now >= self.until else self.slots.intersection(slots)
+        return max(0.0, self.until - now) if self.slots else 0.0

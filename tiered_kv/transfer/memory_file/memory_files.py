@@ -35,7 +35,6 @@ class MemoryFile:
         header: its header; None if it cannot be used.
         damage: reason for that; empty if there is a header.
         pages: number of valid slots.
-        tokens: number of tokens of those pages.
         torn: number of slots with torn headers; 0 for a file in use, which changes while it is
             read.
         newest: time of the newest page, nanoseconds since 1970; 0 without pages.
@@ -48,7 +47,6 @@ class MemoryFile:
     header: FileHeader | None
     damage: str = ""
     pages: int = 0
-    tokens: int = 0
     torn: int = 0
     newest: int = 0
 
@@ -116,7 +114,6 @@ def _describe(path: Path) -> MemoryFile:
             owner=owner,
             header=header,
             pages=len(found),
-            tokens=sum(page.tokens for page in found.values()),
             torn=0 if locked else len(torn),
             newest=max((page.saved for page in found.values()), default=0),
         )

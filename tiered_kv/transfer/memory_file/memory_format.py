@@ -22,12 +22,11 @@
     table     of each slot a header of 128 bytes, two cache lines:
 
               state          u32  0 never used, 1 invalid, 2 valid
-              tokens         u32  of the page
               page bytes     u32  of the page, from the slot's first byte on
               key bytes      u32
-              saved          u64  nanoseconds since 1970, of the order to save it
+              saved          u64  nanoseconds since 1970, when every rank had it
               digest         16   xxh3-128 of the page's bytes
-              key            72   zeros behind it
+              key            76   zeros behind it
               own digest     16   xxh3-128 of nonce, number of the slot (u64), and all before it
 
 Little-endian throughout. A key with vLLM's own hash has 48 bytes, so that a header does not fit
@@ -56,11 +55,11 @@ OWNER_AT = 2048
 """Offset of the words about the last process, which end with the first block."""
 ENTRY_BYTES = 128
 """Size of a slot's header."""
-MAX_KEY_BYTES = 72
+MAX_KEY_BYTES = 76
 """Longest key that a slot's header takes."""
 
 _FILE = struct.Struct("<8sII16sQQIIIIQQQQQ")
-_ENTRY = struct.Struct("<IIIIQ16s72s")
+_ENTRY = struct.Struct("<IIIQ16s76s")
 _WHERE = struct.Struct("<QQ")
 
 
@@ -128,14 +127,12 @@ class SlotHeader:
     """A page in a slot, as its header tells of it.
 
     Attributes:
-        tokens: number of tokens whose KV it holds.
         nbytes: size of the page, from the slot's first byte on.
-        saved: time of the order to save it, nanoseconds since 1970. All ranks have the order's.
+        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
         digest: xxh3-128 of the page's bytes.
     """
 
     key: PageKey
-    tokens: int
     nbytes: int
     saved: int
     digest: bytes
@@ -207,7 +204,6 @@ def pack_slot_header(nonce: int, slot: int, header: SlotHeader) -> bytes:
         raise ValueError(f"a page of {header.nbytes} bytes")
     body = _ENTRY.pack(
         State.VALID,
-        header.tokens,
         header.nbytes,
         len(header.key),
         header.saved,
@@ -227,14 +223,14 @@ def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> S
         entry[_ENTRY.size :]
     ):
         raise FormatError("the header of the slot is torn")
-    state, tokens, nbytes, key_bytes, saved, digest, key = _ENTRY.unpack_from(entry)
+    state, nbytes, key_bytes, saved, digest, key = _ENTRY.unpack_from(entry)
     if (
         state != State.VALID
         or not MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES
         or not 0 < nbytes <= slot_bytes
     ):
         raise FormatError("the header of the slot has impossible values")
-    return SlotHeader(PageKey(key[:key_bytes]), tokens, nbytes, saved, digest)
+    return SlotHeader(PageKey(key[:key_bytes]), nbytes, saved, digest)
 
 
 def _own_digest(nonce: int, slot: int, body: bytes) -> bytes:

@@ -36,7 +36,7 @@ from tiered_kv.storage.disk.files import BLOCK, FILE_MODE, RealFiles, open_plain
 from tiered_kv.storage.segment.format import FormatError, seconds_now
 
 from .file_lock import SETTING, is_current, lock_file, owner_words
-from .found_file import FILE_NAME, SUFFIX, block_of, delete_memory, header_of
+from .found_file import FILE_NAME, block_of, delete_memory, header_of, memory_path
 from .lasting_memory import LastingMemory
 from .memory_format import (
     MAGIC,
@@ -72,7 +72,7 @@ def open_memory(
         ConfigError: there is no room, another process has the file, or what has its name is not
             ours; the sentence says what to do.
     """
-    path = folder / f"{geometry.replica}-{geometry.rank}{SUFFIX}"
+    path = memory_path(folder, geometry.replica, geometry.rank)
     try:
         RealFiles().make_folders(folder)
         _delete_lost_ranks(folder, geometry)

@@ -55,6 +55,10 @@ class SlotTable:
         """Make every valid slot invalid."""
         self._states[self._states == State.VALID] = State.INVALID
 
+    def forget_invalid(self) -> None:
+        """Have slots that are invalid count as never used."""
+        self._states[self._states == State.INVALID] = State.NEVER_USED
+
     def validate(self, slot: int, header: SlotHeader) -> None:
         """Make a slot valid, whose bytes are those of the page.
 

@@ -31,14 +31,12 @@ class LandedPage:
     """A page whose bytes are in its slot.
 
     Attributes:
-        tokens: number of tokens whose KV it holds.
         nbytes: size of the page.
-        saved: time of the order to save it, nanoseconds since 1970. All ranks have the order's.
+        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
     """
 
     slot: int
     key: PageKey
-    tokens: int
     nbytes: int
     saved: int
 
@@ -115,5 +113,5 @@ class Validation:
         if memory.ticket(page.slot) != ticket:
             return
         digest = memory.digest(page.slot, page.nbytes)
-        header = SlotHeader(page.key, page.tokens, page.nbytes, page.saved, digest)
+        header = SlotHeader(page.key, page.nbytes, page.saved, digest)
         memory.validate(page.slot, ticket, header)
