@@ -36,6 +36,7 @@ from tiered_kv.bench.common.server import (
     VllmServer,
     machine_dtype,
 )
+from tiered_kv.config import GIB
 from tiered_kv.doctor.metrics_page import events
 from tiered_kv.sizing.model_shape import read_shape
 
@@ -46,7 +47,6 @@ BLOCK = 32
 """Tokens of a block: the smallest that vLLM's CPU build takes."""
 CHARACTERS = 6
 """Characters of source text that are more than a token."""
-GIB = 1 << 30
 SSD, COMPUTED = "ssd_tokens", "recomputed_tokens"
 SOURCES = {
     "cold": COMPUTED,
@@ -61,7 +61,8 @@ SOURCES = {
 def texts(
     client: httpx.Client, count: int, tokens: int, model: str = MODEL_NAME
 ) -> list[list[int]]:
-    """Prompts of exactly ``tokens`` token ids, from as many files of the standard library."""
+    """Prompts of exactly ``tokens`` token ids. Each begins with another file of the standard
+    library, and goes on with the next ones."""
     found: list[list[int]] = []
     files = [
         path.read_text(errors="replace")

@@ -27,7 +27,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import httpx
 import numpy as np
@@ -44,7 +44,9 @@ from tiered_kv.bench.common.server import (
     machine_dtype,
 )
 
-HOSTILE: Sequence[tuple[str, str, int]] = (
+Call: TypeAlias = tuple[str, str, int]
+"""A method, a path and the status that it must get."""
+HOSTILE: Sequence[Call] = (
     ("GET", "tiered_kv/jobs?limit=0", 400),
     ("GET", f"tiered_kv/jobs?limit={'9' * 4000}", 400),
     ("GET", "tiered_kv/jobs?limit=%00", 400),
@@ -62,8 +64,8 @@ HOSTILE: Sequence[tuple[str, str, int]] = (
     ("DELETE", "tiered_kv/jobs/j", 405),
     ("PUT", "tiered_kv/jobs", 405),
 )
-"""Calls with the status that each must get."""
-STOCK: Sequence[tuple[str, str, int]] = (("GET", "nothing", 404),)
+"""Hostile calls of our routes. All are refused but one, which gets an empty page."""
+STOCK: Sequence[Call] = (("GET", "nothing", 404),)
 """A call that vLLM itself refuses: neither a route of its own nor one of ours."""
 LIMITED = 429
 
@@ -101,9 +103,7 @@ def held_by(group: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def call_many(
-    port: int, kinds: Sequence[tuple[str, str, int]], calls: int, pace_s: float
-) -> Counter[str]:
+def call_many(port: int, kinds: Sequence[Call], calls: int, pace_s: float) -> Counter[str]:
     """Make calls of these kinds in turn, ``pace_s`` seconds apart but never more than ``CALLERS``
     at a time; how many were refused, limited or wrong."""
     began = time.monotonic()
@@ -134,7 +134,7 @@ class Calls:
         outcomes: how many were refused, limited or wrong.
     """
 
-    kinds: Sequence[tuple[str, str, int]]
+    kinds: Sequence[Call]
     outcomes: Counter[str] = field(default_factory=Counter)
     spells: list[Spell] = field(default_factory=list)
 

@@ -33,7 +33,7 @@ import torch
 
 from tiered_kv.layout import PageLayout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, sort_out
+from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, plan_copies, sort_out
 from tiered_kv.transfer.cpu_pool import CpuPool
 
 from .copy_engines import CopyEngines
@@ -98,23 +98,21 @@ class CudaTransfer(TransferBackend):
             Direction.SAVE: torch.cuda.Stream(self._device, priority=lowest),
             Direction.LOAD: torch.cuda.Stream(self._device, priority=highest),
         }
-        staged = [
-            by is CopyBy.STAGED or (by is CopyBy.FASTER and pool.pinned and len(runs) > 1)
-            for runs in self._runs
-        ]
+        staged = {
+            group: layout
+            for group, layout in enumerate(layouts)
+            if by is CopyBy.STAGED
+            or (by is CopyBy.FASTER and pool.pinned and len(self._runs[group]) > 1)
+        }
         with torch.cuda.device(self._device):
             runtime = CudaRuntime(cuda_major())
             slab = pool.slots.ctypes.data
-            self._engines = [
-                CopyEngines(runtime, runs, storage.data_ptr(), slab, pinned=pool.pinned)
-                for runs in self._runs
-            ]
-            largest = max(buffer_bytes, *(layout.page_bytes for layout in layouts))
-            lanes = self._lanes(largest) if any(staged) else {}
+            self._engines = CopyEngines(runtime, storage.data_ptr(), slab, pinned=pool.pinned)
+            sizes = [layout.page_bytes for layout in staged.values()]
+            lanes = self._lanes(max(buffer_bytes, *sizes)) if staged else {}
             self._staged = {
                 group: StagedCopies(runtime, layout, storage, slab, slot_bytes, lanes)
-                for group, layout in enumerate(layouts)
-                if staged[group]
+                for group, layout in staged.items()
             }
         self._refused: list[CopyResult] = []
         self._flights: deque[_Flight] = deque()
@@ -138,9 +136,6 @@ class CudaTransfer(TransferBackend):
             )
             for direction, stream in self._streams.items()
         }
-
-    def _sort_out(self, job: CopyJob) -> Pages:
-        return sort_out(job, self._num_blocks[job.group], self._num_slots)
 
     def fence(self) -> AbstractContextManager[None]:
         with torch.cuda.device(self._device):
@@ -204,7 +199,7 @@ class CudaTransfer(TransferBackend):
 
     def _enqueue(self, job: CopyJob) -> _Flight | None:
         """Enqueue a copy. During the capture of a CUDA graph, return None and enqueue nothing."""
-        pages = self._sort_out(job)
+        pages = sort_out(job, self._num_blocks[job.group], self._num_slots)
         if pages.failed:
             logger.error("%s: %d pages do not exist", job.direction, len(pages.failed))
         with torch.cuda.device(self._device):
@@ -230,7 +225,8 @@ class CudaTransfer(TransferBackend):
             self._staged[job.group].enqueue(job.direction, pages, held)
         else:
             stream = self._streams[job.direction].cuda_stream
-            self._engines[job.group].enqueue(job.direction, pages, stream)
+            copies = plan_copies(self._runs[job.group], pages)
+            self._engines.enqueue(job.direction, copies, stream)
 
     def _result(self, flight: _Flight, seconds: float) -> CopyResult:
         page_bytes = self._runs[flight.job.group].page_bytes

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 from tiered_kv.transfer.base import Direction
-from tiered_kv.transfer.copy_plan import PageRuns, Pages, plan_copies
+from tiered_kv.transfer.copy_plan import Copies
 
 from .runtime import CudaRuntime
 
 
 class CopyEngines:
-    """Enqueues the runs of pages on a stream.
+    """Enqueues copies between two memories on a stream.
 
     Args:
         runtime: the CUDA runtime.
-        runs: runs of a page.
-        storage: address of the engine's allocation.
+        storage: address in VRAM from which ``Copies.storage`` counts.
         slab: address of the CPU pool.
         pinned: True if the pool is pinned. Copies of other memory are not batched: the driver
             stages them in its own buffers, one by one.
     """
 
-    def __init__(
-        self, runtime: CudaRuntime, runs: PageRuns, storage: int, slab: int, *, pinned: bool
-    ) -> None:
+    def __init__(self, runtime: CudaRuntime, storage: int, slab: int, *, pinned: bool) -> None:
         self._runtime = runtime
-        self._runs = runs
         self._storage = storage
         self._batches = pinned and runtime.has_batches
         # Where registered memory has another address for the GPU, as under WSL2, batches need it;
         # elsewhere both are the same.
         self._slab = runtime.device_pointer(slab) if self._batches else slab
 
-    def enqueue(self, direction: Direction, pages: Pages, stream: int) -> None:
-        """Begin to copy at least one page. Addresses are read before this returns.
+    def enqueue(self, direction: Direction, copies: Copies, stream: int) -> None:
+        """Begin to make at least one copy. Addresses are read before this returns.
 
         Raises:
             CudaError: some copies were not enqueued; others may have been.
         """
-        copies = plan_copies(self._runs, pages)
         source, to = copies.storage + self._storage, copies.slab + self._slab
         if direction is Direction.LOAD:
             source, to = to, source

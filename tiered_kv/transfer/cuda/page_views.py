@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from tiered_kv.layout import PageLayout, Region
+from tiered_kv.layout import PageLayout
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types to move bytes in, widest first."""
@@ -34,7 +34,13 @@ class PageViews:
         self._regions = layout.regions
         self.word = _widest_word(layout, storage)
         self._in_storage = [
-            self._strided(storage, region.offset, layout.num_blocks, region.block_stride, region)
+            _words(
+                storage,
+                self.word,
+                region.offset,
+                (layout.num_blocks, region.count, region.nbytes),
+                (region.block_stride, region.run_stride),
+            )
             for region in layout.regions
         ]
         sizes = (region.bytes_per_block for region in layout.regions)
@@ -67,12 +73,6 @@ class PageViews:
             )
             for region, start in zip(self._regions, self._starts, strict=True)
         ]
-
-    def _strided(
-        self, storage: torch.Tensor, offset: int, blocks: int, block_stride: int, region: Region
-    ) -> torch.Tensor:
-        shape = (blocks, region.count, region.nbytes)
-        return _words(storage, self.word, offset, shape, (block_stride, region.run_stride))
 
 
 def _words(

@@ -7,23 +7,25 @@ whole pages make 54 (docs/gpu.md). A slot of the CPU pool is one run, so only VR
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tiered_kv.layout import PageLayout, Region
+from tiered_kv.layout import PageLayout
 from tiered_kv.transfer.base import Direction
-from tiered_kv.transfer.copy_plan import Numbers, Pages, page_runs
+from tiered_kv.transfer.copy_plan import Copies, Numbers, Pages
 
 from .copy_engines import CopyEngines
 from .page_views import PageViews
 from .runtime import CudaRuntime
 
-BUFFER_BYTES = 16 << 20
-"""VRAM of a lane. A part of a copy takes 0.3 ms of a PCIe 5.0 bus: longer than most kernels of
-a model, behind which the next part's gather may have to wait."""
+BUFFER_BYTES = 32 << 20
+"""VRAM of a lane. A part of a copy takes 0.6 ms of a PCIe 5.0 bus: longer than most kernels of
+a model, behind which the next part's gather may have to wait, and several times what the engine's
+thread needs to begin it (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +64,10 @@ class StagedCopies:
         self._views = PageViews(layout, storage)
         self._device = storage.device
         self._lanes = lanes
-        page = layout.page_bytes
-        self._at_once = min(lane.buffer.nbytes for each in lanes.values() for lane in each) // page
-        whole = page_runs(PageLayout((Region(0, 1, page, page, page),), self._at_once), slot_bytes)
-        self._copies = {
-            lane: CopyEngines(runtime, whole, lane.buffer.data_ptr(), slab, pinned=True)
-            for each in lanes.values()
-            for lane in each
-        }
+        self._slot_bytes = slot_bytes
+        buffers = [lane.buffer.nbytes for each in lanes.values() for lane in each]
+        self._at_once = min(buffers) // layout.page_bytes
+        self._engines = CopyEngines(runtime, 0, slab, pinned=True)
 
     def enqueue(self, direction: Direction, pages: Pages, held: list[torch.Tensor]) -> None:
         """Begin to copy at least one page.
@@ -91,21 +89,40 @@ class StagedCopies:
         for lane in others:
             lane.stream.wait_stream(first)
         try:
-            for number, start in enumerate(range(0, len(pages), self._at_once)):
-                part = slice(start, start + self._at_once)
-                lane = lanes[number % len(lanes)]
-                self._copy(lane, direction, blocks[part], pages.slots[part])
+            for number, copies in enumerate(self._parts(lanes, pages.slots)):
+                part = blocks[number * self._at_once : (number + 1) * self._at_once]
+                self._copy(lanes[number % len(lanes)], direction, part, copies)
         finally:
             for lane in others:
                 first.wait_stream(lane.stream)
 
-    def _copy(self, lane: Lane, direction: Direction, blocks: torch.Tensor, slots: Numbers) -> None:
+    def _copy(self, lane: Lane, direction: Direction, blocks: torch.Tensor, copies: Copies) -> None:
         """Copy as many pages as the lane's buffer holds."""
-        whole = lane.buffer[: len(slots) * self._views.page_bytes]
+        whole = lane.buffer[: len(blocks) * self._views.page_bytes]
         with torch.cuda.stream(lane.stream):
             if direction is Direction.SAVE:
                 self._views.gather(blocks, whole)
-            in_buffer = Pages(np.arange(len(slots)), slots, frozenset())
-            self._copies[lane].enqueue(direction, in_buffer, lane.stream.cuda_stream)
+            self._engines.enqueue(direction, copies, lane.stream.cuda_stream)
             if direction is Direction.LOAD:
                 self._views.scatter(whole, blocks)
+
+    def _parts(self, lanes: Sequence[Lane], slots: Numbers) -> list[Copies]:
+        """Plan the copies between slots and buffers: in each part as many pages as a buffer holds.
+
+        ``Copies.storage`` are addresses. Slots that follow each other are one copy. All parts are
+        planned at once, since the thread would spend more on numpy's calls for each than on CUDA's.
+        """
+        page = self._views.page_bytes
+        part, place = np.divmod(np.arange(len(slots)), self._at_once)
+        begins = place == 0
+        begins[1:] |= (np.diff(slots) != 1) | (page < self._slot_bytes)
+        first = np.flatnonzero(begins)
+        buffers = np.array([lane.buffer.data_ptr() for lane in lanes])
+        buffer = buffers[part[first] % len(lanes)] + place[first] * page
+        slot = slots[first] * self._slot_bytes
+        nbytes = np.diff(first, append=len(slots)) * page
+        bounds = [*np.flatnonzero(place[first] == 0).tolist(), len(first)]
+        return [
+            Copies(buffer[begin:end], slot[begin:end], nbytes[begin:end])
+            for begin, end in itertools.pairwise(bounds)
+        ]
