@@ -7,6 +7,8 @@ while other clients decode, its processes are killed and it is started again, wi
 request to warm it up. ``adopted``: pages that the next engine finds, of those that CPU memory held.
 ``first_ratio``: median first token of the contexts as each comes back, over that of the same
 contexts from CPU memory later on. A context that comes from anywhere else is an error.
+``jobs_found`` and ``tails_found``: shares of the contexts whose job went on with its second turn,
+and of those whose last tokens, which fill no block, were found as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +39,17 @@ from tiered_kv.bench.common.server import (
     VllmServer,
     machine_dtype,
 )
-from tiered_kv.bench.restore import BLOCK, answer, context_gib, first_token_ms, texts
+from tiered_kv.bench.restore import (
+    BLOCK,
+    Answered,
+    answer,
+    context_gib,
+    first_token_ms,
+    job_of,
+    texts,
+)
 from tiered_kv.doctor.metrics_page import events
+from tiered_kv.trace.trace_reader import TraceReader
 
 CONTEXTS = 8
 DECODING = 2
@@ -101,19 +112,21 @@ def measure(model: Path, tokens: int, folder: Path, show_progress: bool) -> dict
         RuntimeError: a context did not come from CPU memory.
     """
     each = context_gib(model, tokens)
-    options = ServerOptions(
-        model=model,
-        block_size=BLOCK,
-        kv_blocks=5 * tokens // BLOCK,
-        max_model_len=tokens + 64,
-        kv_transfer_config=CONNECTOR,
-        env={
-            "TIERED_KV_CPU_GIB": f"{1.5 * (CONTEXTS + 1) * each:.4f}",
-            "TIERED_KV_CPU_PATH": str(folder),
-            "TIERED_KV_POLICY": "lru",
-        },
-    )
     with tempfile.TemporaryDirectory() as name, progress() as bar:
+        trace = Path(name) / "trace.jsonl"
+        options = ServerOptions(
+            model=model,
+            block_size=BLOCK,
+            kv_blocks=5 * tokens // BLOCK,
+            max_model_len=tokens + 64,
+            kv_transfer_config=CONNECTOR,
+            env={
+                "TIERED_KV_CPU_GIB": f"{1.5 * (CONTEXTS + 1) * each:.4f}",
+                "TIERED_KV_CPU_PATH": str(folder),
+                "TIERED_KV_POLICY": "lru",
+                "TIERED_KV_TRACE": str(trace),
+            },
+        )
         bar.disable = not show_progress
         task = bar.add_task("saving contexts", total=4)
         server = VllmServer(options, Path(name) / "server.log")
@@ -138,23 +151,31 @@ def measure(model: Path, tokens: int, folder: Path, show_progress: bool) -> dict
                 later = [_from_cpu(client, prompt) for prompt in prompts]
         finally:
             server.stop()
+        jobs = {job_of(prompt) for prompt in prompts}
+        second = sum(turn.job in jobs and turn.turn == 2 for turn in TraceReader(trace))
     adopted = int(found[1]) if found else 0
     return {
         "adopted": adopted / held,
         "adopted_pages": adopted,
-        "first_ratio": statistics.median(first) / statistics.median(later),
-        "first_ms": statistics.median(first),
-        "cpu_ms": statistics.median(later),
+        "first_ratio": _ms(first) / _ms(later),
+        "first_ms": _ms(first),
+        "cpu_ms": _ms(later),
+        "jobs_found": second / CONTEXTS,
+        "tails_found": sum(one.tokens["cpu_tokens"] == tokens - 1 for one in first) / CONTEXTS,
         "start_s": server.start_s,
         "tokens": tokens,
     }
 
 
-def _from_cpu(client: httpx.Client, prompt: list[int]) -> float:
+def _ms(answers: Sequence[Answered]) -> float:
+    return statistics.median(one.ms for one in answers)
+
+
+def _from_cpu(client: httpx.Client, prompt: list[int]) -> Answered:
     answered = answer(client, prompt)
     if answered.tokens["cpu_tokens"] < 0.9 * len(prompt):
         raise RuntimeError(f"a context did not come from CPU memory: {answered.tokens}")
-    return answered.ms
+    return answered
 
 
 def main(

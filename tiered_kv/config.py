@@ -89,10 +89,15 @@ class TierConfig:
         return self.mode is Mode.OBSERVE
 
     @property
-    def learned_path(self) -> Path | None:
-        """Folder in which policies keep what they learned; None keeps nothing: to observe makes
-        no file there."""
-        return None if self.observes else self.ssd_path
+    def notes_path(self) -> Path | None:
+        """Folder in which what was learned and which jobs there are outlives the engine; None
+        keeps nothing: to observe makes no file there."""
+        return None if self.observes else self.ssd_path or self.cpu_path
+
+    @property
+    def keeps_notes(self) -> bool:
+        """True if jobs are known as well after a clean stop."""
+        return self.ssd_path is not None or self.cpu_keep
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
         """Size of the CPU tier on each of ``ranks`` ranks, bytes."""

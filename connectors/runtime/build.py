@@ -15,6 +15,7 @@ from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.admission.restore_price import RestorePrice
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
+from tiered_kv.connectors.runtime.gaps.known_jobs import KnownJobs
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
@@ -57,6 +58,7 @@ from tiered_kv.trace.trace_writer import TraceWriter
 
 from .base import BlockPool
 from .dependencies import Dependencies
+from .job_table import JobTable
 from .live_turns import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
@@ -154,7 +156,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     indices = {store: make_index(spec, clock) for store, spec in stores.items()}
     page_bytes = [group.page_bytes for group in facts.groups] or [0]  # then nothing is copied
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
-    tails = TailIndex()
+    tails = TailIndex(given.notebook)
     finder = HitFinder(facts, tails)
     restores = Restores(
         facts, book, finder, given.restore_policy, given.step_timer, engine.counters, pool
@@ -289,9 +291,10 @@ def build_gaps(
         turns=engine.turns,
         clock=clock,
     )
+    jobs, lineage = JobTable(), Lineage(facts.hash_tokens)
     manager = GapManager(
         facts,
-        lineage=Lineage(facts.hash_tokens),
+        lineage=lineage,
         placement=KvPlacement(given.policy, gaps, costs, pages.order, clock),
         gaps=gaps,
         cost_model=costs,
@@ -302,6 +305,8 @@ def build_gaps(
         promotions=pages.promotions,
         gate=admission.gate,
         tools=given.tools,
+        jobs=jobs,
+        known=KnownJobs(given.notebook, jobs, lineage, clock, given.wall),
         policy_state=given.policy_state,
         log=log,
         counters=engine.counters,

@@ -36,6 +36,7 @@ def settle(made: SecondRig) -> None:
     """Wait until the worker has hashed what the scheduler told it."""
     made.run()
     assert made.worker_half.lasting.wait_idle(30.0)
+    assert made.half.given.notebook.drain(30.0)
 
 
 def as_killed(folder: Path, to: Path) -> Path:
@@ -57,14 +58,14 @@ def test_the_next_engine_finds_the_contexts_of_one_that_was_killed(tmp_path: Pat
     with rig(killed) as second:
         for name, prompt in prompts.items():
             assert second.ask(name, prompt) == expected(prompt, 4)
-        whole = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts.values())
+        whole = sum(len(prompt) - 1 for prompt in prompts.values())  # one has to be computed
         assert from_memory(second) == whole
         second.check_clean()
 
 
 def test_a_clean_stop_keeps_the_file_only_if_it_is_told_to(tmp_path: Path) -> None:
     prompt = text(300, seed=1)
-    for keep, found in ((True, 0), (False, 288), (False, 0)):
+    for keep, found in ((True, 0), (False, 299), (False, 0)):
         with rig(tmp_path, keep=keep) as one:
             assert one.ask("a", prompt) == expected(prompt, 4)
             assert from_memory(one) == found
@@ -136,3 +137,36 @@ def test_whenever_it_is_killed_no_wrong_page_is_found(tmp_path: Path, seed: int)
                 assert one.outputs[name] == expected(prompt, 8)
             found += bool(life) and from_memory(one)
     assert found
+
+
+def test_the_end_of_a_turn_that_fills_no_block_is_found_too(tmp_path: Path) -> None:
+    prompt = text(200, seed=1)
+    with rig(tmp_path / "memory") as first:
+        answer = first.ask("a", prompt)
+        settle(first)
+        killed = as_killed(tmp_path / "memory", tmp_path / "killed")
+    context = prompt + answer
+    returning = context + text(40, seed=2)
+    with rig(killed) as second:
+        assert second.ask("b", returning) == expected(returning, 4)
+        assert from_memory(second) > len(context) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_job_goes_on_where_it_was(tmp_path: Path, named: bool) -> None:
+    def job(name: str) -> dict[str, str] | None:
+        return {"job_id": name} if named else None
+
+    prompt = text(200, seed=1)
+    with rig(tmp_path / "memory") as first:
+        for turn in range(3):
+            prompt = (
+                prompt + first.ask(f"t{turn}", prompt, params=job("nightly")) + text(30, seed=turn)
+            )
+        settle(first)
+        killed = as_killed(tmp_path / "memory", tmp_path / "killed")
+    with rig(killed) as second:
+        second.ask("t3", prompt, params=job("nightly"))
+        second.ask("other", text(100, seed=99), params=job("another"))
+        turns = sorted(job.turns for job in second.half.gaps.manager.jobs.after(0, most=9))
+        assert turns == [1, 4]

@@ -26,6 +26,7 @@ from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.storage.notebook import NoNotebook
 from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
 from tiered_kv.tiers import SSD, StoreId
@@ -173,6 +174,7 @@ class Engine:
     def _change(self, found: Dependencies) -> Dependencies:
         """The connector's parts, but for those that the simulation has its own of."""
         found.policy_state.close()
+        found.notebook.close()
         policy = self._policy or found.policy
         lacks, chunk = self._server.lacks, self._server.chunk
         policy = policy if lacks is None else Ablated(policy, lacks)
@@ -181,6 +183,7 @@ class Engine:
             wall=lambda: EPOCH_S + self.now,
             policy=policy,
             policy_state=InlineUpkeep(policy),
+            notebook=NoNotebook(),
             job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),
             restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
