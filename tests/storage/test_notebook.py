@@ -1,4 +1,4 @@
-"""What the next process reads in a notebook: the newest facts, and nothing that was torn."""
+"""Notebooks as the next process reads them: the newest facts, and nothing that was torn."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tiered_kv.storage.store.locks import try_lock
 logger = logging.getLogger(__name__)
 
 MOST_FACTS = 1 << 17
-"""Of more, those noted longest ago are forgotten."""
+"""Names that are remembered; of more, those noted longest ago are forgotten."""
 MOST_BYTES = 128 << 20
 """A larger file is none of ours."""
 SPARE_BYTES = 4 << 20

@@ -316,12 +316,9 @@ class Engine:
             sampled_token_ids=[said[request_id] for request_id in ids],
             kv_connector_output=connector_output,
         )
-        answers = []
-        for outputs in self.scheduler.update_from_output(output, result).values():
-            for one in outputs.outputs:
-                if one.finish_reason is not None:
-                    answers.append(self._answer(one))
-        return answers
+        heard_of = self.scheduler.update_from_output(output, result).values()
+        outputs = (one for some in heard_of for one in some.outputs)
+        return [self._answer(one) for one in outputs if one.finish_reason is not None]
 
     def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
         """Seconds of one step of this batch, and whether all of it is decoding."""
