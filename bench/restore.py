@@ -91,15 +91,19 @@ class Answered:
     tokens: Mapping[str, int]
 
 
+def job_of(prompt: Sequence[int]) -> str:
+    """Name of the job that asks a prompt."""
+    return f"prompt-{hash(tuple(prompt)):x}"
+
+
 def answer(client: httpx.Client, prompt: Sequence[int]) -> Answered:
     """Ask for one token. Equal prompts are turns of one job, which the connector answers for."""
-    job = f"prompt-{hash(tuple(prompt)):x}"
     body = {
         "model": MODEL_NAME,
         "prompt": list(prompt),
         "max_tokens": 1,
         "temperature": 0,
-        "kv_transfer_params": {"job_id": job},
+        "kv_transfer_params": {"job_id": job_of(prompt)},
     }
     began = time.perf_counter()
     response = client.post("/v1/completions", json=body).raise_for_status()

@@ -59,9 +59,9 @@ def test_an_engine_is_managed_unless_it_is_to_be_observed(tmp_path: Path) -> Non
     assert (managed.mode, observed.mode) == (Mode.MANAGE, Mode.OBSERVE)
     assert load_config({"TIERED_KV_MODE": "observe"}, {"mode": "manage"}).mode is Mode.MANAGE
     assert not managed.observes
-    assert managed.learned_path == managed.ssd_path
+    assert managed.notes_path == managed.ssd_path
     assert observed.observes
-    assert observed.learned_path is None, "no file is made there"
+    assert observed.notes_path is None, "no file is made there"
 
 
 @pytest.mark.parametrize("wrong", ["", "Observe", "dry-run", "1"])

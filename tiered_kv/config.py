@@ -42,6 +42,9 @@ class TierConfig:
     Attributes:
         cpu_gib: CPU memory for pages of the whole engine, all ranks together, GiB; 0 turns the tier
             off.
+        cpu_path: folder on tmpfs or hugetlbfs in which CPU memory outlives the engine; None keeps
+            it to the engine.
+        cpu_keep: True if it is kept at a clean stop as well.
         ssd_path: folder for pages on SSD, shared by all engines configured with it; None turns the
             tier off.
         ssd_gib: size limit of everything under that folder, GiB.
@@ -63,6 +66,8 @@ class TierConfig:
     """
 
     cpu_gib: float = 4.0
+    cpu_path: Path | None = None
+    cpu_keep: bool = False
     ssd_path: Path | None = None
     ssd_gib: float = 32.0
     tiers: tuple[str, ...] = ()
@@ -84,10 +89,15 @@ class TierConfig:
         return self.mode is Mode.OBSERVE
 
     @property
-    def learned_path(self) -> Path | None:
-        """Folder in which policies keep what they learned; None keeps nothing: to observe makes
-        no file there."""
-        return None if self.observes else self.ssd_path
+    def notes_path(self) -> Path | None:
+        """Folder in which what was learned and which jobs there are outlives the engine; None
+        keeps nothing: to observe makes no file there."""
+        return None if self.observes else self.ssd_path or self.cpu_path
+
+    @property
+    def keeps_notes(self) -> bool:
+        """True if jobs are known as well after a clean stop."""
+        return self.ssd_path is not None or self.cpu_keep
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
         """Size of the CPU tier on each of ``ranks`` ranks, bytes."""
@@ -129,6 +139,8 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     defaults = TierConfig()
     config = TierConfig(
         cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
+        cpu_path=_folder(given, "cpu_path"),
+        cpu_keep=_flag(given, "cpu_keep"),
         ssd_path=_folder(given, "ssd_path"),
         ssd_gib=_number(given, "ssd_gib", defaults.ssd_gib, 0.001, 1 << 20, "GiB"),
         tiers=_names(given, "tiers"),
@@ -147,9 +159,13 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         snapshot_path=_folder(given, "snapshot_path"),
     )
     if config.policy == "none":
-        config = replace(config, cpu_gib=0.0, ssd_path=None, tiers=())
+        config = replace(config, cpu_gib=0.0, cpu_path=None, ssd_path=None, tiers=())
     if config.policy != defaults.policy:  # baselines hold no job
         config = replace(config, admission="off")
+    if config.cpu_keep and config.cpu_path is None:
+        raise ConfigError(
+            f"{ENV_PREFIX}CPU_KEEP=1 needs a folder: set {ENV_PREFIX}CPU_PATH=/dev/shm/tiered-kv."
+        )
     if config.trace_steps and config.trace is None:
         raise ConfigError(
             f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace: set {ENV_PREFIX}TRACE=trace.jsonl."

@@ -117,6 +117,35 @@ class StoredPages:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptedPages:
+    """Pages that a rank's CPU memory has from an engine before.
+
+    Attributes:
+        slots: their slots.
+        keys: their keys, as many.
+        saved: times at which every rank had them, nanoseconds since 1970, as many.
+    """
+
+    slots: tuple[int, ...] = ()
+    keys: tuple[PageKey, ...] = ()
+    saved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Word to the workers about an order that filled slots, which every rank has reported.
+
+    Attributes:
+        bad: indices of its pages that must not be found by a later engine.
+        at: time of it, nanoseconds since 1970.
+    """
+
+    order_id: OrderId
+    bad: frozenset[int]
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Handshake:
     """A worker's first message.
 
@@ -126,6 +155,7 @@ class Handshake:
         page_bytes: size of a page of each group there, bytes.
         compresses: groups whose pages it can compress.
         stored: content of its stores.
+        adopted: pages that its CPU memory has from before.
     """
 
     speeds: Speeds
@@ -133,6 +163,7 @@ class Handshake:
     page_bytes: tuple[int, ...]
     compresses: tuple[int, ...] = ()
     stored: Mapping[StoreId, StoredPages] = field(default_factory=dict)
+    adopted: AdoptedPages = field(default_factory=AdoptedPages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +177,8 @@ class Orders:
             that never arrived, so the worker fails them.
         stores: orders for stores.
         snapshots: orders for snapshots of jobs.
+        settled: orders that are over, where CPU memory outlives the engine.
+        reset: True after a cache reset there: what CPU memory holds must not be found again.
     """
 
     saves: tuple[SaveOrder, ...] = ()
@@ -155,6 +188,8 @@ class Orders:
     seen_failures: Mapping[int, int] = field(default_factory=dict)
     stores: Mapping[StoreId, TierOrders] = field(default_factory=dict)
     snapshots: tuple[SnapshotOrder, ...] = ()
+    settled: tuple[Settlement, ...] = ()
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.admission.restore_price import RestorePrice
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
+from tiered_kv.connectors.runtime.gaps.known_jobs import KnownJobs
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
@@ -43,6 +44,7 @@ from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
+from tiered_kv.pages.settlements import Settlements
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.pages.tier_index import make_index
 from tiered_kv.policies.admission.job_order import prefill_blocks
@@ -56,6 +58,7 @@ from tiered_kv.trace.trace_writer import TraceWriter
 
 from .base import BlockPool
 from .dependencies import Dependencies
+from .job_table import JobTable
 from .live_turns import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
@@ -85,6 +88,7 @@ class Pages:
         order: order of eviction from CPU memory.
         finder, sources: prefixes that can be had, and where.
         snapshots: orders for snapshots of jobs.
+        settlements: word to the workers, where CPU memory outlives the engine.
         dispatch: orders out, reports in.
     """
 
@@ -96,6 +100,7 @@ class Pages:
     finder: HitFinder
     sources: PageSources
     snapshots: SnapshotOrders
+    settlements: Settlements
     restores: Restores
     pieces: RestorePieces
     saves: Saves
@@ -151,7 +156,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     indices = {store: make_index(spec, clock) for store, spec in stores.items()}
     page_bytes = [group.page_bytes for group in facts.groups] or [0]  # then nothing is copied
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
-    tails = TailIndex()
+    tails = TailIndex(given.notebook)
     finder = HitFinder(facts, tails)
     restores = Restores(
         facts, book, finder, given.restore_policy, given.step_timer, engine.counters, pool
@@ -173,6 +178,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     tiers = LowerTiers(lower)
     sources = PageSources(lower, book)
     snapshots = SnapshotOrders(index, facts.ranks)
+    settlements = Settlements(index, wanted=config.cpu_path is not None)
     pieces = RestorePieces(lower, sources, book, restores, engine.counters, clock)
     return Pages(
         index=index,
@@ -183,6 +189,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         finder=finder,
         sources=sources,
         snapshots=snapshots,
+        settlements=settlements,
         restores=restores,
         saves=saves,
         pieces=pieces,
@@ -205,8 +212,10 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             Compression(book, given.fingerprints.group_of, engine.counters, facts.ranks),
             tiers,
             snapshots,
+            settlements,
             failed_restores=FailedRestores(pool, saves, restores),
             turns=engine.turns.by_id,
+            ranks=facts.ranks,
             clock=clock,
         ),
     )
@@ -282,9 +291,10 @@ def build_gaps(
         turns=engine.turns,
         clock=clock,
     )
+    jobs, lineage = JobTable(), Lineage(facts.hash_tokens)
     manager = GapManager(
         facts,
-        lineage=Lineage(facts.hash_tokens),
+        lineage=lineage,
         placement=KvPlacement(given.policy, gaps, costs, pages.order, clock),
         gaps=gaps,
         cost_model=costs,
@@ -295,6 +305,8 @@ def build_gaps(
         promotions=pages.promotions,
         gate=admission.gate,
         tools=given.tools,
+        jobs=jobs,
+        known=KnownJobs(given.notebook, jobs, lineage, clock, given.wall),
         policy_state=given.policy_state,
         log=log,
         counters=engine.counters,

@@ -13,6 +13,7 @@ from tiered_kv.pages.base import EvictionRule
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import RestorePolicy
+from tiered_kv.storage.notebook import NoNotebook
 
 from .base import EngineFacts, Fingerprints, MakeRequest
 from .step_timer import StepTimer
@@ -32,6 +33,7 @@ class Dependencies:
         prefill_work: work of the model's prefills; None if that is not known.
         policy: chooses where a finished turn's KV waits.
         policy_state: has ``policy`` learn, and saves it; owned.
+        notebook: keeps jobs and the ends of turns for the next engine; owned.
         eviction: makes the order in which pages leave CPU memory.
         restore_policy: chooses how a restore is made.
         job_forecast: forecasts how jobs go on.
@@ -48,6 +50,7 @@ class Dependencies:
     prefill_work: PrefillWork | None
     policy: TurnPolicy
     policy_state: PolicyUpkeep
+    notebook: NoNotebook
     eviction: EvictionRule
     restore_policy: RestorePolicy
     job_forecast: JobForecast
@@ -61,4 +64,5 @@ class Dependencies:
         """Save what was learned, and stop every thread. Idempotent."""
         self.tools.close()
         self.policy_state.close()
+        self.notebook.close()
         self.fingerprints.close()

@@ -369,6 +369,7 @@ class SchedulerHalf:
         pages.pieces.end_all()
         pages.tiers.reset(lambda group: fingerprints.base(group).digest())
         pages.book.forget_all()
+        pages.settlements.on_reset()
         pages.tails.clear()
         self.gaps.manager.reset()
         for turn in self.turns.by_id.values():

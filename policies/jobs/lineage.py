@@ -181,6 +181,67 @@ class Lineage:
         self._remember(_Turn(job, turn, len(prompt), hashes[blocks - 1], start, rest))
         self.ended(job, answer, aborted=False)
 
+    def dump(self, job: JobKey) -> dict[str, object] | None:
+        """Return the last turn of a job without a salt as JSON, for ``load``; None for unknown
+        jobs and while it runs."""
+        turn = self._jobs.get(job)
+        if turn is None or job.salt or turn.state is _State.RUNNING:
+            return None
+        return {
+            "name": job.name,
+            "turn": turn.number,
+            "prompt_tokens": turn.prompt_tokens,
+            "block": turn.block.hex(),
+            "start": turn.start,
+            "rest": memoryview(turn.rest).cast("q").tolist(),
+            "answer": memoryview(turn.answer).cast("q").tolist(),
+            "aborted": turn.state is _State.ABORTED,
+        }
+
+    def load(self, said: object) -> JobKey:
+        """Remember a job that ``dump`` returned in another process, before any request arrives.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        match said:
+            case {
+                "name": str(name),
+                "turn": int(number),
+                "prompt_tokens": int(prompt_tokens),
+                "block": str(block),
+                "start": int(start),
+                "rest": list(rest),
+                "answer": list(answer),
+                "aborted": bool(aborted),
+            } if name.startswith(INFERRED_PREFIX):
+                pass
+            case _:
+                raise ValueError("it is no inferred job")
+        try:
+            named = int(name.removeprefix(INFERRED_PREFIX))
+            packed, said_packed = _packed(rest), _packed(answer)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"its tokens are none: {error}") from None
+        state = _State.ABORTED if aborted else _State.ENDED
+        job = JobKey("", name)
+        self.forget(job)
+        self._arrivals = max(self._arrivals, named)  # the next one has another name
+        self._remember(
+            _Turn(
+                job,
+                number,
+                prompt_tokens,
+                bytes.fromhex(block),
+                start,
+                packed,
+                said_packed,
+                state,
+                self._arrivals,
+            )
+        )
+        return job
+
     def forget(self, job: JobKey) -> None:
         """Forget a job that has no further turn. Unknown jobs are ignored."""
         turn = self._jobs.pop(job, None)

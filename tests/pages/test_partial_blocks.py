@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.keys import tail_key
 from tiered_kv.pages.partial_blocks import MAX_TAILS_PER_PARENT, Tail, TailIndex
+from tiered_kv.storage.notebook import NoNotebook
 
 PARENT, OTHER = b"parent".ljust(16), b"other".ljust(16)
 
@@ -27,7 +28,7 @@ def shared(tails: TailIndex, tokens: Sequence[int], parent: bytes = PARENT) -> i
 
 
 def test_a_tail_is_found_by_what_follows_it() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     tail = tails.add(PARENT, None, [1, 2, 3])
 
     found = tails.longest(PARENT, None, [1, 2, 3, 4, 5], always)
@@ -37,7 +38,7 @@ def test_a_tail_is_found_by_what_follows_it() -> None:
 
 
 def test_a_tail_is_good_as_far_as_its_tokens_agree() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     tails.add(PARENT, None, [1, 2, 3])
     assert shared(tails, [1, 2, 9]) == 2
     assert shared(tails, [1]) == 1
@@ -46,7 +47,7 @@ def test_a_tail_is_good_as_far_as_its_tokens_agree() -> None:
 
 
 def test_the_tail_that_shares_most_wins() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     tails.add(PARENT, None, [1, 2])
     long = tails.add(PARENT, None, [1, 2, 3])
     tails.add(PARENT, None, [1, 7, 8, 9])
@@ -54,14 +55,14 @@ def test_the_tail_that_shares_most_wins() -> None:
 
 
 def test_a_tail_after_another_page_is_another_tail() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     tails.add(PARENT, None, [1, 2, 3])
     assert tails.longest(OTHER, None, [1, 2, 3], always) is None
 
 
 def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
     """Extra keys hold the cache salt and the adapter."""
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     mine = tails.add(PARENT, ("mine",), [1, 2, 3])
     assert tails.longest(PARENT, ("yours",), [1, 2, 3], always) is None
     assert tails.longest(PARENT, None, [1, 2, 3], always) is None
@@ -69,7 +70,7 @@ def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
 
 
 def test_a_tail_whose_bytes_are_not_readable_gives_way_to_one_whose_are() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     short = tails.add(PARENT, None, [1])
     long = tails.add(PARENT, None, [1, 2])
     assert tails.longest(PARENT, None, [1, 2], lambda tail, _: tail != long) == (short, 1)
@@ -77,7 +78,7 @@ def test_a_tail_whose_bytes_are_not_readable_gives_way_to_one_whose_are() -> Non
 
 
 def test_the_oldest_fork_of_a_context_is_forgotten() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     for first in range(MAX_TAILS_PER_PARENT + 1):
         tails.add(PARENT, None, [100 + first])
     assert shared(tails, [100]) == 0
@@ -86,7 +87,7 @@ def test_the_oldest_fork_of_a_context_is_forgotten() -> None:
 
 
 def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     for first in range(MAX_TAILS_PER_PARENT):
         tails.add(PARENT, None, [100 + first])
     tails.add(PARENT, None, [100])
@@ -99,7 +100,7 @@ def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
 
 
 def test_tails_whose_pages_are_gone_are_pruned() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     kept = tails.add(PARENT, None, [1])
     tails.add(PARENT, None, [2])
     tails.add(OTHER, None, [3])
@@ -114,7 +115,7 @@ def test_tails_whose_pages_are_gone_are_pruned() -> None:
 
 
 def test_clear_forgets_everything() -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     tails.add(PARENT, None, [1])
     tails.clear()
     assert len(tails) == 0
@@ -132,7 +133,7 @@ SHORT_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 def test_the_longest_tail_is_what_looking_at_all_of_them_gives(
     added: list[tuple[bytes, list[int]]], wanted: list[int], unreadable: set[int]
 ) -> None:
-    tails = TailIndex()
+    tails = TailIndex(NoNotebook())
     model: dict[bytes, list[tuple[int, ...]]] = {PARENT: [], OTHER: []}
     hidden = set()
     for i, (parent, tokens) in enumerate(added):

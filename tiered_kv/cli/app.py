@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench_commands, store_commands, trace_commands
+from . import bench_commands, memory_commands, store_commands, trace_commands
 from .doctor_command import doctor_command
 from .plan_command import plan_command
 from .snapshots import snapshot_commands
@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(store_commands.app, name="store")
+app.add_typer(memory_commands.app, name="memory")
 app.command(
     "plan", cls=Command, short_help="Tell what tiers hold of a model, and the flags to serve it."
 )(plan_command)

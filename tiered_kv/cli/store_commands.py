@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +35,17 @@ from .store_report import (
     store_row,
     total_rows,
 )
-from .terminal import AsJson, Command, bar, one_sentence, print_json, print_table, refuse, size
+from .terminal import (
+    AsJson,
+    Command,
+    bar,
+    one_sentence,
+    print_json,
+    print_table,
+    refuse,
+    size,
+    skipped,
+)
 
 app = typer.Typer(
     help="List, check, export and delete pages on SSD.",
@@ -59,13 +69,6 @@ def take_inventories(stores: Sequence[StoreInfo]) -> list[Inventory]:
             inventories.append(take_inventory(store))
             advance(1)
     return inventories
-
-
-def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
-    """Print skipped paths on standard error; return them as ``--json`` gives them."""
-    for path, reason in odd.items():
-        typer.echo(f"left out: {path}: {reason}", err=True)
-    return {str(path): reason for path, reason in odd.items()}
 
 
 @app.command("ls", cls=Command)

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -83,6 +84,13 @@ def refuse(sentence: str) -> NoReturn:
     """
     typer.echo(f"tiered-kv: {sentence}", err=True)
     raise typer.Exit(BAD_INPUT)
+
+
+def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
+    """Print skipped paths on standard error; return them as ``--json`` gives them."""
+    for path, reason in odd.items():
+        typer.echo(f"left out: {path}: {reason}", err=True)
+    return {str(path): reason for path, reason in odd.items()}
 
 
 def print_json(result: Mapping[str, object]) -> None:

@@ -23,9 +23,7 @@ from tiered_kv.keys import PageKey
 from .base import EvictionOrder
 from .cold_pages import Bundle, ColdPages
 from .promoted import PromotedPages
-
-STAY_EVERY_S = 5.0
-"""Least time between two measurements of how fast slots are taken."""
+from .turnover import Turnover
 
 
 def cold_place(place: int) -> int:
@@ -69,9 +67,7 @@ class PageIndex:
         self._eviction = eviction
         self._clock = clock
         self._ranked_at = -math.inf
-        self._measured_at = -math.inf
-        self._taken_before = 0
-        self._taken_per_s = 0.0
+        self._turnover = Turnover(clock)
         # Slots by page. Kept apart by state, so that whole orders move at once.
         self._saving: dict[PageKey, int] = {}
         self._cpu: OrderedDict[PageKey, int] = OrderedDict()
@@ -104,6 +100,18 @@ class PageIndex:
             raise ValueError("slots are in use")
         self.num_slots = min(self.num_slots, num_slots)
         self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def adopt(self, pages: Mapping[PageKey, int]) -> None:
+        """Take over pages with their slots, oldest first. After ``limit``, before any page."""
+        kept = {key: slot for key, slot in pages.items() if slot < self.num_slots}
+        taken = frozenset(kept.values())
+        self._free = [slot for slot in self._free if slot not in taken]
+        self._cpu.update(kept)
+        self._eviction.added_all(list(kept))
+
+    def holds(self, key: PageKey, slot: int) -> bool:
+        """True if the page is readable in that slot, and not compressed."""
+        return self._cpu.get(key) == slot
 
     def readable(self, key: PageKey) -> bool:
         """True if the page is in CPU memory, whole."""
@@ -318,14 +326,10 @@ class PageIndex:
     def stay_s(self) -> float:
         """Seconds that a page stays in CPU memory at the present rate before it is evicted;
         infinite while none is."""
-        now = self._clock()
-        if now - self._measured_at >= STAY_EVERY_S:
-            rate = (self.taken - self._taken_before) / (now - self._measured_at)  # 0 at first
-            self._taken_per_s += 0.5 * (rate - self._taken_per_s)
-            self._taken_before, self._measured_at = self.taken, now
-        if not self._taken_per_s or (self._free and not self.cold):
+        per_s = self._turnover.per_s(self.taken)
+        if not per_s or (self._free and not self.cold):
             return math.inf
-        return len(self) / self._taken_per_s
+        return len(self) / per_s
 
     # -- inside -----------------------------------------------------------------
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
-from tiered_kv.keys import PageKey, tail_key
+from tiered_kv.keys import DIGEST_BYTES, PageKey, tail_key
+from tiered_kv.storage.notebook import Fact, NoNotebook
 
+PREFIX = "tail "
 MAX_TAILS_PER_PARENT = 8
 """Forks of one context; more than that and the oldest is forgotten."""
 
@@ -24,12 +27,20 @@ class Tail:
 
 class TailIndex:
     """Tails by the page before them. One thread, no locks; not a store of bytes:
-    whether a tail's bytes are readable is the page index's business."""
+    whether a tail's bytes are readable is the page index's business.
 
-    def __init__(self) -> None:
-        self._by_parent: dict[tuple[bytes, str], list[Tail]] = {}
+    Args:
+        notebook: keeps the tails for the next engine, and has those of the one before.
+    """
+
+    def __init__(self, notebook: NoNotebook) -> None:
+        self._by_parent: dict[tuple[bytes, bytes], list[Tail]] = {}
         self._parents: dict[bytes, None] = {}
         self._count = 0
+        self._notebook = notebook
+        for name, fact in notebook.facts(PREFIX).items():
+            if (noted := _noted(name, fact)) is not None:
+                self._remember(*noted)
 
     def has_any(self, parent: bytes) -> bool:
         """True if there may be tails behind that page."""
@@ -47,7 +58,14 @@ class TailIndex:
         page gets a key of its own, the same for the same three values.
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
-        tails = self._by_parent.setdefault((parent, repr(extra)), [])
+        other = _digest(extra)
+        self._remember(parent, other, tail)
+        fact = {"parent": parent.hex(), "extra": other.hex(), "tokens": tail.tokens}
+        self._notebook.note(PREFIX + tail.key.hex(), fact)
+        return tail
+
+    def _remember(self, parent: bytes, extra: bytes, tail: Tail) -> None:
+        tails = self._by_parent.setdefault((parent, extra), [])
         self._parents[parent] = None
         if tail in tails:
             tails.remove(tail)
@@ -57,7 +75,6 @@ class TailIndex:
             self._count -= 1
         tails.append(tail)
         self._count += 1
-        return tail
 
     def longest(
         self,
@@ -74,13 +91,15 @@ class TailIndex:
             usable: tells whether so many tokens of a tail can be had.
         """
         best: tuple[Tail, int] | None = None
-        for tail in self._by_parent.get((parent, repr(extra)), ()):
+        for tail in self._by_parent.get((parent, _digest(extra)), ()):
             shared = _shared_prefix(tail.tokens, tokens)
             if shared > (best[1] if best else 0) and usable(tail, shared):
                 best = (tail, shared)
         return best
 
     def clear(self) -> None:
+        """Forget every tail."""
+        self._notebook.strike(PREFIX)
         self._by_parent.clear()
         self._parents.clear()
         self._count = 0
@@ -95,6 +114,24 @@ class TailIndex:
         self._by_parent = kept
         self._parents = {parent: None for parent, _ in kept}
         self._count = sum(map(len, kept.values()))
+
+
+def _digest(extra: object) -> bytes:
+    """Digest of vLLM's extra keys, which may hold a secret; empty without any."""
+    return sha256(repr(extra).encode()).digest()[:DIGEST_BYTES] if extra else b""
+
+
+def _noted(name: str, fact: Fact) -> tuple[bytes, bytes, Tail] | None:
+    """A tail as it was noted; None if it is none."""
+    match fact:
+        case {"parent": str(parent), "extra": str(extra), "tokens": list(tokens)}:
+            try:
+                key = PageKey(bytes.fromhex(name.removeprefix(PREFIX)))
+                return bytes.fromhex(parent), bytes.fromhex(extra), Tail(key, tuple(tokens))
+            except ValueError:
+                return None
+        case _:
+            return None
 
 
 def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

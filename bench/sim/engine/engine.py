@@ -26,6 +26,7 @@ from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.storage.notebook import NoNotebook
 from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
 from tiered_kv.tiers import SSD, StoreId
@@ -173,6 +174,7 @@ class Engine:
     def _change(self, found: Dependencies) -> Dependencies:
         """The connector's parts, but for those that the simulation has its own of."""
         found.policy_state.close()
+        found.notebook.close()
         policy = self._policy or found.policy
         lacks, chunk = self._server.lacks, self._server.chunk
         policy = policy if lacks is None else Ablated(policy, lacks)
@@ -181,6 +183,7 @@ class Engine:
             wall=lambda: EPOCH_S + self.now,
             policy=policy,
             policy_state=InlineUpkeep(policy),
+            notebook=NoNotebook(),
             job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),
             restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
@@ -313,12 +316,9 @@ class Engine:
             sampled_token_ids=[said[request_id] for request_id in ids],
             kv_connector_output=connector_output,
         )
-        answers = []
-        for outputs in self.scheduler.update_from_output(output, result).values():
-            for one in outputs.outputs:
-                if one.finish_reason is not None:
-                    answers.append(self._answer(one))
-        return answers
+        heard_of = self.scheduler.update_from_output(output, result).values()
+        outputs = (one for some in heard_of for one in some.outputs)
+        return [self._answer(one) for one in outputs if one.finish_reason is not None]
 
     def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
         """Seconds of one step of this batch, and whether all of it is decoding."""

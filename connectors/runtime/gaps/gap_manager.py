@@ -33,6 +33,7 @@ from tiered_kv.policies.tools.tool_use import tool_use
 from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
+from .known_jobs import KnownJobs
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 from .placement import KvPlacement
 from .policy_state import PolicyUpkeep
@@ -60,12 +61,13 @@ class GapManager:
     Args:
         boundaries: the blocks that a pin takes over.
         gate: told of jobs that are not waited for any longer.
+        jobs: the jobs that have been seen.
+        known: brings jobs back that an engine before this one knew.
         policy_state: has the policy learn.
         clock: monotonic seconds.
 
     Attributes:
-        jobs: the jobs that have been seen.
-        open: their open gaps.
+        open: the open gaps of jobs.
         prefetch: contexts in the tiers below that are to come up in time.
         decided: what was decided of late, for good.
     """
@@ -84,12 +86,14 @@ class GapManager:
         promotions: Promotions,
         gate: Admission | NoAdmission,
         tools: ToolCalls,
+        jobs: JobTable,
+        known: KnownJobs,
         policy_state: PolicyUpkeep,
         log: TurnLog,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self.jobs = JobTable()
+        self.jobs = jobs
         self.open = gaps
         self.prefetch = PrefetchQueue()
         self.decided = RecentDecisions()
@@ -104,6 +108,7 @@ class GapManager:
         self._promotions = promotions
         self._gate = gate
         self._tools = tools
+        self._known = known
         self._policy_state = policy_state
         self._log = log
         self._trace = log.trace
@@ -119,6 +124,7 @@ class GapManager:
         if key is None:
             return Arrival()
         blocks = self._facts.blocks(request.num_prompt_tokens)
+        self._known.find(key)
         job = self.jobs.turn_arrived(key, request.request_id, self._clock(), blocks)
         self._counters.add("concurrent_turns", len(job.running) > 1)
         self.prefetch.forget(key)
@@ -254,7 +260,10 @@ class GapManager:
         if not job.running and end.is_last_step:
             self._cost_model.memoryfulness.observe(job.turns)
             self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])
-        elif not job.running and not turn.source.admitted:
+            self._known.forget(job.key)
+            return
+        self._known.note(job)
+        if not job.running and not turn.source.admitted:
             self._pins.release(job.key, PinEnd.GIVEN_UP)  # what the job's last turn left for it
             self._placement.on_lost(job.key)
 

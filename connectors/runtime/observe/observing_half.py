@@ -21,7 +21,7 @@ from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.scheduler_stats import Stats
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Handshake, Orders, StoredPages
+from tiered_kv.messages import AdoptedPages, Handshake, Orders, StoredPages
 from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
@@ -81,7 +81,9 @@ class ObservingHalf(SchedulerHalf):
         """Learn what the ranks are like. Their tiers begin empty, at the rates that are assumed."""
         stores = self.pages.book.stores
         empty = {name: StoredPages((), pages.bandwidth) for name, pages in stores.items()}
-        super().on_handshake({rank: replace(one, stored=empty) for rank, one in said.items()})
+        super().on_handshake(
+            {rank: replace(one, stored=empty, adopted=AdoptedPages()) for rank, one in said.items()}
+        )
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Look at what a waiting request would be spared; returns no token, and never a wait."""

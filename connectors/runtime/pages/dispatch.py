@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.connectors.runtime.turn import Turn
@@ -9,7 +10,9 @@ from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.settlements import Settlements
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
+from tiered_kv.transfer.memory_file.agreement import agreed
 
 from .cpu_compression import Compression
 from .failed_restores import FailedRestores
@@ -17,6 +20,8 @@ from .lower_tiers import LowerTiers
 from .pieces import RestorePieces
 from .restores import Restores
 from .saves import Saves
+
+logger = logging.getLogger(__name__)
 
 MAX_PUSH_S = 30.0
 """An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
@@ -27,6 +32,7 @@ class OrderDispatch:
 
     Args:
         turns: live requests by id.
+        ranks: number of workers.
         clock: monotonic seconds.
 
     Attributes:
@@ -43,8 +49,10 @@ class OrderDispatch:
         compression: Compression,
         tiers: LowerTiers,
         snapshots: SnapshotOrders,
+        settlements: Settlements,
         failed_restores: FailedRestores,
         turns: Mapping[str, Turn],
+        ranks: int,
         clock: Callable[[], float],
     ) -> None:
         self.restored: dict[str, Turn] = {}
@@ -56,8 +64,10 @@ class OrderDispatch:
         self._compression = compression
         self._tiers = tiers
         self._snapshots = snapshots
+        self._settlements = settlements
         self._failed_restores = failed_restores
         self._turns = turns
+        self._ranks = ranks
         self._clock = clock
         self._no_orders = Orders()
         self._last_word = clock()  # either way
@@ -72,6 +82,9 @@ class OrderDispatch:
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]
+        if len(ranks) == self._ranks and (found := agreed([one.adopted for one in ranks])):
+            book.index.adopt(found)
+            logger.info("CPU memory has %d pages from before", book.index.raw_pages)
         self._compression.on_handshake(said)
         self._tiers.on_handshake(said)
 
@@ -82,6 +95,7 @@ class OrderDispatch:
         if not self._unsent:
             return self._no_orders
         self._last_word = self._clock()
+        settled, reset = self._settlements.take()
         return Orders(
             saves=self._saves.take(),
             loads=self._restores.take(),
@@ -90,6 +104,8 @@ class OrderDispatch:
             seen_failures=self.seen_failures,
             stores=self._tiers.take(),
             snapshots=self._snapshots.take(),
+            settled=settled,
+            reset=reset,
         )
 
     def restore(self, turn: Turn, tokens: int) -> None:
@@ -125,6 +141,7 @@ class OrderDispatch:
             or self._compression.unsent
             or self._tiers.unsent
             or self._snapshots.unsent
+            or self._settlements.unsent
         )
 
     @property
@@ -146,6 +163,8 @@ class OrderDispatch:
             self.seen_failures = {**self.seen_failures, **reports.failures}
             self._no_orders = Orders(seen_failures=self.seen_failures)
         settled = self._planner.settle(reports.orders)
+        for done in settled:
+            self._settlements.on_settled(done)
         self._snapshots.settle(reports.orders)
         try:
             self._on_settled(settled, step)

@@ -15,10 +15,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tiered_kv.config import TierConfig, check_cpu_size
+from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint
-from tiered_kv.machine.memory import system_memory
 from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
 from tiered_kv.orders import (
     FailLoad,
@@ -26,6 +25,7 @@ from tiered_kv.orders import (
     LoadOrder,
     OrderId,
     OrderReport,
+    PromoteOrder,
     RestoreMode,
     SaveOrder,
 )
@@ -33,12 +33,13 @@ from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
 from .cold_loads import ColdLoads
 from .compressor import Compressor, make_compressor
+from .cpu_memory import make_memory
 from .cpu_size import slots_of
 from .kv_tensors import flops_of, storage_of
+from .lasting_pages import LastingPages, NoLastingPages
 from .snapshot_worker import SnapshotWorker
 from .speed_probe import measure_copies
 from .tier_worker import TierWorker
@@ -66,8 +67,8 @@ class WorkerHalf:
         facts: the engine.
         config: the operator's settings.
         rank: this worker's rank.
-        fingerprints: gives the fingerprint of each page group; asked only with tiers below
-            CPU memory.
+        fingerprints: gives the fingerprint of each page group; asked only if pages outlive the
+            engine.
         clock: monotonic seconds.
     """
 
@@ -91,6 +92,7 @@ class WorkerHalf:
         self.compressor: Compressor | None = None
         self.snapshots: SnapshotWorker | None = None
         self._cold_loads = ColdLoads()
+        self.lasting: LastingPages | NoLastingPages = NoLastingPages()
         self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
@@ -113,21 +115,20 @@ class WorkerHalf:
             UnsupportedError: the engine's KV cache lies in several allocations.
         """
         self._speeds = replace(self._speeds, flops=flops_of(kv_caches))
-        groups, ranks = self._facts.groups, self._facts.ranks
-        if not groups or self._config.cpu_gib == 0:
+        if not self._facts.groups or self._config.cpu_gib == 0:
             return
         slots = slots_of(self._facts, self._config)
-        import torch
-
         on_gpu = storage_of(kv_caches).device.type == "cuda"
-        local_ranks = min(ranks, torch.cuda.device_count()) if on_gpu else ranks
-        check_cpu_size(self._config, ranks, local_ranks, *system_memory())
         slot_bytes = self._facts.slot_bytes
-        memory: HostMemory = AnonymousMemory(slots * slot_bytes)
-        if on_gpu:
-            from tiered_kv.transfer.cuda.pinned_memory import pinned
-
-            memory = pinned(memory)
+        memory, self.lasting = make_memory(
+            self._facts,
+            self._config,
+            self._rank,
+            slots,
+            self._fingerprints,
+            on_gpu=on_gpu,
+            clock=self._clock,
+        )
         self.pool = CpuPool(memory, slot_bytes)
         self._kv_caches = kv_caches
         self.backend = self._make_backend(self.pool)
@@ -150,6 +151,7 @@ class WorkerHalf:
             if self._config.snapshot_path is not None:
                 self.snapshots = SnapshotWorker(self._facts, self._rank, pool.slots, bundles)
             tiers = make_tiers(self._config)
+            self.lasting.overwrite(range(self._slots(), slots))  # decoded pages pass through
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
                 for i, fingerprint in enumerate(fingerprints):
@@ -206,6 +208,7 @@ class WorkerHalf:
             page_bytes=tuple(group.page_bytes for group in self._facts.groups),
             compresses=tuple(self.compressor.groups) if self.compressor is not None else (),
             stored={name: tier.stored for name, tier in self.stores.items()},
+            adopted=self.lasting.adopted,
         )
 
     def _slots(self) -> int:
@@ -219,9 +222,10 @@ class WorkerHalf:
         """Restores: sync ones are done when this returns, async ones have begun."""
         if self.pool is None:
             return
+        self.lasting.on_orders(orders)
         for name, tier_orders in orders.stores.items():
             for promote in tier_orders.promotes:
-                self._overwrite(promote.slots)
+                self._overwrite(promote.slots, promote)
             if name in self.stores:
                 self.stores[name].carry_out(tier_orders)
         for snapshot in orders.snapshots:
@@ -252,6 +256,7 @@ class WorkerHalf:
                 self.backend.submit(job)
 
         for pack in orders.packs:
+            self.lasting.overwrite(pack.slots)
             for tier in self.stores.values():
                 tier.packed(pack)
             if self.compressor is not None:
@@ -284,7 +289,7 @@ class WorkerHalf:
             if tainted or self.backend is None:
                 self._done(CopyResult.refusal(job))
                 continue
-            self._overwrite(order.slots)
+            self._overwrite(order.slots, order)
             self.backend.submit(job)
 
     def finish(self) -> Arrivals:
@@ -329,7 +334,12 @@ class WorkerHalf:
         failures = {self._rank: self._failed_syncs} if self._failed_syncs else {}
         return Reports(reports, failures, news)
 
-    def _overwrite(self, slots: tuple[int, ...]) -> None:
+    def _overwrite(
+        self, slots: tuple[int, ...], by: SaveOrder | PromoteOrder | None = None
+    ) -> None:
+        self.lasting.overwrite(slots)
+        if by is not None:
+            self.lasting.begin(by)
         for tier in self.stores.values():
             tier.forget_slots(slots)
 
@@ -375,6 +385,7 @@ class WorkerHalf:
             if self.pool is not None:
                 last_to_first.callback(self.pool.close)
                 self.pool = None
+            last_to_first.callback(self.lasting.close)
             for tier in self.stores.values():
                 last_to_first.callback(tier.close)
             if self.compressor is not None:

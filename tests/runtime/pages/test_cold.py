@@ -38,8 +38,6 @@ JOBS = 10
 """Jobs whose pages are more than there are slots, and have room if they are compressed."""
 CONTEXT = 163
 """Tokens of a job's context: its first prompt and answer, but for the last token."""
-WHOLE = 160
-"""Tokens of its whole pages."""
 
 
 @pytest.fixture
@@ -355,7 +353,7 @@ def test_compressed_pages_go_down_to_ssd_and_are_right_after_a_restart(
     rig.close()
     second = make_rig(extra=extra)
     second.policy = rig.policy
-    assert [come_back(second, job) for job in range(2 * JOBS)] == [WHOLE] * 2 * JOBS
+    assert [come_back(second, job) for job in range(2 * JOBS)] == [CONTEXT] * 2 * JOBS
     assert second.count("restore_failures") == second.count("promotion_failures") == 0
     settle(second)
     second.check_clean()
@@ -374,7 +372,7 @@ def test_the_last_flush_takes_compressed_pages_along(make_rig: MakeRig, tmp_path
     second = make_rig(extra=extra)
     second.policy = rig.policy
     restored = [come_back(second, job) for job in range(JOBS)]
-    assert sum(tokens == WHOLE for tokens in restored) == JOBS - 1
-    assert min(restored) < WHOLE, "what was damaged is not on SSD"
+    assert sum(tokens == CONTEXT for tokens in restored) == JOBS - 1
+    assert min(restored) < CONTEXT, "what was damaged is not on SSD"
     settle(second)
     second.check_clean()

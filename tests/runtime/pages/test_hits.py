@@ -18,6 +18,7 @@ from tiered_kv.layout import Placement, page_layout
 from tiered_kv.page_group import PageGroup
 from tiered_kv.pages.partial_blocks import Tail, TailIndex
 from tiered_kv.policies.jobs.hints import TurnHints
+from tiered_kv.storage.notebook import NoNotebook
 
 LENGTH, UNIT = 120, 4
 KINDS = [
@@ -69,7 +70,7 @@ class Searched:
         self.turn = turn_of(self.facts, tokens)
         self.start = rng.choice([0, 0, 16, 48])
         self.limit = rng.randint(self.start, LENGTH - 1)
-        self.tails = TailIndex()
+        self.tails = TailIndex(NoNotebook())
         self.ends: list[tuple[int, Tail]] = []
         for _ in range(rng.randint(0, 4)):
             end = rng.randrange(1, LENGTH)
@@ -174,7 +175,7 @@ def check_pages(case: Searched, found: Found) -> None:
 
 def test_the_last_tokens_are_left_out_where_drafts_depend_on_the_next_one() -> None:
     facts = facts_of([group(0, 8, KvReach(), draft_tokens=1)])
-    turn, tails = turn_of(facts, range(100)), TailIndex()
+    turn, tails = turn_of(facts, range(100)), TailIndex(NoNotebook())
     place = turn.tail_place(96)
     assert place is not None
     there = set(turn.page_keys())

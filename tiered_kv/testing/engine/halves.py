@@ -17,6 +17,7 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.policies.jobs.hints import read_hints
+from tiered_kv.storage.notebook import open_notebook
 
 from .engine import Engine
 from .offload import Loads, Offload
@@ -53,7 +54,7 @@ class Halves(Offload):
         self.worker = make_worker_half(facts, config, 0, lambda: (fingerprint,), clock)
         self.worker.register([engine.model.cache])
         policy = registry.policy(config.policy)
-        state = PolicyState(policy, config.learned_path, config.policy)
+        state = PolicyState(policy, config.notes_path, config.policy)
         state.load()
         given = Dependencies(
             facts=facts,
@@ -62,6 +63,7 @@ class Halves(Offload):
             prefill_work=None,
             policy=policy,
             policy_state=state,
+            notebook=open_notebook(config.notes_path, facts.replica, keep=config.keeps_notes),
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
             job_forecast=JobForecast(),

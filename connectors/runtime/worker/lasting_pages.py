@@ -1,0 +1,161 @@
+"""A rank's CPU memory that outlives its engine: whose pages a later engine may find in it.
+
+A page is found again only if the scheduler has said that it is whole on every rank, its bytes were
+hashed, and nothing was written to its slot since.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.keys import Fingerprint
+from tiered_kv.machine.affinity import usable_cores
+from tiered_kv.messages import AdoptedPages, Orders
+from tiered_kv.orders import OrderId, PromoteOrder, SaveOrder
+from tiered_kv.transfer.memory_file.found_file import memory_path
+from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
+from tiered_kv.transfer.memory_file.memory_format import Geometry, contents_of
+from tiered_kv.transfer.memory_file.opening import open_memory
+from tiered_kv.transfer.memory_file.validation import LandedPage, Validation
+
+logger = logging.getLogger(__name__)
+
+VALIDATE_S = 1.0
+"""Time at a clean stop for pages that are not hashed yet. vLLM gives a worker 5 seconds to end,
+of which the last flush to SSD may take 3."""
+
+
+class LastingPages:
+    """Keeps a memory file true. One thread, the worker's.
+
+    Args:
+        memory: closed by its pool, after this.
+        page_bytes: size of a page of each group, bytes.
+    """
+
+    def __init__(self, memory: LastingMemory, page_bytes: Sequence[int]) -> None:
+        self._memory = memory
+        self._page_bytes = page_bytes
+        self._validation = Validation(memory)
+        self._unsettled: dict[OrderId, SaveOrder | PromoteOrder] = {}
+        found = memory.adopted
+        self.adopted = AdoptedPages(
+            tuple(found),
+            tuple(page.key for page in found.values()),
+            tuple(page.saved for page in found.values()),
+        )
+
+    def overwrite(self, slots: Sequence[int]) -> None:
+        """Take note that something is about to be written to these slots."""
+        self._memory.invalidate(slots)
+
+    def begin(self, order: SaveOrder | PromoteOrder) -> None:
+        """Take note of an order that fills slots; its settlement is told later."""
+        self._unsettled[order.order_id] = order
+
+    def on_orders(self, orders: Orders) -> None:
+        """Take in what the scheduler knows of orders that are over. Before anything of this step
+        writes to a slot."""
+        if orders.reset:  # keys of a new generation are nobody else's
+            self._memory.clear()
+            self._unsettled.clear()
+        landed = list[LandedPage]()
+        for settlement in orders.settled:
+            order = self._unsettled.pop(settlement.order_id, None)
+            if order is None:
+                continue
+            group = order.group if isinstance(order, SaveOrder) else order.store.group
+            landed += (
+                LandedPage(slot, key, self._page_bytes[group], settlement.at)
+                for i, (slot, key) in enumerate(zip(order.slots, order.keys, strict=True))
+                if i not in settlement.bad
+            )
+        if landed:
+            self._validation.landed(landed)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until every page is hashed; False if that took longer."""
+        return self._validation.wait_idle(timeout_s)
+
+    def close(self) -> None:
+        """Hash what is left, as far as there is time. Idempotent."""
+        self._validation.close(VALIDATE_S if self._memory.keep else 0.0)
+
+
+class NoLastingPages:
+    """Memory that ends with its engine: nothing is to be kept true."""
+
+    adopted = AdoptedPages()
+
+    def overwrite(self, slots: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def begin(self, order: SaveOrder | PromoteOrder) -> None:
+        """Do nothing."""
+
+    def on_orders(self, orders: Orders) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def held_bytes(facts: EngineFacts, config: TierConfig, rank: int) -> int:
+    """Memory that this rank's file has already, bytes: it need not be free."""
+    if config.cpu_path is None:
+        return 0
+    with suppress(OSError):
+        return memory_path(config.cpu_path, facts.replica, rank).stat().st_size
+    return 0
+
+
+def open_lasting(
+    facts: EngineFacts,
+    config: TierConfig,
+    rank: int,
+    slots: int,
+    fingerprints: Sequence[Fingerprint],
+    *,
+    on_gpu: bool,
+    clock: Callable[[], float],
+) -> LastingMemory | None:
+    """Open this rank's memory file, with the good pages of the engine before; None if it is not
+    wanted, or if no later engine could have the same keys.
+
+    Raises:
+        ConfigError: it cannot be had; the sentence says what to do.
+    """
+    folder: Path | None = config.cpu_path
+    if folder is None or config.observes:
+        return None
+    if not all(one.lasting for one in fingerprints):
+        logger.warning(
+            "CPU memory does not outlive this engine: its model has no files by which a later "
+            "one could tell that it is the same"
+        )
+        return None
+    geometry = Geometry(
+        contents_of([one.digest() for one in fingerprints]),
+        rank,
+        facts.ranks,
+        facts.replica,
+        slots,
+        facts.slot_bytes,
+    )
+    memory = open_memory(folder, geometry, keep=config.cpu_keep, clock=clock)
+    try:
+        memory.check_adopted(max(1, usable_cores() // facts.ranks))
+        left_s = memory.rest.left_s(clock()) if on_gpu else 0.0
+        if left_s:
+            logger.info("waiting %.0f s for copies of the engine before to end", left_s)
+            time.sleep(left_s)
+    except BaseException:
+        memory.close()
+        raise
+    return memory

@@ -1,0 +1,74 @@
+"""Two ranks whose CPU memory outlives them, in a file each: a page is found if both have it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.engine import halves
+from tiered_kv.testing.engine import rig as engine_rig
+from tiered_kv.testing.engine.rig import RigOptions
+
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "read_facts", facts_of_two)
+    monkeypatch.setattr(engine_rig, "Halves", TwoRanks)
+
+
+@contextmanager
+def rig(folder: Path) -> Iterator[TwoRankRig]:
+    extra = {"cpu_gib": 0.002, "cpu_path": str(folder), "codec": "raw"}
+    with TwoRankRig(RigOptions(extra=extra)) as made:
+        made.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+        yield made
+
+
+def _keep_all(folder: Path) -> None:
+    """Leave both files as they are."""
+
+
+def _lose_one(folder: Path) -> None:
+    (folder / "0-1.slots").unlink()
+
+
+def _damage_a_page_of_one(folder: Path) -> None:
+    """Flip the last byte that is not 0: it is in a slot."""
+    path = folder / "0-1.slots"
+    held = bytearray(path.read_bytes())
+    at = len(held.rstrip(b"\0")) - 1
+    held[at] ^= 1
+    path.write_bytes(held)
+
+
+@pytest.mark.parametrize(
+    ("change", "least", "most"),
+    [(_keep_all, 299, 299), (_lose_one, 0, 0), (_damage_a_page_of_one, 0, 298)],
+)
+def test_pages_are_found_that_both_ranks_have(
+    tmp_path: Path, change: Callable[[Path], None], least: int, most: int
+) -> None:
+    prompt = text(300, seed=1)
+    with rig(tmp_path / "memory") as first:
+        assert first.ask("a", prompt) == expected(prompt, 4)
+        first.run()
+        for worker in (first.ranks.worker, first.ranks.second):
+            assert worker.lasting.wait_idle(30.0)
+        assert first.half.given.notebook.drain(30.0)
+        killed = tmp_path / "killed"
+        shutil.copytree(tmp_path / "memory", killed)
+    change(killed)
+    with rig(killed) as second:
+        assert second.ask("b", prompt) == expected(prompt, 4)
+        assert least <= second.count("prompt_tokens_cpu") <= most
+        second.check_clean()

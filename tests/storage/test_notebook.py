@@ -1,0 +1,141 @@
+"""Notebooks as the next process reads them: the newest facts, and nothing that was torn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.storage import notebook
+from tiered_kv.storage.notebook import NoNotebook, Notebook, open_notebook
+
+
+def book(path: Path, *, keep: bool = True) -> Notebook:
+    return Notebook(path / "jobs.jsonl", keep=keep)
+
+
+def test_the_next_process_finds_the_newest_facts_in_the_order_they_were_noted(
+    tmp_path: Path,
+) -> None:
+    first = book(tmp_path)
+    for name, number in (("a", 1), ("b", 2), ("a", 3), ("tail 1", 4)):
+        first.note(name, {"n": number})
+    first.close()
+    second = book(tmp_path)
+    assert list(second.facts("").items()) == [
+        ("b", {"n": 2}),
+        ("a", {"n": 3}),
+        ("tail 1", {"n": 4}),
+    ]
+    assert second.facts("tail ") == {"tail 1": {"n": 4}}
+    second.strike("tail ")
+    second.close()
+    third = book(tmp_path)
+    assert set(third.facts("")) == {"a", "b"}
+    third.close()
+
+
+def test_it_goes_at_the_end_if_it_is_not_to_be_kept(tmp_path: Path) -> None:
+    one = book(tmp_path, keep=False)
+    one.note("a", {})
+    one.close()
+    one.close()
+    assert not (tmp_path / "jobs.jsonl").exists()
+    again = book(tmp_path)
+    assert again.facts("") == {}
+    again.close()
+
+
+def test_one_process_has_it(tmp_path: Path) -> None:
+    first = open_notebook(tmp_path, 3, keep=True)
+    second = open_notebook(tmp_path, 3, keep=True)
+    first.note("a", {"of": 1})
+    second.note("a", {"of": 2})
+    first.close()
+    second.close()
+    again = open_notebook(tmp_path, 3, keep=True)
+    assert again.facts("") == {"a": {"of": 1}}
+    again.close()
+    names = sorted(path.name for path in tmp_path.glob("*.jsonl"))
+    assert names == ["jobs-3-0.jsonl", "jobs-3-1.jsonl"]
+
+
+@given(st.integers(0, 200), st.binary(max_size=8))
+def test_a_torn_file_is_read_up_to_there(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    one = book(folder)
+    for number in range(6):
+        one.note(f"job {number}", {"n": number})
+    one.close()
+    path = folder / "jobs.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut] + junk)
+    found = book(folder)
+    for name, fact in found.facts("job ").items():
+        assert fact == {"n": int(name.removeprefix("job "))}
+    assert len(found.facts("")) >= whole[:cut].count(b"\n")
+    found.note("job 7", {"n": 7})
+    found.close()
+    again = book(folder)
+    assert again.facts("job 7") == {"job 7": {"n": 7}}, "a torn line spoils no later one"
+    again.close()
+
+
+def test_overtaken_lines_do_not_make_it_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebook, "SPARE_BYTES", 1_000)
+    one = book(tmp_path)
+    for number in range(5_000):
+        one.note(f"job {number % 10}", {"n": number})
+    one.close()
+    assert (tmp_path / "jobs.jsonl").stat().st_size < 20_000
+    again = book(tmp_path)
+    assert {fact["n"] for fact in again.facts("").values()} == set(range(4_990, 5_000))
+    again.close()
+
+
+def test_the_oldest_are_forgotten_where_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebook, "MOST_FACTS", 3)
+    one = book(tmp_path)
+    for number in range(9):
+        one.note(f"job {number}", {})
+    one.close()
+    again = book(tmp_path)
+    assert list(again.facts("")) == ["job 6", "job 7", "job 8"]
+    again.close()
+
+
+@pytest.mark.parametrize("line", [b"[]\n", b'{"name": 1, "fact": {}}\n', b"[" * 100_000 + b"\n"])
+def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "jobs.jsonl").write_bytes(
+        line + json.dumps({"name": "a", "fact": {}}).encode() + b"\n"
+    )
+    one = book(tmp_path)
+    assert one.facts("") == {"a": {}}
+    one.close()
+
+
+def test_a_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    made = open_notebook(tmp_path / "file" / "folder", 0, keep=True)
+    assert type(made) is NoNotebook
+    assert type(open_notebook(None, 0, keep=True)) is NoNotebook
+    made.note("a", {})
+    made.close()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"theirs")
+    (tmp_path / "jobs-0-0.jsonl").symlink_to(tmp_path / "elsewhere")
+    made = open_notebook(tmp_path, 0, keep=True)
+    made.note("a", {})
+    made.close()
+    assert (tmp_path / "elsewhere").read_bytes() == b"theirs"

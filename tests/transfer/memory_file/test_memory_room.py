@@ -1,0 +1,113 @@
+"""Room for a memory file: all of it is taken, or none, and a sentence says what lacks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.transfer.memory_file.made_memory import (
+    GEOMETRY,
+    key_of,
+    keys_in,
+    open_in,
+    save,
+)
+from tiered_kv.errors import ConfigError
+from tiered_kv.storage.disk.files import BLOCK, RealFiles, open_plain
+from tiered_kv.transfer.memory_file.opening import open_memory
+
+NAME = "0-0.slots"
+
+
+def test_where_there_is_no_room_a_sentence_says_how_much(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for a container's /dev/shm: nothing may be mounted here."""
+    monkeypatch.setattr(RealFiles, "free", lambda self, folder: 64 << 20)
+    with pytest.raises(ConfigError) as said:
+        open_in(folder, slots=1 << 20, slot_bytes=1 << 20)
+    sentence = str(said.value)
+    assert f"{folder} has room for 0.06 GiB" in sentence
+    assert "rank 0 takes 1024.13 GiB" in sentence
+    assert "--shm-size" in sentence
+    assert "TIERED_KV_CPU_GIB" in sentence
+    assert list(folder.iterdir()) == []
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_room_that_ends_while_it_is_taken_leaves_nothing_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = os.posix_fallocate
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda fd, at, n: (full if n > BLOCK else real)(fd, at, n)
+    )
+    with pytest.raises(ConfigError, match="gives no more memory, and the CPU memory of rank 0"):
+        open_in(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files_is_no_crash(folder: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="gives no more memory"):
+            open_in(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(folder.iterdir()) == []
+    open_in(folder).close()
+
+
+def test_a_full_tmpfs_that_has_a_hole_to_fill_is_refused_and_keeps_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_in(folder)
+    save(memory, 0, 0)
+    memory.close()
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ConfigError):
+            open_in(folder)
+    assert keys_in(open_in(folder)) == {0: key_of(0)}
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be used \(.*\): make it writable"):
+        open_in(tmp_path / "file" / "memory")
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_mapped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_in(folder).close()
+
+    def replacing(path: Path, flags: int) -> int:
+        path.rename(path.with_name("old"))
+        path.write_bytes(b"")
+        return open_plain(path, flags)
+
+    monkeypatch.setattr("tiered_kv.transfer.memory_file.opening.open_plain", replacing)
+    with pytest.raises(ConfigError, match="replaced"):
+        open_in(folder)
+
+
+def test_large_slots_are_page_aligned(tmp_path: Path) -> None:
+    geometry = replace(GEOMETRY, slots=33, slot_bytes=4 * BLOCK)
+    memory = open_memory(tmp_path, geometry)
+    assert memory.view.ctypes.data % BLOCK == 0
+    assert memory.view.nbytes == 33 * 4 * BLOCK
+    memory.close()

@@ -1,0 +1,158 @@
+"""``tiered-kv memory``: list and delete files of CPU memory that outlives its engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.storage.segment.format import FormatError
+from tiered_kv.transfer.memory_file.found_file import delete_memory
+from tiered_kv.transfer.memory_file.memory_files import MemoryFile, list_memory
+
+from .terminal import (
+    AsJson,
+    Command,
+    age,
+    one_sentence,
+    print_json,
+    print_table,
+    sentence_of,
+    size,
+    skipped,
+)
+
+app = typer.Typer(
+    help="List and delete CPU memory that outlives its engine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+COLUMNS = {
+    "file": False,
+    "rank": False,
+    "pages": True,
+    "slots": True,
+    "size": True,
+    "newest": True,
+    "open in": False,
+}
+"""Columns of ``ls``: True if they hold numbers."""
+
+NANOSECONDS = 1e9
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder that TIERED_KV_CPU_PATH names.")
+]
+
+
+@app.command("ls", cls=Command)
+def list_command(folder: Folder, as_json: AsJson = False) -> None:
+    """List the files of CPU memory in FOLDER, also beside a running server.
+
+    Exit code 1 if something had to be skipped.
+    """
+    with one_sentence():
+        found = list_memory(folder)
+    left_out = skipped(found.odd)
+    if as_json:
+        files = [describe(one) for one in found.files]
+        print_json({"path": str(folder), "files": files, "skipped": left_out})
+    else:
+        print_table(COLUMNS, [row(one) for one in found.files])
+    if left_out:
+        raise typer.Exit(1)
+
+
+@app.command("gc", cls=Command, short_help="Delete CPU memory that no process has open.")
+def gc_command(
+    folder: Folder,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the files of CPU memory in FOLDER that no process has open.
+
+    Exit code 1 if something could not be read or deleted.
+    """
+    with one_sentence():
+        found = list_memory(folder)
+    removed, kept, refused, freed = list[Path](), list[Path](), dict[str, str](), 0
+    for one in found.files:
+        if one.locked:
+            kept.append(one.path)
+            continue
+        try:
+            freed += one.nbytes if dry_run else delete_memory(one.path)
+            removed.append(one.path)
+        except (ConfigError, FormatError, OSError) as error:
+            refused[str(one.path)] = sentence_of(error)
+    left_out = skipped(found.odd)
+    if as_json:
+        print_json(
+            {
+                "path": str(folder),
+                "dry_run": dry_run,
+                "removed": [str(path) for path in removed],
+                "kept": [str(path) for path in kept],
+                "bytes_freed": freed,
+                "refused": refused,
+                "skipped": left_out,
+            }
+        )
+    else:
+        word = "would delete" if dry_run else "deleted"
+        rows = [[word, str(path)] for path in removed]
+        rows += [["in use", str(path)] for path in kept]
+        rows += [["kept", f"{path}: {reason}"] for path, reason in refused.items()]
+        print_table({"": False, f"{size(freed)} in {len(removed)} files": False}, rows)
+    if refused or left_out:
+        raise typer.Exit(1)
+
+
+def describe(one: MemoryFile) -> dict[str, object]:
+    """Describe a file for ``ls --json``."""
+    geometry = one.header.geometry if one.header is not None else None
+    return {
+        "path": str(one.path),
+        "contents": geometry.contents.hex() if geometry else None,
+        "replica": geometry.replica if geometry else None,
+        "rank": geometry.rank if geometry else None,
+        "ranks": geometry.ranks if geometry else None,
+        "slots": geometry.slots if geometry else None,
+        "slot_bytes": geometry.slot_bytes if geometry else None,
+        "bytes": one.nbytes,
+        "pages": one.pages,
+        "torn": one.torn,
+        "newest_page_s": newest_s(one),
+        "locked": one.locked,
+        "owner": one.owner if one.locked else None,
+        "unusable": one.damage or None,
+    }
+
+
+def newest_s(one: MemoryFile) -> float | None:
+    """Age of the newest page, seconds; None without pages."""
+    return max(0.0, time.time() - one.newest / NANOSECONDS) if one.pages else None
+
+
+def row(one: MemoryFile) -> list[str]:
+    """Row of a file under ``COLUMNS``."""
+    owner = f"process {one.owner.get('pid', '?')} on {one.owner.get('host', 'another host')}"
+    if one.header is None:
+        cells = [one.damage, "-", "-"]
+    else:
+        geometry = one.header.geometry
+        rank = f"{geometry.rank} of {geometry.ranks}"
+        cells = [rank, f"{one.pages:,}", f"{geometry.slots:,}"]
+    return [
+        one.path.name,
+        *cells,
+        size(one.nbytes),
+        age(newest_s(one)),
+        owner if one.locked else "-",
+    ]

@@ -1,0 +1,121 @@
+"""Memory files in a folder: found and described, without being mapped.
+
+A file has the name of one and the magic of one. Nothing else is read, and no link is followed. A
+path that has such a name but is something else, or cannot be read, is odd: it is skipped and
+reported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.storage.disk.files import BLOCK, RealFiles, open_plain, read_exactly
+from tiered_kv.storage.segment.format import FormatError
+from tiered_kv.storage.store.locks import is_locked
+
+from .file_lock import SETTING, parse_owner
+from .found_file import FILE_NAME, header_of
+from .memory_format import ENTRY_BYTES, FileHeader, ForeignError
+from .slot_table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFile:
+    """A memory file.
+
+    Attributes:
+        nbytes: its size.
+        locked: True if a process has it.
+        owner: words of that process about itself, or of the last one; empty if unknown.
+        header: its header; None if it cannot be used.
+        damage: reason for that; empty if there is a header.
+        pages: number of valid slots.
+        torn: number of slots with torn headers; 0 for a file in use, which changes while it is
+            read.
+        newest: time of the newest page, nanoseconds since 1970; 0 without pages.
+    """
+
+    path: Path
+    nbytes: int
+    locked: bool
+    owner: dict[str, object]
+    header: FileHeader | None
+    damage: str = ""
+    pages: int = 0
+    torn: int = 0
+    newest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryListing:
+    """The memory files in a folder.
+
+    Attributes:
+        files: in the order of their names.
+        odd: reasons for skipped paths, by path.
+    """
+
+    files: list[MemoryFile] = field(default_factory=list)
+    odd: dict[Path, str] = field(default_factory=dict)
+
+
+def list_memory(folder: Path) -> MemoryListing:
+    """List the memory files in a folder.
+
+    Raises:
+        ConfigError: there is no such folder.
+        OSError: the folder cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder: give the one that {SETTING} names")
+    found = MemoryListing()
+    for path in sorted(folder.iterdir()):
+        if not FILE_NAME.fullmatch(path.name):
+            continue
+        try:
+            found.files.append(_describe(path))
+        except FileNotFoundError:
+            continue  # deleted meanwhile
+        except ForeignError as error:
+            found.odd[path] = str(error)
+        except OSError as error:
+            found.odd[path] = error.strerror or str(error)
+    return found
+
+
+def _describe(path: Path) -> MemoryFile:
+    locked = is_locked(path)
+    fd = open_plain(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        owner = parse_owner(os.pread(fd, BLOCK, 0))
+        try:
+            header = header_of(fd, size)
+        except ForeignError:
+            raise
+        except FormatError as error:
+            return MemoryFile(path, size, locked, owner, None, str(error))
+        if header is None:
+            return MemoryFile(path, size, locked, owner, None, "it is not yet made")
+        geometry = header.geometry
+        blocks = np.zeros(geometry.slots_at - BLOCK, np.uint8)
+        read_exactly(RealFiles(), fd, [blocks.data], BLOCK)
+        table = blocks[: geometry.slots * ENTRY_BYTES]
+        found, torn = SlotTable(table, header.nonce, geometry.slot_bytes).valid()
+        return MemoryFile(
+            path=path,
+            nbytes=size,
+            locked=locked,
+            owner=owner,
+            header=header,
+            pages=len(found),
+            torn=0 if locked else len(torn),
+            newest=max((page.saved for page in found.values()), default=0),
+        )
+    finally:
+        os.close(fd)

@@ -1,0 +1,237 @@
+"""Format of a memory file: the slots of one rank's CPU memory, with a header for each.
+
+    file      header | table | slots
+
+    header    magic          8    "TKVMEM" and two zeros
+              version        u32
+              entry bytes    u32  of a slot's header: 128
+              contents       16   digest of the fingerprints of the engine's page groups
+              nonce          u64  random: a slot's header fits no other file
+              created        u64  seconds since 1970
+              rank, ranks    2 u32
+              replica        u32
+              reserved       u32  0
+              slots          u64
+              slot bytes     u64
+              table at       u64  offset of the table: 4096
+              slots at       u64  offset of the first slot, a multiple of 4096
+              size           u64  of the file, whole blocks of the file system
+              digest         16   xxh3-128 of all before it
+              owner               at 2048: JSON that names the last process, zeros up to 4096
+
+    table     of each slot a header of 128 bytes, two cache lines:
+
+              state          u32  0 never used, 1 invalid, 2 valid
+              page bytes     u32  of the page, from the slot's first byte on
+              key bytes      u32
+              saved          u64  nanoseconds since 1970, when every rank had it
+              digest         16   xxh3-128 of the page's bytes
+              key            76   zeros behind it
+              own digest     16   xxh3-128 of nonce, number of the slot (u64), and all before it
+
+Little-endian throughout. A key with vLLM's own hash has 48 bytes, so that a header does not fit
+into 64. Beside pages of 256 KiB the table takes one byte in 2,000.
+
+Parsing is total: any bytes give a value or raise ``FormatError``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from tiered_kv.keys import DIGEST_BYTES, PageKey
+from tiered_kv.storage.disk.aligned import aligned
+from tiered_kv.storage.disk.files import BLOCK
+from tiered_kv.storage.segment.format import MAX_PAGE_BYTES, MIN_KEY_BYTES, FormatError
+
+VERSION = 1
+MAGIC = b"TKVMEM\0\0"
+OWNER_AT = 2048
+"""Offset of the words about the last process, which end with the first block."""
+ENTRY_BYTES = 128
+"""Size of a slot's header."""
+MAX_KEY_BYTES = 76
+"""Longest key that a slot's header takes."""
+
+_FILE = struct.Struct("<8sII16sQQIIIIQQQQQ")
+_ENTRY = struct.Struct("<IIIQ16s76s")
+_WHERE = struct.Struct("<QQ")
+
+
+class ForeignError(FormatError):
+    """A file that is not ours."""
+
+
+class State(IntEnum):
+    """State of a slot. The values differ in one byte, so that no store of one can be torn."""
+
+    NEVER_USED = 0
+    INVALID = 1
+    VALID = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Everything that two files have in common if one engine can take the other's pages.
+
+    Attributes:
+        contents: 16 bytes, the digest of the fingerprints of the engine's page groups.
+        rank: rank whose memory it is, of ``ranks``.
+        replica: data-parallel rank of the engine.
+        slots: number of slots.
+        slot_bytes: size of a slot, that of the largest page.
+
+    Raises:
+        ValueError: ``contents`` has another size.
+    """
+
+    contents: bytes
+    rank: int
+    ranks: int
+    replica: int
+    slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.contents) != DIGEST_BYTES:
+            raise ValueError(f"{len(self.contents)} bytes for a digest of {DIGEST_BYTES}")
+
+    @property
+    def slots_at(self) -> int:
+        """Offset of the first slot in the file."""
+        return aligned(BLOCK + self.slots * ENTRY_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of header, table and slots, bytes; the file ends with the block."""
+        return self.slots_at + self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """Fields of a file's header; see the table above."""
+
+    geometry: Geometry
+    nonce: int
+    created: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """A page in a slot, as its header tells of it.
+
+    Attributes:
+        nbytes: size of the page, from the slot's first byte on.
+        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
+        digest: xxh3-128 of the page's bytes.
+    """
+
+    key: PageKey
+    nbytes: int
+    saved: int
+    digest: bytes
+
+
+def contents_of(fingerprints: Sequence[bytes]) -> bytes:
+    """Digest of the fingerprints of an engine's page groups, in their order."""
+    return xxhash.xxh3_128_digest(b"".join(fingerprints))
+
+
+def pack_file_header(header: FileHeader) -> bytes:
+    """Pack a file's header, without the words about its owner."""
+    one = header.geometry
+    body = _FILE.pack(
+        MAGIC,
+        VERSION,
+        ENTRY_BYTES,
+        one.contents,
+        header.nonce,
+        header.created,
+        one.rank,
+        one.ranks,
+        one.replica,
+        0,
+        one.slots,
+        one.slot_bytes,
+        BLOCK,
+        one.slots_at,
+        header.size,
+    )
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def parse_file_header(start: bytes) -> FileHeader:
+    """Parse the first bytes of a file.
+
+    Raises:
+        ForeignError: they are not ours.
+        FormatError: they are of another version, or damaged.
+    """
+    if not start.startswith(MAGIC):
+        raise ForeignError("it is no memory file of tiered-kv")
+    if len(start) < _FILE.size + 16:
+        raise FormatError("its header is cut off")
+    _, version, entry, contents, nonce, created, rank, ranks, replica, _, *rest = _FILE.unpack_from(
+        start
+    )
+    if version != VERSION:
+        raise FormatError(f"it has version {version} of the format, and this is version {VERSION}")
+    if xxhash.xxh3_128_digest(start[: _FILE.size]) != start[_FILE.size : _FILE.size + 16]:
+        raise FormatError("its header is damaged")
+    slots, slot_bytes, table_at, slots_at, size = rest
+    geometry = Geometry(contents, rank, ranks, replica, slots, slot_bytes)
+    places = (entry, table_at, slots_at)
+    if places != (ENTRY_BYTES, BLOCK, geometry.slots_at) or size < geometry.nbytes:
+        raise FormatError("its header contradicts itself")
+    return FileHeader(geometry, nonce, created, size)
+
+
+def pack_slot_header(nonce: int, slot: int, header: SlotHeader) -> bytes:
+    """Pack the header of a valid slot.
+
+    Raises:
+        ValueError: the key or the page is longer than a header can say.
+    """
+    if not MIN_KEY_BYTES <= len(header.key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key of {len(header.key)} bytes")
+    if not 0 < header.nbytes <= MAX_PAGE_BYTES:
+        raise ValueError(f"a page of {header.nbytes} bytes")
+    body = _ENTRY.pack(
+        State.VALID,
+        header.nbytes,
+        len(header.key),
+        header.saved,
+        header.digest,
+        header.key,
+    )
+    return body + _own_digest(nonce, slot, body)
+
+
+def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> SlotHeader:
+    """Parse the header of a slot that says that it is valid.
+
+    Raises:
+        FormatError: it is torn, damaged, or of another slot or file.
+    """
+    if len(entry) != ENTRY_BYTES or _own_digest(nonce, slot, entry[: _ENTRY.size]) != bytes(
+        entry[_ENTRY.size :]
+    ):
+        raise FormatError("the header of the slot is torn")
+    state, nbytes, key_bytes, saved, digest, key = _ENTRY.unpack_from(entry)
+    if (
+        state != State.VALID
+        or not MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES
+        or not 0 < nbytes <= slot_bytes
+    ):
+        raise FormatError("the header of the slot has impossible values")
+    return SlotHeader(PageKey(key[:key_bytes]), nbytes, saved, digest)
+
+
+def _own_digest(nonce: int, slot: int, body: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(_WHERE.pack(nonce, slot) + body)

@@ -1,0 +1,100 @@
+"""The table of slot headers, in memory that outlives the process.
+
+Nothing is flushed and there is no fence. The memory is a shared mapping: its pages are the file's,
+and stay when the process is killed, as the machine goes on. A core that is interrupted has made
+every store of the program up to some instruction, and none behind it, on x86 and on Arm alike:
+order matters only to another core that looks on meanwhile, and the next owner looks when the
+process is gone. So it finds what a program that stopped at that instruction would have left. Each
+store here is a call into numpy, and no compiler moves one over another.
+
+A slot is made invalid before its first byte changes. It is made valid by the last store, behind
+all others. Whatever is found valid is therefore whole, header and page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.storage.segment.format import FormatError
+
+from .memory_format import (
+    ENTRY_BYTES,
+    SlotHeader,
+    State,
+    pack_slot_header,
+    parse_slot_header,
+)
+
+
+class SlotTable:
+    """Headers of slots, in place.
+
+    Args:
+        table: the bytes of the table, uint8, contiguous.
+        nonce: the file's.
+        slot_bytes: size of a slot.
+    """
+
+    def __init__(self, table: NDArray[np.uint8], nonce: int, slot_bytes: int) -> None:
+        self._rows = table.reshape(-1, ENTRY_BYTES)
+        self._states: NDArray[np.uint32] = self._rows[:, :4].view("<u4")[:, 0]
+        self._nonce = nonce
+        self._slot_bytes = slot_bytes
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def invalidate(self, slots: Sequence[int]) -> None:
+        """Make slots invalid: their bytes are about to change."""
+        self._states[list(slots)] = State.INVALID
+
+    def invalidate_valid(self) -> None:
+        """Make every valid slot invalid."""
+        self._states[self._states == State.VALID] = State.INVALID
+
+    def forget_invalid(self) -> None:
+        """Have slots that are invalid count as never used."""
+        self._states[self._states == State.INVALID] = State.NEVER_USED
+
+    def validate(self, slot: int, header: SlotHeader) -> None:
+        """Make a slot valid, whose bytes are those of the page.
+
+        Raises:
+            ValueError: the key or the page is longer than a header can say.
+        """
+        entry = np.frombuffer(pack_slot_header(self._nonce, slot, header), np.uint8)
+        self._states[slot] = State.INVALID
+        self._rows[slot, 4:] = entry[4:]
+        self._states[slot] = State.VALID
+
+    def read(self, slot: int) -> SlotHeader | None:
+        """The page in a slot; None if the slot is not valid.
+
+        Raises:
+            FormatError: the header is torn or damaged.
+        """
+        return self._parse(slot) if self._states[slot] == State.VALID else None
+
+    def _parse(self, slot: int) -> SlotHeader:
+        entry = self._rows[slot].tobytes()
+        return parse_slot_header(self._nonce, slot, entry, self._slot_bytes)
+
+    def valid(self) -> tuple[dict[int, SlotHeader], list[int]]:
+        """Valid slots with their pages, and slots whose headers are torn or of no known state."""
+        found, torn = dict[int, SlotHeader](), self._slots_in_no_state()
+        for slot in np.flatnonzero(self._states == State.VALID).tolist():
+            try:
+                found[slot] = self._parse(slot)
+            except FormatError:
+                torn.append(slot)
+        return found, torn
+
+    def invalid(self) -> list[int]:
+        """Slots that somebody was about to write, or whose page was discarded."""
+        return list(np.flatnonzero(self._states == State.INVALID).tolist())
+
+    def _slots_in_no_state(self) -> list[int]:
+        return list(np.flatnonzero(self._states > State.VALID).tolist())
