@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ def test_the_next_process_finds_the_newest_facts_in_the_order_they_were_noted(
         ("tail 1", {"n": 4}),
     ]
     assert second.facts("tail ") == {"tail 1": {"n": 4}}
-    second.strike("tail ")
+    second.strike_all("tail ")
     second.close()
     third = book(tmp_path)
     assert set(third.facts("")) == {"a", "b"}
@@ -113,14 +113,46 @@ def test_the_oldest_are_forgotten_where_there_are_too_many(
     again.close()
 
 
-@pytest.mark.parametrize("line", [b"[]\n", b'{"name": 1, "fact": {}}\n', b"[" * 100_000 + b"\n"])
-def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / "jobs.jsonl").write_bytes(
-        line + json.dumps({"name": "a", "fact": {}}).encode() + b"\n"
-    )
+def digested(body: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+
+
+FOREIGN = [b"[]", b'{"name": 1, "fact": {}}', b'{"name": "a"}', b"{", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("body", FOREIGN)
+def test_foreign_lines_are_left_out(tmp_path: Path, body: bytes) -> None:
+    good = digested(b'{"name":"a","fact":{}}')
+    bare = b'{"name":"b","fact":{}}\n'
+    (tmp_path / "jobs.jsonl").write_bytes(digested(body) + bare + good)
     one = book(tmp_path)
     assert one.facts("") == {"a": {}}
     one.close()
+
+
+def test_a_line_that_was_changed_is_not_used(tmp_path: Path) -> None:
+    """Tokens of another tail would have its page restored for a wrong text."""
+    one = book(tmp_path)
+    one.note("tail 1", {"tokens": [17, 18]})
+    one.note("tail 2", {"tokens": [19, 20]})
+    one.close()
+    path = tmp_path / "jobs.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"18", b"28"))
+    again = book(tmp_path)
+    assert again.facts("") == {"tail 2": {"tokens": [19, 20]}}
+    again.close()
+
+
+def test_a_name_that_is_struck_out_takes_no_longer_one_along(tmp_path: Path) -> None:
+    one = book(tmp_path)
+    for name in ("job 1", "job 12"):
+        one.note(name, {})
+    one.strike("job 1")
+    one.strike("never noted")
+    one.close()
+    again = book(tmp_path)
+    assert again.facts("") == {"job 12": {}}
+    again.close()
 
 
 def test_a_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class TailIndex:
 
     def clear(self) -> None:
         """Forget every tail."""
-        self._notebook.strike(PREFIX)
+        self._notebook.strike_all(PREFIX)
         self._by_parent.clear()
         self._parents.clear()
         self._count = 0

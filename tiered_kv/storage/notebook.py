@@ -1,9 +1,10 @@
 """A notebook: small facts by name that outlive the process, in a file of lines.
 
-Each line is JSON and ends with a newline: ``{"name": …, "fact": …}`` notes a fact in place of the
-one before, ``{"without": PREFIX}`` strikes out every name that begins so. A process that is killed
-leaves at most its last line torn, and that is ignored. When most of the file was overtaken by later
-lines, it is written anew under another name, which then takes its place.
+Each line is the xxh3-64 of what follows, a space, and JSON: ``{"name": …, "fact": …}`` notes a fact
+in place of the one before, or strikes it out if it is null; ``{"without": PREFIX}`` strikes out
+every name that begins so. A line whose digest is another's is ignored: it was torn by a kill, or
+changed. When most of the file was overtaken by later lines, it is written anew under another name,
+which then takes its place.
 
 Nothing is synced: what the process wrote outlives it, but perhaps not the machine.
 """
@@ -18,6 +19,9 @@ import queue
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from tiered_kv.storage.disk.files import open_plain
 from tiered_kv.storage.store.locks import try_lock
@@ -35,6 +39,7 @@ MOST_BOOKS = 64
 """Engines of one replica number that share a folder."""
 
 Fact = Mapping[str, object]
+_Said = Mapping[str, Any]
 
 
 class NoNotebook:
@@ -47,7 +52,10 @@ class NoNotebook:
     def note(self, name: str, fact: Fact) -> None:
         """Do nothing."""
 
-    def strike(self, prefix: str) -> None:
+    def strike(self, name: str) -> None:
+        """Do nothing."""
+
+    def strike_all(self, prefix: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -75,14 +83,13 @@ class Notebook(NoNotebook):
         try:
             if not try_lock(self._lock):
                 raise BlockingIOError(f"another process has {path}")
-            self._lines = _read(path)
-            self._found = {name: json.loads(line)["fact"] for name, line in self._lines.items()}
+            self._lines, self._found = _read(path)
             self._fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._written = self._rewrite()
         except BaseException:
             self._let_go()
             raise
-        self._queue = queue.SimpleQueue[tuple[str, Fact | None] | threading.Event | None]()
+        self._queue = queue.SimpleQueue[_Said | threading.Event | None]()
         self._failing = self._closed = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-notes", daemon=True)
         self._thread.start()
@@ -95,13 +102,17 @@ class Notebook(NoNotebook):
     def note(self, name: str, fact: Fact) -> None:
         """Queue a fact, which is JSON. Never blocks, never raises."""
         if self._queue.qsize() < MOST_QUEUED:
-            self._queue.put((name, fact))
+            self._queue.put({"name": name, "fact": fact})
         else:
             self.lost += 1
 
-    def strike(self, prefix: str) -> None:
+    def strike(self, name: str) -> None:
+        """Queue that a fact is forgotten. Never blocks, never raises."""
+        self._queue.put({"name": name, "fact": None})
+
+    def strike_all(self, prefix: str) -> None:
         """Queue that all names that begin so are forgotten. Never blocks, never raises."""
-        self._queue.put((prefix, None))
+        self._queue.put({"without": prefix})
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything queued so far is in the file; False if that took longer."""
@@ -138,24 +149,12 @@ class Notebook(NoNotebook):
                     case threading.Event() as written:
                         waiting.append(written)
                         break
-                    case name, fact:
-                        lines.append(self._take_in(name, fact))
+                    case said:
+                        lines.append(line := _line(said))
+                        _take_in(self._lines, said, line)
             self._append(lines)
             for one in waiting:
                 one.set()
-
-    def _take_in(self, name: str, fact: Fact | None) -> bytes:
-        """Change what is known, and return the line that says so."""
-        if fact is None:
-            for known in [known for known in self._lines if known.startswith(name)]:
-                del self._lines[known]
-            return _line({"without": name})
-        line = _line({"name": name, "fact": fact})
-        self._lines.pop(name, None)
-        self._lines[name] = line
-        if len(self._lines) > MOST_FACTS:
-            del self._lines[next(iter(self._lines))]
-        return line
 
     def _append(self, lines: list[bytes]) -> None:
         try:
@@ -207,37 +206,59 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
     return NoNotebook()
 
 
-def _read(path: Path) -> dict[str, bytes]:
-    """The line of each fact in a file, those noted longest ago first."""
+def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
+    """The line of each fact in a file, and the facts, those noted longest ago first."""
+    lines, facts, bad = dict[str, bytes](), dict[str, Fact](), 0
     try:
         if path.stat().st_size > MOST_BYTES:
             logger.warning("%s has more than %d bytes and is not used", path, MOST_BYTES)
-            return {}
+            return lines, facts
         data = path.read_bytes()
     except FileNotFoundError:
-        return {}
-    found = dict[str, bytes]()
-    bad = 0
+        return lines, facts
     for line in data.splitlines(keepends=True):
-        try:
-            said = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            said = None
-        match said:
-            case {"name": str(name), "fact": dict()}:
-                found.pop(name, None)
-                found[name] = line
-            case {"without": str(prefix)}:
-                found = {name: one for name, one in found.items() if not name.startswith(prefix)}
-            case _:
-                bad += 1
+        said = _parse(line)
+        bad += said is None
+        if said is not None:
+            _take_in(lines, said, line)
+            _take_in(facts, said, said.get("fact"))
     if bad:
-        logger.info("%s: %d lines are torn and not used", path, bad)
-    return dict(list(found.items())[-MOST_FACTS:])
+        logger.info("%s: %d lines are damaged and not used", path, bad)
+    return lines, facts
 
 
-def _line(said: Mapping[str, object]) -> bytes:
-    return json.dumps(said, separators=(",", ":")).encode() + b"\n"
+def _take_in(known: dict[str, Any], said: _Said, value: object) -> None:
+    """Change what is known by name, as a line says."""
+    if "without" in said:
+        for name in [name for name in known if name.startswith(said["without"])]:
+            del known[name]
+        return
+    known.pop(said["name"], None)
+    if said["fact"] is not None:
+        known[said["name"]] = value
+    if len(known) > MOST_FACTS:
+        del known[next(iter(known))]
+
+
+def _line(said: _Said) -> bytes:
+    body = json.dumps(said, separators=(",", ":")).encode()
+    return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+
+
+def _parse(line: bytes) -> _Said | None:
+    """What a line says; None if it is damaged, or none of ours."""
+    digest, _, body = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != digest:
+        return None
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    match said:
+        case {"name": str(), "fact": dict() | None} | {"without": str()}:
+            return dict(said)
+        case _:
+            return None
 
 
 def _write(fd: int, data: bytes) -> None:
