@@ -118,8 +118,12 @@ def finish(command: Callable[[], int]) -> None:
 @app.command()
 def ab(
     preset: Annotated[
-        str, typer.Option(callback=one_of(PRESETS), help=f"One of {', '.join(PRESETS)}.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            callback=one_of(PRESETS),
+            help=f"One of {', '.join(PRESETS)}; cpu if none, with --peers peers.",
+        ),
+    ] = None,
     traces: Annotated[Path, typer.Option(help="File of sessions.")] = TRACES,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Play Continuum's jobs instead.")
@@ -149,7 +153,7 @@ def ab(
 ) -> None:
     """Measure the same jobs on every kind of server."""
     asked = Asked(
-        preset=preset,
+        preset=preset or ("peers" if peers else "cpu"),
         traces=traces,
         synthetic=synthetic,
         model=model,

@@ -11,7 +11,7 @@ from typing import Protocol
 from .figures import completions
 from .kinds import Kind
 from .ledger import Kept, Ledger
-from .names import BEYOND, CALIBRATION, CONTROL, IDLE, PRESSURE, STOCK, TIERED
+from .names import BEYOND, BOUND, CALIBRATION, CONTROL, IDLE, PRESSURE, REACH, STOCK, TIERED
 from .results import Run
 from .server_costs import ServerCosts
 
@@ -26,6 +26,7 @@ FIRST_RATE = 1.9
 1.3, 1.5 and 1.7 times as slow at 1.1, 1.3 and 1.5 (two cores, SmolLM2-135M)."""
 STEEP = 2.5
 """Behind that, slowdown rises about with this power of the rate."""
+BOUNDS = (REACH, BOUND)
 BUSY_CORES = 0.15
 """Cores from which on a note says that other programs were running."""
 
@@ -38,6 +39,7 @@ class Preset:
         jobs: of every load but idle. turns: of each.
         idle_jobs: the first so many of them, one after the other.
         idle_rounds, rounds: alternations at idle and of the other loads.
+        bounds_once: the bounds run in the first round of a load alone, for want of time.
         pool_tokens: KV pool of every server but the bounds.
         slowdown: stock's mean completion time under pressure over that at idle.
     """
@@ -49,13 +51,24 @@ class Preset:
     rounds: int
     pool_tokens: int
     slowdown: float = 3.0
+    bounds_once: bool = False
 
 
 PRESETS: Mapping[str, Preset] = {
     "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=3, pool_tokens=10_240),
+    "peers": Preset(
+        jobs=16,
+        turns=4,
+        idle_jobs=2,
+        idle_rounds=1,
+        rounds=3,
+        pool_tokens=10_240,
+        bounds_once=True,
+    ),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=2, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
-"""``cpu``: two cores, three and a half hours. ``tiny``: whether everything works, in minutes."""
+"""``cpu``: two cores, three and a half hours. ``peers``: with all peers, in under two hours.
+``tiny``: whether everything works, in minutes."""
 
 
 class NotStarted(Exception):
@@ -126,16 +139,19 @@ class Harness:
         Raises:
             HarnessError: stock finished no job.
         """
+        preset = self._preset
         main = [kind for kind in self._kinds if kind.name in (STOCK, CONTROL, TIERED)]
         busy = [kind for kind in self._kinds if kind.name != CONTROL]
         idle = [kind for kind in self._kinds if not kind.needs_costs]
-        for number in range(self._preset.idle_rounds):
+        for number in range(preset.idle_rounds):
             for kind in alternate(idle if number == 0 else main, number):
                 self._one(kind, IDLE, number, None)
         rate = self._calibrate()
-        for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
-            for number in range(self._preset.rounds):
-                for kind in alternate(busy, number):
+        for number in range(preset.rounds):
+            alone = number > 0 and preset.bounds_once
+            kinds = [kind for kind in busy if not (alone and kind.name in BOUNDS)]
+            for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
+                for kind in alternate(kinds, number):
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
@@ -228,7 +244,10 @@ def digest(jobs: Sequence[object]) -> str:
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
     """Largest number of runs, for a progress bar."""
     idle = len(kinds) + 3 * (preset.idle_rounds - 1)
-    return idle + TRIES - 1 + 2 * preset.rounds * (len(kinds) - 1)
+    busy = preset.rounds * (len(kinds) - 1)
+    if preset.bounds_once:
+        busy -= (preset.rounds - 1) * sum(kind.name in BOUNDS for kind in kinds)
+    return idle + TRIES - 1 + 2 * busy
 
 
 def unequal(kept: Sequence[Kept]) -> list[str]:
