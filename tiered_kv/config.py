@@ -14,16 +14,20 @@ from enum import Enum
 from pathlib import Path
 
 from tiered_kv.codecs.registry import parse
+from tiered_kv.remote.address import EXAMPLE, RemoteAddress, parse_address
 
 from .errors import ConfigError
 
 ENV_PREFIX = "TIERED_KV_"
 GIB = 1 << 30
 
+REMOTE_PASSWORD = "TIERED_KV_REMOTE_PASSWORD"
+REMOTE_PASSWORD_FILE = "TIERED_KV_REMOTE_PASSWORD_FILE"
 _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
 """Variables that Kubernetes sets in every pod beside a service called tiered-kv."""
 ADMIN_TOKEN = "TIERED_KV_ADMIN_TOKEN"
 """Variable with the token of the API server's routes: a secret, and no setting of the engine."""
+_SECRETS = (ADMIN_TOKEN, REMOTE_PASSWORD, REMOTE_PASSWORD_FILE)
 
 
 class Mode(Enum):
@@ -49,8 +53,9 @@ class TierConfig:
             tier off.
         ssd_gib: size limit of everything under that folder, GiB.
         tiers: further tiers below CPU memory, by name or as ``module:Class``, fastest first.
-        codec: codec of pages on SSD: ``auto``, ``raw``, ``zstd``, ``zstd:LEVEL``,
-            ``centred``, or ``module:Class`` of another package.
+        remote: store that many machines share; None turns the tier off.
+        codec: codec of pages on SSD and in the remote store: ``auto``, ``raw``, ``zstd``,
+            ``zstd:LEVEL``, ``centred``, or ``module:Class`` of another package.
         io_threads: threads of each rank for pages on SSD; 0 chooses by the cores.
         policy: policy that chooses the tier of a finished turn's KV, by name or as
             ``module:Class``; ``none`` turns every tier off.
@@ -71,6 +76,7 @@ class TierConfig:
     ssd_path: Path | None = None
     ssd_gib: float = 32.0
     tiers: tuple[str, ...] = ()
+    remote: RemoteAddress | None = None
     codec: str = "auto"
     io_threads: int = 0
     policy: str = "occupancy"
@@ -106,7 +112,9 @@ class TierConfig:
     @property
     def tier_names(self) -> tuple[str, ...]:
         """Tiers below CPU memory, fastest first; the SSD is the first if it has a folder."""
-        return (("ssd",) if self.ssd_path is not None else ()) + self.tiers
+        ssd = ("ssd",) if self.ssd_path is not None else ()
+        remote = ("remote",) if self.remote is not None and not self.observes else ()
+        return ssd + self.tiers + remote
 
     @property
     def ssd_bytes(self) -> int:
@@ -124,7 +132,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in env.items()
         if name.startswith(ENV_PREFIX)
-        and name != ADMIN_TOKEN
+        and name not in _SECRETS
         and not _OF_KUBERNETES.fullmatch(name)
     }
     given.update(extra or {})
@@ -144,6 +152,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         ssd_path=_folder(given, "ssd_path"),
         ssd_gib=_number(given, "ssd_gib", defaults.ssd_gib, 0.001, 1 << 20, "GiB"),
         tiers=_names(given, "tiers"),
+        remote=_remote(given, env),
         codec=_codec(given),
         io_threads=_whole(given, "io_threads", defaults.io_threads, 0, 256, "threads"),
         policy=_name(given, "policy", defaults.policy),
@@ -159,7 +168,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         snapshot_path=_folder(given, "snapshot_path"),
     )
     if config.policy == "none":
-        config = replace(config, cpu_gib=0.0, cpu_path=None, ssd_path=None, tiers=())
+        config = replace(config, cpu_gib=0.0, cpu_path=None, ssd_path=None, tiers=(), remote=None)
     if config.policy != defaults.policy:  # baselines hold no job
         config = replace(config, admission="off")
     if config.cpu_keep and config.cpu_path is None:
@@ -171,7 +180,8 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
             f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace: set {ENV_PREFIX}TRACE=trace.jsonl."
         )
     if config.tier_names and config.cpu_gib == 0:
-        needs = "SSD_PATH" if config.ssd_path is not None else "TIERS"
+        needs = "TIERS" if config.tiers else "REMOTE"
+        needs = "SSD_PATH" if config.ssd_path is not None else needs
         raise ConfigError(
             f"{ENV_PREFIX}{needs} needs CPU memory for pages on their way: "
             f"set {ENV_PREFIX}CPU_GIB above 0."
@@ -256,6 +266,29 @@ def _names(given: Mapping[str, object], key: str) -> tuple[str, ...]:
         name = ENV_PREFIX + key.upper()
         raise ConfigError(f"{name}={raw!r} is no list: write names with commas between them.")
     return tuple(name.strip() for name in raw.split(",") if name.strip())
+
+
+def _remote(given: Mapping[str, object], env: Mapping[str, str]) -> RemoteAddress | None:
+    raw = given.get("remote")
+    if raw is None or raw == "":
+        return None
+    if not isinstance(raw, str):
+        raise ConfigError(f"{ENV_PREFIX}REMOTE is no address: write {EXAMPLE}.")
+    address = parse_address(raw)
+    password, path = env.get(REMOTE_PASSWORD, ""), env.get(REMOTE_PASSWORD_FILE, "")
+    if password and path:
+        raise ConfigError(
+            f"{REMOTE_PASSWORD} and {REMOTE_PASSWORD_FILE} are both set: leave one of them out."
+        )
+    if path:
+        try:
+            password = Path(path).read_text().rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): name a file with the "
+                "password alone."
+            ) from error
+    return address.with_password(password) if password else address
 
 
 def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> str:

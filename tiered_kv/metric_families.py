@@ -95,6 +95,12 @@ FAMILIES: Mapping[str, Family] = {
         Family("decompression_seconds", _C, COUNTERS["decompression_seconds"]),
         Family("ssd_io_bytes", _C, "Bytes written to and read from SSD, as stored."),
         Family(
+            "remote_io_bytes",
+            _C,
+            "Bytes written to and read from the remote store, as stored.",
+        ),
+        Family("unshared_pages", _C, COUNTERS["pages_not_shared"]),
+        Family(
             "ssd_compressed_pages",
             _C,
             "Pages that went from CPU memory to SSD compressed: as they were, or compressed once "
@@ -105,7 +111,7 @@ FAMILIES: Mapping[str, Family] = {
         Family("restores_in_pieces", _C, "Restores that CPU memory had no room for at once."),
         Family("evicted_pages", _C, "Pages that made room for others."),
         Family("unsaved_pages", _C, COUNTERS["pages_not_saved"]),
-        Family("promoted_pages", _C, "Pages read from SSD that were restored to VRAM, or not."),
+        Family("promoted_pages", _C, "Pages read from below that were restored to VRAM, or not."),
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed, over all ranks."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
         Family("promotions_forgone", _C, "Promotions not made, or not waited for any longer."),
@@ -173,6 +179,7 @@ SERIES: Mapping[str, Series] = {
             "prompt_tokens_vram": "vram",
             "prompt_tokens_cpu": "cpu",
             "prompt_tokens_ssd": "ssd",
+            "prompt_tokens_remote": "remote",
             "prompt_tokens_recomputed": "computed",
         },
     ),
@@ -184,6 +191,13 @@ SERIES: Mapping[str, Series] = {
     ),
     **_moved("pages_demoted", "bytes_demoted", "demotion_seconds", "cpu", "ssd"),
     **_moved("pages_promoted", "bytes_promoted", "promotion_seconds", "ssd", "cpu"),
+    **_moved("pages_shared", "bytes_shared", "share_seconds", "cpu", "remote"),
+    **_moved("pages_fetched", "bytes_fetched", "fetch_seconds", "remote", "cpu"),
+    **_by(
+        "remote_io_bytes",
+        "operation",
+        {"remote_bytes_written": "write", "remote_bytes_read": "read"},
+    ),
     **_by("ssd_io_bytes", "operation", {"ssd_bytes_written": "write", "ssd_bytes_read": "read"}),
     **_by(
         "ssd_compressed_pages",
@@ -216,6 +230,11 @@ SERIES: Mapping[str, Series] = {
             "compression_failures": "compression",
             "demotion_failures": "demotion",
             "promotion_failures": "promotion",
+            "share_failures": "share",
+            "fetch_failures": "fetch",
+            "remote_pages_bad": "remote_page",
+            "remote_calls_failed": "remote_call",
+            "remote_errors": "remote",
             "ssd_pages_bad": "ssd_page",
             "ssd_segments_bad": "ssd_segment",
             "ssd_errors": "ssd_io",
@@ -246,6 +265,7 @@ SERIES: Mapping[str, Series] = {
     "decompression_seconds": Series("decompression_seconds", {}),
     "slot_bytes_unused": Series("unused_slot_bytes", {}),
     "pages_not_saved": Series("unsaved_pages", {}),
+    "pages_not_shared": Series("unshared_pages", {}),
     "pages_promoted_ahead": Series("promoted_ahead_pages", {}),
     "jobs_held": Series("holds", {}),
     **_by(
@@ -279,6 +299,7 @@ SERIES: Mapping[str, Series] = {
 
 PART_OF: Mapping[str, str] = {
     "prompt_tokens_ssd": "prompt_tokens_cpu",
+    "prompt_tokens_remote": "prompt_tokens_cpu",
     "cpu_pages_compressed": "cpu_pages",
     "cpu_bytes_compressed": "cpu_bytes",
     "cpu_bytes_whole_compressed": "cpu_bytes_whole",

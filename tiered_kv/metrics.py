@@ -25,8 +25,10 @@ def decision_event(tier: str, gap_class: str) -> str:
 
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens_vram": "Prompt tokens whose KV was found in VRAM.",
-    "prompt_tokens_cpu": "Prompt tokens whose KV was restored from CPU memory, from SSD or not.",
+    "prompt_tokens_cpu": "Prompt tokens whose KV was restored from CPU memory, from below or not.",
     "prompt_tokens_ssd": "Prompt tokens restored from CPU memory that came up from SSD before.",
+    "prompt_tokens_remote": "Prompt tokens restored from CPU memory that came from the remote "
+    "store before.",
     "prompt_tokens_recomputed": "Prompt tokens whose KV had to be computed.",
     "turns": "Turns finished.",
     "pages_saved": "Pages saved from VRAM to CPU memory.",
@@ -57,6 +59,22 @@ COUNTERS: Mapping[str, str] = {
     "bytes_promoted": "Bytes of pages read from SSD, over all ranks, once decompressed.",
     "demotion_seconds": "Seconds that writing pages to SSD took, on the slowest rank.",
     "promotion_seconds": "Seconds that reading pages from SSD took, on the slowest rank.",
+    "pages_shared": "Pages written from CPU memory to the remote store.",
+    "pages_fetched": "Pages read from the remote store into CPU memory.",
+    "bytes_shared": "Bytes of pages written to the remote store, over all ranks, before "
+    "compression.",
+    "bytes_fetched": "Bytes of pages read from the remote store, over all ranks, once "
+    "decompressed.",
+    "share_seconds": "Seconds that writing pages to the remote store took, on the slowest rank.",
+    "fetch_seconds": "Seconds that reading pages from it took, on the slowest rank.",
+    "share_failures": "Pages that could not be written to the remote store.",
+    "fetch_failures": "Pages that could not be read from the remote store, or were bad there.",
+    "pages_not_shared": "Pages not written to the remote store, as too many were waiting.",
+    "remote_bytes_written": "Bytes written to the remote store, over all ranks, as stored.",
+    "remote_bytes_read": "Bytes read from the remote store, over all ranks, as stored.",
+    "remote_pages_bad": "Values in the remote store that were not the page asked for.",
+    "remote_calls_failed": "Calls of the remote store that were late, or that it did not answer.",
+    "remote_errors": "Failures of the remote tier itself.",
     "pages_promoted_ahead": "Of the pages read from SSD, those ordered before their job came back.",
     "pages_promoted_used": "Of the pages read from SSD, those that were then restored to VRAM.",
     "pages_promoted_wasted": "Of the pages read from SSD, those evicted before they were restored.",

@@ -99,6 +99,9 @@ class DemoteOrder:
     The slots stay as they are until the order is reported. ``due``: the worker's I/O thread
     begins by itself at that time (the scheduler half's clock; at once if 0), since an idle engine
     runs no hook.
+
+    Attributes:
+        runs: for each key the first page of its run, for a store that wants to know; else empty.
     """
 
     order_id: OrderId
@@ -106,6 +109,7 @@ class DemoteOrder:
     keys: tuple[PageKey, ...]
     slots: tuple[int, ...]
     due: float
+    runs: tuple[PageKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,14 @@ class LookupOrder:
 
     Attributes:
         deadline_s: time for the answer, seconds; without one all are reported as failed.
+        runs: as for ``DemoteOrder``.
     """
 
     order_id: OrderId
     store: StoreId
     keys: tuple[PageKey, ...]
     deadline_s: float
+    runs: tuple[PageKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

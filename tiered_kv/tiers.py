@@ -11,6 +11,8 @@ TierId = NewType("TierId", str)
 
 SSD = TierId("ssd")
 """The tier of segment stores on a local disk."""
+REMOTE = TierId("remote")
+"""The tier of a store that many machines share."""
 
 
 class StoreId(NamedTuple):
@@ -42,8 +44,13 @@ class TierSpec:
         tier: name of the tier.
         knowledge: authority on which pages it has.
         capacity_bytes: size of the tier, all ranks together; None if it has no known end.
+        shared: True if engines leave pages there for each other: contexts whose job will return
+            go there when a turn ends, and nothing goes there to make room.
+        in_runs: True if its stores want to know which pages follow each other in a context.
     """
 
     tier: TierId
     knowledge: Knowledge = Knowledge.KNOWN
     capacity_bytes: int | None = None
+    shared: bool = False
+    in_runs: bool = False

@@ -67,7 +67,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=2, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
-"""``cpu``: two cores, three and a half hours. ``peers``: with all peers, in under two hours.
+"""``cpu``: two cores, three and a half hours. ``peers``: with all peers, two and a half.
 ``tiny``: whether everything works, in minutes."""
 
 

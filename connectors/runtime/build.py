@@ -172,6 +172,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             chance=lambda key: order.return_chance(key, math.inf),
             group_of=given.fingerprints.group_of,
             clock=clock,
+            lasting=given.fingerprints.base(store.group).lasting,
         )
         for store, spec in stores.items()
     }

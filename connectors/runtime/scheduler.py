@@ -196,7 +196,9 @@ class SchedulerHalf:
         self.turns.admit(turn, self._clock())
         turn.source.cpu_tokens = num_external
         self.gaps.manager.on_admitted(turn)
-        turn.source.ssd_tokens = min(num_external, self.pages.promotions.tokens_from_below(turn))
+        below = self.pages.promotions.tokens_from_below(turn)
+        turn.source.ssd_tokens = min(num_external, below.own + below.shared)
+        turn.source.remote_tokens = min(turn.source.ssd_tokens, below.shared)
         self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
         self.admission.gate.on_started(turn)

@@ -13,6 +13,7 @@ from tiered_kv.keys import PageKey, page_keys, rekeyed
 from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
+from tiered_kv.tiers import StoreId
 
 from .base import Request
 from .job_table import Job
@@ -87,7 +88,8 @@ class Source:
         admitted: True once the turn has had blocks.
         admitted_at: when it had the first ones, seconds.
         vram_tokens, cpu_tokens: tokens found in each tier at the first admission.
-        ssd_tokens: those of ``cpu_tokens`` that came up from SSD for this turn.
+        ssd_tokens: those of ``cpu_tokens`` that came up from below for this turn.
+        remote_tokens: those of ``ssd_tokens`` that came from a tier that engines share.
     """
 
     admitted: bool = False
@@ -95,6 +97,7 @@ class Source:
     vram_tokens: int = 0
     cpu_tokens: int = 0
     ssd_tokens: int = 0
+    remote_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -172,7 +175,7 @@ class TiersState:
         looked_at: when pages were last looked for in the tiers, seconds; None if never.
         room_seen: True if VRAM had room for it then.
         in_pieces: True if pages that have no room in CPU memory are to come up in pieces.
-        keys: pages that came up for it, or are coming, until it is admitted.
+        keys: pages that came up for it, or are coming, until it is admitted, and from where.
         held: slots of those that are there.
         waits_since: when it first waited for them, seconds; None if it did not.
         waited_s: time that it waited, once it was admitted.
@@ -188,7 +191,7 @@ class TiersState:
     looked_at: float | None = None
     room_seen: bool = False
     in_pieces: bool = False
-    keys: set[PageKey] = field(default_factory=set)
+    keys: dict[PageKey, StoreId] = field(default_factory=dict)
     held: dict[PageKey, int] = field(default_factory=dict)
     waits_since: float | None = None
     waited_s: float = 0.0

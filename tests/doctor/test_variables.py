@@ -69,5 +69,5 @@ def test_what_works_is_used_for_the_other_checks() -> None:
 def test_the_hash_seed_matters_to_pages_on_ssd(tmp_path: Path) -> None:
     ssd = TierConfig(ssd_path=tmp_path)
     assert "xxhash" in check_hash_seed({}, ssd).seen
-    assert "SSD only" in check_hash_seed({}, TierConfig()).seen
+    assert "remote store only" in check_hash_seed({}, TierConfig()).seen
     assert check_hash_seed({"PYTHONHASHSEED": "0"}, ssd).seen.startswith("0: pages are found")

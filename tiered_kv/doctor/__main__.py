@@ -20,6 +20,7 @@ from .examination import BESIDE
 from .finding import Finding
 from .installation import check_installation
 from .lmcache import check_lmcache
+from .remote_store import check_remote
 from .resources import check_resources, count_gpus
 from .ssd_folder import check_ssd
 from .variables import check_hash_seed, check_variables, read_settings
@@ -51,6 +52,7 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
     )
     yield "compression", [check_spare_cores(config, env, gpus, usable)]
     yield "SSD", check_ssd(config)
+    yield "remote store", check_remote(config.remote)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from tiered_kv.config import ENV_PREFIX, TierConfig, load_config
 from tiered_kv.errors import ConfigError
+from tiered_kv.remote.address import parse_address
 
 from .finding import Finding, fail, ok, warn
 
@@ -31,7 +32,7 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     wrong = {name: said for name, value in env.items() if (said := _wrong(name, value))}
     for name, said in sorted(wrong.items()):
         advice = _sentence(said) if name in KNOWN else _meant(name)
-        yield fail(name, env[name] or "empty", advice)
+        yield fail(name, _shown(name, env[name]) or "empty", advice)
     for name in sorted(env):
         close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=ALIKE)
         if close and not name.startswith(ENV_PREFIX):
@@ -44,7 +45,7 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail("settings", ", ".join(given), _sentence(str(error)))
         return
-    said = ", ".join(f"{name}={env[name]}" for name in given)
+    said = ", ".join(f"{name}={_shown(name, env[name])}" for name in given)
     yield ok("settings", said or "none set: defaults apply")
 
 
@@ -57,8 +58,8 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
     name = "PYTHONHASHSEED"
     if (seed := env.get(name)) is not None:
         return ok(name, f"{seed}: pages are found again only by servers with the same")
-    if config.ssd_path is None:
-        return ok(name, "unset: matters for pages on SSD only")
+    if config.ssd_path is None and config.remote is None:
+        return ok(name, "unset: matters for pages on SSD and in a remote store only")
     return ok(name, "unset: set it if --prefix-caching-hash-algo names an xxhash")
 
 
@@ -79,6 +80,16 @@ def _meant(name: str) -> str:
     if close:
         return f"There is no such setting: did you mean {close[0]}?"
     return "There is no such setting: unset it. docs/configuration.md lists them."
+
+
+def _shown(name: str, value: str) -> str:
+    """Value of a variable as it may be shown: without a password."""
+    if name != f"{ENV_PREFIX}REMOTE" or not value:
+        return value
+    try:
+        return str(parse_address(value))
+    except ConfigError:
+        return "not shown"
 
 
 def _sentence(said: str) -> str:

@@ -127,6 +127,20 @@ class PageStore(ABC):
         """Bytes of pages that one ``put`` should have at most; None if any number will do."""
         return None
 
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next ``put`` of pages that nobody waits for; 0 at once."""
+        return 0.0
+
+    def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
+        """Take in which pages follow each other, before they are looked up or put. A store that
+        spreads pages over several servers keeps those of one run together.
+
+        Args:
+            runs: for each key, the first page of its run.
+        """
+        return
+
     def counters(self) -> Mapping[str, int]:
         """Totals of the store's own events so far, by names of ``metrics.COUNTERS``."""
         return {}
@@ -174,6 +188,7 @@ class StoreSite:
         rank: index of the worker.
         ranks: number of workers.
         replica: index of the engine among data-parallel ones.
+        lasting: True if an engine started elsewhere or later can have the same fingerprint.
         page_format: format of a page.
         cores: CPU cores for the store's threads.
     """
@@ -182,6 +197,7 @@ class StoreSite:
     rank: int
     ranks: int
     replica: int
+    lasting: bool
     page_format: PageFormat
     cores: int
 

@@ -37,6 +37,7 @@ from tiered_kv.orders import (
 
 from .base import PageStore
 from .cpu_pages import ColdSource, put_pages
+from .last_write import write_last
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,6 @@ GROUP_BYTES = 128 << 20
 A disk reaches its speed with it, and a promotion that comes between waits a few hundredths of a
 second.
 """
-LEAST_BYTES = 8 << 20
-"""Smallest write of the last flush, bytes. The flush may be late by the time it takes."""
 MOST_LOGGED = 100
 """Number of different errors that are logged."""
 HUNG_S = 30.0
@@ -110,6 +109,7 @@ class IoThread:
         self._busy = False
         self._epoch = 0
         self._promoted_last = False
+        self._rest_until = -math.inf  # of real time, as its length is
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
         self._thread.start()
@@ -154,6 +154,8 @@ class IoThread:
         def task() -> None:
             absent = frozenset(range(len(order.keys)))
             try:
+                if order.runs:
+                    self.store.place(order.keys, order.runs)
                 absent = self.store.exists(order.keys, order.deadline_s)
             finally:
                 with self._changed:
@@ -262,38 +264,12 @@ class IoThread:
         try:
             if discard:
                 self.store.clear()
-            return self._flush(last, deadline)
+            return write_last(self._put, last, deadline, self._clock, self._group, self._page_bytes)
         except Exception:
             logger.exception("a store that nobody will find again could not be emptied")
             return 0
         finally:
             self.store.close()
-
-    def _flush(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
-        """Write what the time allows; give the number of pages that are durable.
-
-        A group under way is not given up: each is as large as half of the time left has room
-        for, at the speed of the one before.
-        """
-        least = min(self._group, max(1, LEAST_BYTES // self._page_bytes))
-        written = start = 0
-        step = least
-        try:
-            while start < len(last) and (began := self._clock()) < deadline:
-                group = last[start : start + step]
-                start += len(group)
-                failed, asked = self._put(group)
-                written += len(group) - len(failed)
-                if not asked:  # their bundles are gone, which says nothing of the store
-                    continue
-                if len(failed) == len(group):
-                    break
-                now = self._clock()
-                room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
-                step = max(least, int(min(room, self._group)))
-        except Exception:
-            logger.exception("the last flush to SSD ended early")
-        return written
 
     # -- the thread -------------------------------------------------------------------
 
@@ -324,7 +300,7 @@ class IoThread:
                 said = f"{type(error).__name__}: {error}"
                 if said not in self._logged and len(self._logged) < MOST_LOGGED:
                     self._logged.add(said)
-                    logger.exception("the SSD tier failed; the engine goes on (each error once)")
+                    logger.exception("a tier below failed; the engine goes on (each error once)")
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
@@ -343,8 +319,15 @@ class IoThread:
                 if work := self._pick():
                     self._busy = True
                     return work
-                self._changed.wait(self._later[0][0] - now if self._later else None)
+                self._changed.wait(self._until_due(now))
         return None
+
+    def _until_due(self, now: float) -> float | None:
+        """Seconds until there is something to do; None if nothing is known of."""
+        seconds = [self._later[0][0] - now] if self._later else []
+        if self._demotions:
+            seconds.append(self._rest_until - time.monotonic())
+        return min(seconds, default=None)
 
     def _pick(self) -> Task | None:
         if self._lookups:
@@ -356,7 +339,7 @@ class IoThread:
         self._promoted_last = False
         if self._tasks:
             return self._tasks.popleft()
-        if self._demotions:
+        if self._demotions and time.monotonic() >= self._rest_until:
             demotion = self._demotions.popleft()
             return lambda: self._demote(demotion)
         return None
@@ -377,7 +360,10 @@ class IoThread:
         demotion.done = stop = min(start + self._group, len(order.keys))
         bad, began = frozenset(range(stop - start)), time.perf_counter()
         try:
+            if order.runs:
+                self.store.place(order.keys[start:stop], order.runs[start:stop])
             bad, _ = self._put(list(zip(order.keys, order.slots, strict=True))[start:stop])
+            self._rest_until = time.monotonic() + self.store.rest_s
         finally:
             demotion.failed |= {start + i for i in bad}
             demotion.seconds += time.perf_counter() - began

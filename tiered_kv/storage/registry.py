@@ -10,9 +10,10 @@ from tiered_kv.plugins import load
 from tiered_kv.tiers import TierSpec
 
 from .base import StoreTier
+from .remote_tier import RemoteTier
 from .ssd import SsdTier
 
-TIERS: Mapping[str, Callable[[TierConfig], StoreTier]] = {"ssd": SsdTier}
+TIERS: Mapping[str, Callable[[TierConfig], StoreTier]] = {"ssd": SsdTier, "remote": RemoteTier}
 """The tiers of this package, by the name in ``TIERED_KV_TIERS``."""
 
 

@@ -6,9 +6,8 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from tiered_kv.codecs.autotune import choose, measure_codec, synthetic_page
 from tiered_kv.codecs.base import Codec, PageFormat
-from tiered_kv.codecs.registry import from_table, parse
+from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import RealFiles
@@ -19,6 +18,7 @@ from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.tiers import SSD, Knowledge, TierSpec
 
 from .base import PageStore, StoreSite
+from .codec_choice import choose_codec
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SsdTier:
                 RealFiles().make_folders(config.ssd_path)
                 self._disk = _measure(config.ssd_path, threads)
             if site.page_format not in self._codecs:
-                self._codecs[site.page_format], self.bandwidth = _choose(
+                self._codecs[site.page_format], self.bandwidth = choose_codec(
                     config.codec, site.page_format, self._disk, min(site.cores, threads)
                 )
             codec = self._codecs[site.page_format]
@@ -75,22 +75,3 @@ def _measure(folder: Path, threads: int) -> DiskSpeed:
     except OSError as error:  # a full disk can still give what it has
         logger.warning("the disk under %s cannot be measured (%s)", folder, error)
         return ASSUMED_SPEED
-
-
-def _choose(name: str, page_format: PageFormat, disk: DiskSpeed, cores: int) -> tuple[Codec, float]:
-    """The codec, and the rate of promotions with it, bytes of pages per second."""
-    if name == "auto":
-        choice = choose(page_format, disk.read / 1e6, disk.write / 1e6, cores)
-        logger.info("TIERED_KV_CODEC=auto: %s", choice.reason)
-        codec = choice.codec
-    else:
-        try:
-            codec = parse(name)(page_format)
-        except ValueError as error:
-            raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
-    try:
-        one = measure_codec(codec, synthetic_page(page_format))
-    except Exception as error:  # of whatever a stranger's codec does
-        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
-    seconds = max(one.stored_bytes / disk.read, one.decode_s / cores)
-    return codec, page_format.page_bytes / seconds

@@ -216,7 +216,15 @@ class GapManager:
                 if not gap.unread:
                     self._settle(gap)
             self._follow_up(job, turn, end, pages)
+        if not away and has_kv:
+            self._tiers.share(pages[: self._found_by_others(turn)], self._while_saving(save))
         return gap
+
+    def _found_by_others(self, turn: Turn) -> int:
+        """Pages at the begin of a first turn that others had computed, and a third may want."""
+        if turn.number > 1 or self._facts.narrow:
+            return 0
+        return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
         """Have the tool call read, off this thread; False if nobody would use it."""
@@ -249,8 +257,7 @@ class GapManager:
         if not self._planner.stores or gap.decision.tier is not Tier.STORE:
             return
         gap.sent_down = len(gap.pages)
-        saving = gap.save is not None and self._planner.under_way(gap.save)
-        self._tiers.demote(gap.pages, after=gap.save if saving else None)
+        self._tiers.demote(gap.pages, after=self._while_saving(gap.save))
         if gap.end.job is not None and gap.decision.back_s is not None:
             self.prefetch.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
 
@@ -301,8 +308,14 @@ class GapManager:
                 self._send_down(gap)
             self._settle(gap)
 
+    def _while_saving(self, save: OrderId | None) -> OrderId | None:
+        """The save, if it is not over."""
+        return save if save is not None and self._planner.under_way(save) else None
+
     def _settle(self, gap: OpenGap) -> None:
-        """Take in that a gap was decided for good."""
+        """Take in that a gap was decided for good. The job may return to another engine."""
+        if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
+            self._tiers.share(gap.pages, self._while_saving(gap.save))
         self._placement.settle(gap)
         self._tell(gap)
 

@@ -52,12 +52,14 @@ class TurnLog:
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a turn that ended; returns the answer to its client, if that named a job."""
         tokens = _tokens(turn)
-        came_up = tokens.cpu + tokens.ssd  # what came from SSD came through CPU memory
+        came_up = tokens.cpu + tokens.ssd  # what came from below came through CPU memory
+        remote = min(turn.source.remote_tokens, tokens.ssd)
         came_from = {
             "vram": tokens.vram,
             "cpu": came_up,
             "recomputed": tokens.recomputed,
-            "ssd": tokens.ssd,
+            "ssd": tokens.ssd - remote,
+            "remote": remote,
         }
         self._counters.add("turns")
         for name, count in came_from.items():

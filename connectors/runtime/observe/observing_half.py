@@ -158,7 +158,7 @@ class ObservingHalf(SchedulerHalf):
         turn.tiers.waits_since = None  # it does not wait
         hit = restores.find(turn, start, self.turns.running, promotions.within_reach(turn))
         if hit is not None:
-            seen.ssd_tokens = min(hit.tokens, promotions.tokens_from_below(turn))
+            seen.ssd_tokens = min(hit.tokens, sum(promotions.tokens_from_below(turn)))
             seen.cpu_tokens = hit.tokens - seen.ssd_tokens
 
     def _in_vram(self, turn: Turn, num_computed: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
@@ -20,7 +21,8 @@ from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S, LookAhead, next_pause_s
 from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled
-from tiered_kv.tiers import StoreId, TierSpec
+from tiered_kv.policies.cache.sharing import Doubt, most_waiting, mostly_failed, runs_of
+from tiered_kv.tiers import Knowledge, StoreId, TierSpec
 
 from .reclaims import Reclaims
 
@@ -28,6 +30,17 @@ logger = logging.getLogger(__name__)
 
 NOW = 0.0
 """Due at once, on any machine's clock."""
+SHARED_EVENTS = {
+    "pages_promoted": "pages_fetched",
+    "bytes_promoted": "bytes_fetched",
+    "promotion_seconds": "fetch_seconds",
+    "promotion_failures": "fetch_failures",
+    "pages_demoted": "pages_shared",
+    "bytes_demoted": "bytes_shared",
+    "demotion_seconds": "share_seconds",
+    "demotion_failures": "share_failures",
+}
+"""Names of events of a tier that engines share."""
 
 
 class LowerTier:
@@ -39,6 +52,7 @@ class LowerTier:
         counters: counters of this tier.
         chance: probability that a waiting job comes back for a page.
         group_of: gives the group of a page; None if that is not known.
+        lasting: True if other engines can have pages of the same fingerprint.
         clock: monotonic seconds.
 
     Attributes:
@@ -56,6 +70,8 @@ class LowerTier:
         chance: Callable[[PageKey], float],
         group_of: Callable[[PageKey], int | None],
         clock: Callable[[], float],
+        *,
+        lasting: bool,
     ) -> None:
         self.store = store
         self.spec = spec
@@ -78,7 +94,11 @@ class LowerTier:
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._given_up: dict[OrderId, float] = {}
+        self._doubt = Doubt()
+        self._serves = not spec.shared or (lasting and not facts.narrow)
+        self._events = SHARED_EVENTS if spec.shared else {}
         self._backlog: deque[PageKey] = deque()
+        self._runs: dict[PageKey, PageKey] = {}  # of the backlog
         self._demotes: list[DemoteOrder] = []
         self._promotes: list[PromoteOrder] = []
         self._lookups: list[LookupOrder] = []
@@ -136,22 +156,42 @@ class LowerTier:
 
     @property
     def answers(self) -> bool:
-        """False while the store keeps an order that its turn gave up long ago."""
+        """False while the store keeps an order that its turn gave up long ago, or while a tier that
+        others write to as well is in doubt."""
+        now = self._clock()
+        if not self._serves or self._doubt.rules(now):
+            return False
         if not self._given_up:
             return True
         self._given_up = {o: at for o, at in self._given_up.items() if self._book.under_way(o)}
-        now = self._clock()
         return not any(is_stalled(now - at) for at in self._given_up.values())
 
     def give_up(self, order_id: OrderId) -> None:
         """Note that no turn waits for the order any longer."""
-        self._given_up.setdefault(order_id, self._clock())
+        now = self._clock()
+        self._given_up.setdefault(order_id, now)
+        if self._asked:
+            self._doubt.failed(now)
 
-    def ask(self, keys: Sequence[PageKey], deadline_s: float) -> OrderId | None:
-        """Ask the stores for pages that the index cannot tell of; None if there are none."""
+    @property
+    def _asked(self) -> bool:
+        """True if others write to the tier as well."""
+        return self.spec.knowledge is Knowledge.ASKED
+
+    def ask(
+        self, keys: Sequence[PageKey], context: Sequence[PageKey], deadline_s: float
+    ) -> OrderId | None:
+        """Ask the stores for pages that the index cannot tell of; None if there are none.
+
+        Args:
+            context: all pages of the context that they belong to, from its beginning.
+        """
         order = self._book.plan_lookup(self.store, keys, deadline_s)
         if order is None:
             return None
+        if self.spec.in_runs:
+            runs = runs_of(context)
+            order = replace(order, runs=tuple(runs[key] for key in order.keys))
         self._lookups.append(order)
         return order.order_id
 
@@ -192,6 +232,26 @@ class LowerTier:
             self._backlog += self._mine(keys)
             self._feed()
 
+    def share(self, keys: Sequence[PageKey]) -> None:
+        """Order down what other engines may want of a context, as far as it is in CPU memory and
+        not there already.
+
+        Args:
+            keys: pages of a context from its beginning, or the first of them.
+        """
+        if not self._serves or self._clock() < self._pause_until:
+            return
+        mine, known = self._mine(keys), self.pages.index.stored
+        fresh = [k for k in mine if not known(k) and k not in self.pages.demoting]
+        room = most_waiting(self._index.num_slots) - len(self._backlog)
+        self.counters.add("pages_not_shared", max(0, len(fresh) - max(0, room)))
+        fresh = fresh[: max(0, room)]
+        if self.spec.in_runs:
+            runs = runs_of(mine)
+            self._runs.update((key, runs[key]) for key in fresh)
+        self._backlog += fresh
+        self._feed()
+
     def _mine(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
         """The pages of this store's group."""
         if len(self._facts.groups) == 1:
@@ -226,8 +286,11 @@ class LowerTier:
         most = self._look_ahead.most_demoting
         while self._backlog and (room := most - len(self.pages.demoting)) > 0:
             keys = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
+            runs = {key: run for key in keys if (run := self._runs.pop(key, None)) is not None}
             order = self._book.plan_demote(self.store, keys, NOW)
             if order is not None:
+                if self.spec.in_runs:
+                    order = replace(order, runs=tuple(runs.get(key, key) for key in order.keys))
                 self._demotes.append(order)
 
     # -- reports ------------------------------------------------------------------
@@ -237,23 +300,41 @@ class LowerTier:
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         if isinstance(done.order, PromoteOrder):
-            self.counters.add("pages_promoted", good)
-            self.counters.add("bytes_promoted", nbytes)
-            self.counters.add("promotion_seconds", done.seconds)
-            self.counters.add("promotion_failures", 0 if done.abandoned else failed)
+            self._count("pages_promoted", good)
+            self._count("bytes_promoted", nbytes)
+            self._count("promotion_seconds", done.seconds)
+            self._count("promotion_failures", 0 if done.abandoned else failed)
+            self._judge(done)
             self._lose(done)
         elif isinstance(done.order, DemoteOrder):
-            self.counters.add("pages_demoted", good)
-            self.counters.add("bytes_demoted", nbytes)
-            self.counters.add("demotion_seconds", done.seconds)
+            self._count("pages_demoted", good)
+            self._count("bytes_demoted", nbytes)
+            self._count("demotion_seconds", done.seconds)
             if failed and not done.abandoned:
-                self.counters.add("demotion_failures", failed)
+                self._count("demotion_failures", failed)
                 self._pause_until = self._clock() + self._pause_s
                 self._backlog.clear()
+                self._runs.clear()
                 self._pause_s = next_pause_s(self._pause_s)
                 self._lose(done)
             elif good:
                 self._pause_s = FIRST_PAUSE_S
+            if self.spec.shared:
+                self._feed()
+        elif done.order.order_id not in self._given_up:
+            self._doubt.worked()
+
+    def _count(self, event: str, amount: float) -> None:
+        self.counters.add(self._events.get(event, event), amount)
+
+    def _judge(self, done: Settled) -> None:
+        """Doubt a tier that others write to as well if it had not what it said."""
+        if not self._asked or done.abandoned:
+            return
+        if mostly_failed(len(done.failed), len(done.keys)):
+            self._doubt.failed(self._clock())
+        elif done.order.order_id not in self._given_up:
+            self._doubt.worked()
 
     def _lose(self, done: Settled) -> None:
         if self._facts.ranks > 1:  # a page that one rank lacks is of no use to the others
@@ -310,5 +391,7 @@ class LowerTier:
             self._book.cancel(order)
         self._clear_orders()
         self._backlog.clear()
+        self._runs.clear()
         self._reclaims.clear()
         self._fingerprint = fingerprint
+        self._serves = not self.spec.shared  # no other engine has pages of this generation

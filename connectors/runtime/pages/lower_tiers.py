@@ -1,6 +1,7 @@
 """The tiers below CPU memory, taken as one: demotions, and the way of orders and reports to each.
 
-Each page that goes down goes to every tier. For the way up see ``promotions``.
+Each page that goes down goes to every tier of this engine's own. Tiers that engines share get what
+others may want. For the way up see ``promotions``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, TierOrders, TierReport
-from tiered_kv.orders import DemoteOrder, OrderId, PromoteOrder, SaveOrder
+from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, SaveOrder
 from tiered_kv.pages.flights import Settled
 from tiered_kv.tiers import StoreId, TierId
 
@@ -45,7 +46,10 @@ class LowerTiers:
 
     def __init__(self, tiers: Mapping[StoreId, LowerTier]) -> None:
         self._tiers = tiers
+        self._own = [tier for tier in tiers.values() if not tier.spec.shared]
+        self._shared = [tier for tier in tiers.values() if tier.spec.shared]
         self._after_save: dict[OrderId, Sequence[PageKey]] = {}
+        self._share_after: dict[OrderId, Sequence[PageKey]] = {}
 
     def each(self) -> Iterator[tuple[StoreId, LowerTier]]:
         """The tiers, fastest first, by their stores."""
@@ -74,20 +78,41 @@ class LowerTiers:
         else:
             self._demote(keys)
 
+    def share(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
+        """Leave pages for other engines, once their save ``after`` has settled.
+
+        Args:
+            keys: pages of a context from its beginning, or the first of them.
+        """
+        if not self._shared:
+            return
+        if after is not None:
+            self._share_after[after] = keys
+        else:
+            self._share(keys)
+
     def unsent_saves_dropped(self, saves: Iterable[OrderId]) -> None:
-        """Demote what was to go down behind these saves and is in CPU memory by now. The rest
+        """Send down what was to go down behind these saves and is in CPU memory by now. The rest
         goes down once slots run short."""
         for order_id in saves:
-            self._demote(self._after_save.pop(order_id, ()))
+            self._saved(order_id)
 
     def demote_ahead(self) -> None:
         """Keep the pages that would be evicted next in the tiers as well."""
-        for tier in self._tiers.values():
+        for tier in self._own:
             tier.demote_ahead()
 
+    def _saved(self, order_id: OrderId) -> None:
+        self._demote(self._after_save.pop(order_id, ()))
+        self._share(self._share_after.pop(order_id, ()))
+
     def _demote(self, keys: Sequence[PageKey]) -> None:
-        for tier in self._tiers.values():
+        for tier in self._own:
             tier.demote(keys)
+
+    def _share(self, keys: Sequence[PageKey]) -> None:
+        for tier in self._shared:
+            tier.share(keys)
 
     # -- reports ------------------------------------------------------------------
 
@@ -95,8 +120,8 @@ class LowerTiers:
         """Take in an order that is over on every rank."""
         order = done.order
         if isinstance(order, SaveOrder):
-            self._demote(self._after_save.pop(order.order_id, ()))
-        elif isinstance(order, (DemoteOrder, PromoteOrder)):
+            self._saved(order.order_id)
+        elif isinstance(order, (DemoteOrder, PromoteOrder, LookupOrder)):
             self._tiers[order.store].on_settled(done)
 
     def on_reports(self, reports: Mapping[StoreId, Mapping[int, TierReport]]) -> None:
@@ -110,6 +135,7 @@ class LowerTiers:
         for tier in self._tiers.values():
             tier.invalidate(saves)
         self._after_save.clear()  # of saves that were never sent, as well
+        self._share_after.clear()
 
     def on_handshake(self, ranks: Mapping[int, Handshake]) -> None:
         """Take in the content of the stores at start."""
@@ -124,6 +150,7 @@ class LowerTiers:
             fingerprint: gives the digest of a group's pages.
         """
         self._after_save.clear()
+        self._share_after.clear()
         for tier in self._tiers.values():
             tier.reset(fingerprint(tier.store.group))
 
@@ -147,10 +174,10 @@ class LowerTiers:
         return found
 
     def gauges(self) -> dict[str, Any]:
-        """Gauges of all tiers together; none without tiers."""
-        if not self._tiers:
+        """Gauges of this engine's own tiers together; none without any."""
+        if not self._own:
             return {}
-        tiers = self._tiers.values()
+        tiers = self._own
         specs = [tier.spec for tier in tiers]  # one tier's groups share its space
         return {
             "ssd_pages": sum(len(tier.pages.index) for tier in tiers),

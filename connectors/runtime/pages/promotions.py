@@ -7,12 +7,14 @@ are let in, each from the fastest tier that has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
+from tiered_kv.orders import OrderId
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.lookup import LOOKUPS, answer_wait_s, pages_asked
 from tiered_kv.policies.cache.promotion import (
@@ -31,6 +33,18 @@ from tiered_kv.tiers import Knowledge, StoreId
 from .hits import HitFinder, run_of
 from .lower_tier import NOW, LowerTier
 from .sources import Below, PageSources
+
+
+class TokensBelow(NamedTuple):
+    """Tokens of a prompt whose KV came up from below CPU memory.
+
+    Attributes:
+        own: from tiers of this engine.
+        shared: from tiers that engines share.
+    """
+
+    own: int
+    shared: int
 
 
 class Promotions:
@@ -102,14 +116,14 @@ class Promotions:
             fresh = {name: [key for key in keys if key in kept] for name, keys in fresh.items()}
         for name, keys in fresh.items():
             self._tiers[name].promote(keys, NOW, turn)
-        coming = self._book.promoting
+        book, coming = self._book, self._book.promoting
         claimed = [key for key in wanted if key in coming]
         orders = {coming[key] for key in claimed}
         for order in self._book.expedite(orders, now):
             self._tiers[order.store].expedite(order.order_id)
         state.awaits |= orders
-        self._unclaimed += len(set(claimed) - state.keys)
-        state.keys.update(claimed)
+        self._unclaimed += len(set(claimed) - state.keys.keys())
+        state.keys.update((key, book.store_of(coming[key])) for key in claimed)
 
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> int:
         """Order a waiting job's pages up, for when it is expected back; their number, 0 if there
@@ -224,28 +238,39 @@ class Promotions:
 
     def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
         """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
-        True if the turn waits for an answer."""
-        if turn.tiers.lookups == LOOKUPS:
+        True if the turn waits for an answer.
+
+        A context of groups that need not all of it is not asked for: which boundaries of it others
+        have cannot be told.
+        """
+        if turn.tiers.lookups == LOOKUPS or self._facts.narrow:
             return False
-        keys = turn.page_keys()
-        size, limit = self._facts.block_size, turn.request.num_tokens - 1
-        stop = min(len(keys), limit // size + 1)
-        end, somewhere = self.in_vram(turn, limit) // size, self._sources.somewhere()
-        while end < stop and somewhere(keys[end]):
-            end += 1
-        unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
-        if not unknown:
-            return False
-        compute_s = prefill.seconds(end * size, len(unknown) * size)
-        wait_s = answer_wait_s(compute_s if prefill.measured else None)
-        asked = {tier: tier.ask(unknown, wait_s) for tier in self._asked if tier.answers}
-        orders = {order for order in asked.values() if order is not None}
+        limit = turn.request.num_tokens - 1
+        vram, somewhere = self.in_vram(turn, limit), self._sources.somewhere()
+        waits, orders = 0.0, set[OrderId]()
+        for tier in self._asked:
+            if not tier.answers:
+                continue
+            keys = turn.page_keys(tier.store.group)
+            size = self._facts.groups[tier.store.group].block_size
+            stop, end = min(len(keys), limit // size + 1), vram // size
+            while end < stop and somewhere(keys[end]):
+                end += 1
+            unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
+            if not unknown:
+                continue
+            compute_s = prefill.seconds(end * size, len(unknown) * size)
+            wait_s = answer_wait_s(compute_s if prefill.measured else None)
+            order = tier.ask(unknown, keys, wait_s)
+            if order is not None:
+                orders.add(order)
+                waits = max(waits, wait_s)
         if not orders:
             return False
         turn.tiers.lookups += 1
         turn.tiers.asking = True
         turn.tiers.awaits |= orders
-        turn.tiers.answers_until = self._clock() + wait_s
+        turn.tiers.answers_until = self._clock() + waits
         return True
 
     def still_coming(self, turn: Turn, prefill: PrefillFit, fits: Callable[[], bool]) -> bool:
@@ -295,11 +320,26 @@ class Promotions:
             return None
         return Below(self._sources.somewhere(), self._clock() + turn.tiers.longest_wait_s)
 
-    def tokens_from_below(self, turn: Turn) -> int:
+    def tokens_from_below(self, turn: Turn) -> TokensBelow:
         """Tokens of a turn's hit that came up for it from a tier, or are to come up in pieces."""
         hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
-        pages = (key in came_up or not there(key) for key in hit.keys) if hit is not None else ()
-        return sum(pages) * self._facts.block_size
+        if hit is None or not self._tiers:
+            return TokensBelow(0, 0)
+        from_tiers = [key for key in hit.keys if key in came_up or not there(key)]
+        shared = sum(self._is_shared(came_up.get(key), key) for key in from_tiers)
+        size = self._facts.block_size
+        return TokensBelow((len(from_tiers) - shared) * size, shared * size)
+
+    def _is_shared(self, store: StoreId | None, key: PageKey) -> bool:
+        """True if a page came up from a tier that engines share.
+
+        Args:
+            store: where it came from; None if it is to come up in pieces.
+        """
+        if store is None:
+            having = (name for name, tier in self._tiers.items() if tier.has(key))
+            store = next(having, None)
+        return store is not None and self._tiers[store].spec.shared
 
     def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
         """True if pages may be looked for: at first, now and then, once VRAM has room, and once

@@ -68,6 +68,7 @@ class TierWorker:
             rank=rank,
             ranks=facts.ranks,
             replica=facts.replica,
+            lasting=fingerprint.lasting,
             page_format=group.page_format,
             cores=max(1, usable_cores() // facts.ranks),
         )
@@ -78,6 +79,7 @@ class TierWorker:
             bundles.encode_like(lambda: self.io.store.codec_of_new_pages)
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
         self._known = tier.spec.knowledge is Knowledge.KNOWN
+        self._errors = "remote_errors" if tier.spec.shared else "ssd_errors"
         self._lasting = fingerprint.lasting
         # What slots hold that is perhaps nowhere else, by whose save; the newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
@@ -95,7 +97,7 @@ class TierWorker:
     def carry_out(self, orders: TierOrders) -> None:
         """Hand a step's orders to the I/O thread."""
         if orders.fingerprint is not None:
-            self._site = replace(self._site, fingerprint=orders.fingerprint)
+            self._site = replace(self._site, fingerprint=orders.fingerprint, lasting=False)
             self._lasting = False
             self._holds.clear()
             self._bundles.clear()
@@ -160,7 +162,7 @@ class TierWorker:
             self._counted, self._counted_of = Counter(), store
         added += self._count_up(store)
         failures = self.io.failures
-        added["ssd_errors"] += failures - self._failures
+        added[self._errors] += failures - self._failures
         self._failures = failures
         self._said = TierReport(tuple(gone), proposal, dict(+added), store.stored_bytes)
         return reports, self._said

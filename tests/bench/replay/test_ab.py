@@ -97,20 +97,6 @@ def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
     assert set(done.not_started) == {"vllm-offloading", "vllm-simple"}
 
 
-def test_bounds_may_run_in_the_first_round_alone(tmp_path: Path) -> None:
-    machine = Machine()
-    preset = replace(PRESET, bounds_once=True)
-    Harness(KINDS, preset, machine, Ledger(tmp_path, {}, resume=False)).run_all()
-    for load in ("pressure", "beyond"):
-        by_round = [
-            {name for at, name, n in machine.measured if (at, n) == (load, number)}
-            for number in range(PRESET.rounds)
-        ]
-        assert by_round[0] >= {"reach", "bound", "tiered"}
-        assert by_round[1] == {"stock", "tiered"}
-    assert len(machine.measured) <= total_runs(KINDS, preset)
-
-
 def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_known(
     tmp_path: Path,
 ) -> None:
@@ -331,12 +317,6 @@ def test_the_cpu_preset_is_what_is_published() -> None:
     assert preset.idle_rounds == 5
     assert preset.rounds == 3
     assert preset.slowdown == 3.0
-
-
-def test_the_preset_of_peers_is_three_paired_rounds() -> None:
-    preset = PRESETS["peers"]
-    assert (preset.rounds, preset.slowdown) == (3, PRESETS["cpu"].slowdown)
-    assert preset.pool_tokens == PRESETS["cpu"].pool_tokens
 
 
 def run(*arguments: str) -> int:

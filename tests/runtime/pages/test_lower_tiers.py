@@ -322,6 +322,7 @@ def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
         chance=lambda _: 0.0,
         group_of=lambda _: SSD.group,
         clock=lambda: 0.0,
+        lasting=True,
     )
     tier.on_handshake({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})
     assert [key in book.stores[SSD].index for key in (a, b, c)] == [False, True, False]

@@ -76,11 +76,13 @@ def panel_lines(snapshot: Snapshot, engine: EngineReading) -> list[Text]:
 
 def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
     """Tokens of prompts by the tier that their KV came from."""
-    ssd = counters.get("prompt_tokens_ssd", 0)
+    ssd, remote = counters.get("prompt_tokens_ssd", 0), counters.get("prompt_tokens_remote", 0)
+    shared = {"remote": remote} if remote else {}
     return {
         "VRAM": counters.get("prompt_tokens_vram", 0),
-        "CPU": counters.get("prompt_tokens_cpu", 0) - ssd,
+        "CPU": counters.get("prompt_tokens_cpu", 0) - ssd - remote,
         "SSD": ssd,
+        **shared,
         "computed": counters.get("prompt_tokens_recomputed", 0),
     }
 

@@ -1,0 +1,98 @@
+"""A job's first turn on one replica and its second on another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from tiered_kv.bench.restore import BLOCK
+
+from .replicas import Replica
+from .turns import Answer, ask, shared_pages
+
+ANSWER = 16
+"""Tokens of the answers that are compared."""
+ADDED = 40
+"""Tokens that a second turn adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Figures of moved jobs.
+
+    Attributes:
+        remote_share: share of the first turns' whole blocks that the second replica had from the
+            store.
+        equal: both replicas give the same answers to the second turns.
+        compared: tokens of these answers.
+        logprob_difference: largest difference of a token's logprob between the two.
+        cold_ms, moved_ms: median first token of prompts of that length that nobody has, and of
+            the moved ones.
+        speedup: the first over the second.
+        pages: pages that the first replica left in the store.
+    """
+
+    remote_share: float
+    equal: bool
+    compared: int
+    logprob_difference: float
+    cold_ms: float
+    moved_ms: float
+    speedup: float
+    pages: int
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        return asdict(self)
+
+
+def move(
+    first: Replica,
+    second: Replica,
+    prompts: Sequence[Sequence[int]],
+    cold: Sequence[Sequence[int]],
+    tell: Callable[[str], None] = lambda _: None,
+) -> Moved:
+    """Ask first turns here, and second turns there.
+
+    Args:
+        prompts: of the first turns, a token longer than a number of blocks: then no partial block
+            lacks on the other side, and both compute the same tokens in the same shapes.
+        cold: prompts of the same length as the second turns.
+    """
+    longer = [[*prompt, *prompt[100 : 100 + ADDED]] for prompt in prompts]
+    for at, prompt in enumerate(prompts):
+        tell("first turns")
+        ask(first.client, f"job {at}", prompt)
+    pages = shared_pages(first.client)
+    moved: list[Answer] = []
+    computed: list[Answer] = []
+    for at, prompt in enumerate(longer):
+        tell("second turns elsewhere")
+        moved.append(ask(second.client, f"job {at}", prompt))
+        if at < len(cold):
+            computed.append(ask(second.client, f"cold {at}", cold[at]))
+    differences, same, count = [0.0], True, 0
+    for at, prompt in enumerate(longer):
+        tell("answers compared")
+        ask(first.client, f"job {at}", prompt)
+        here = ask(first.client, f"job {at}", prompt, answer=ANSWER)
+        there = ask(second.client, f"job {at}", prompt, answer=ANSWER)
+        same = same and here.tokens == there.tokens
+        count += len(here.tokens)
+        pairs = zip(here.logprobs, there.logprobs, strict=True)
+        differences += [abs(one - other) for one, other in pairs]
+    whole = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
+    cold_ms = statistics.median(one.ms for one in computed)
+    moved_ms = statistics.median(one.ms for one in moved)
+    return Moved(
+        remote_share=sum(one.sources.get("remote_tokens", 0) for one in moved) / whole,
+        equal=same,
+        compared=count,
+        logprob_difference=max(differences),
+        cold_ms=cold_ms,
+        moved_ms=moved_ms,
+        speedup=cold_ms / moved_ms,
+        pages=pages,
+    )

@@ -1,0 +1,35 @@
+"""A server that fails is left alone for a while, and tried again."""
+
+from __future__ import annotations
+
+from tiered_kv.remote.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from tiered_kv.remote.rendezvous import server_of
+
+
+def test_pauses_grow_until_a_call_works() -> None:
+    breaker, now, pauses = Breaker(), 100.0, list[float]()
+    for _ in range(9):
+        assert breaker.lets_through(now)
+        breaker.failed(now)
+        began = now
+        while not breaker.lets_through(now):
+            now += 0.25
+        pauses.append(now - began)
+    assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert pauses[-1] == LONGEST_PAUSE_S
+    breaker.worked()
+    assert breaker.lets_through(now)
+    breaker.failed(now)
+    assert breaker.lets_through(now + FIRST_PAUSE_S)
+
+
+def test_a_server_that_goes_moves_its_own_runs_alone() -> None:
+    servers = [b"a:1", b"b:1", b"c:1"]
+    runs = [b"run %d" % number for number in range(900)]
+    before = [servers[server_of(run, servers)] for run in runs]
+    assert all(200 < before.count(one) < 400 for one in servers), "about a third each"
+    left = [b"a:1", b"c:1"]
+    for run, server in zip(runs, before, strict=True):
+        if server != b"b:1":
+            assert left[server_of(run, left)] == server
+    assert server_of(b"run", [b"a:1"]) == 0

@@ -1,0 +1,249 @@
+"""The remote tier on real servers: one engine's context is found by another, and no trouble with
+the store changes an answer or holds anybody up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
+from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S
+from tiered_kv.storage.remote_pages import PAGE_PREFIX
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.valkey import ValkeyServer
+from tiered_kv.testing.vllm.rig import Rig
+from tiered_kv.tiers import REMOTE
+
+JOB: dict[str, Any] = {"job_id": "job"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path) as server:
+        yield server
+
+
+def remote(server: ValkeyServer, *, slots: int = 64, **more: Any) -> dict[str, Any]:
+    """Settings with that many slots in CPU memory above the store."""
+    gib = (slots * PAGE + 1) / (1 << 30)
+    return {"cpu_gib": gib, "codec": "raw", "policy": "lru", "remote": server.url, **more}
+
+
+def ask(rig: Rig, name: str, prompt: Sequence[int] = CONTEXT, **params: object) -> None:
+    """A turn, with waits for whatever is under way."""
+    rig.add(name, prompt, params=params or None)
+    while rig.scheduler.has_requests():
+        rig.step()
+        rig.wait_for_worker()
+        rig.now += 0.001
+    assert rig.outputs[name] == expected(prompt, 4)
+
+
+def settle(rig: Rig) -> None:
+    """Let what was ordered at a turn's end be done."""
+    for _ in range(200):
+        rig.step()
+        rig.wait_for_worker()
+        if not rig.half.pages.dispatch.under_way:
+            return
+        rig.now += 0.01
+        time.sleep(0.005)
+    raise AssertionError("orders are under way for ever")
+
+
+def pages_in(server: ValkeyServer) -> int:
+    return server.talk(b"KEYS", PAGE_PREFIX + b"*").count(PAGE_PREFIX)
+
+
+def write(make_rig: MakeRig, server: ValkeyServer, **more: Any) -> None:
+    """An engine computes a turn of a job, leaves its context in the store, and is gone."""
+    rig = make_rig(extra=remote(server, **more), max_batched_tokens=64)
+    ask(rig, "first", job_id="job")
+    settle(rig)
+    assert pages_in(server) >= 20
+    rig.close()
+
+
+def test_a_jobs_next_turn_is_found_by_another_engine(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    write(make_rig, server)
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    ask(rig, "again", job_id="job")
+    assert rig.count("prompt_tokens_remote") >= 304
+    assert rig.count("prompt_tokens_ssd") == 0
+    assert rig.count("pages_fetched") >= 19
+    assert rig.half.counters.of_tier(REMOTE).totals["pages_fetched"] >= 19
+    assert rig.count("pages_promoted") == 0, "the counter of this engine's own tiers"
+    rig.check_clean()
+
+
+def test_new_pages_alone_are_written(make_rig: MakeRig, server: ValkeyServer) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    ask(rig, "first", job_id="job")
+    settle(rig)
+    before = rig.count("pages_shared")
+    assert before == pages_in(server) >= 20
+    ask(rig, "second", [*CONTEXT, *text(64, seed=2)], job_id="job")
+    settle(rig)
+    assert 4 <= rig.count("pages_shared") - before <= 6
+    rig.check_clean()
+
+
+def test_a_job_that_is_over_leaves_nothing_for_others(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    ask(rig, "only", job_id="job", is_last_step=True)
+    settle(rig)
+    assert pages_in(server) == 0
+    rig.check_clean()
+
+
+def test_a_begin_that_two_jobs_share_is_written_though_both_are_over(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    for at, name in enumerate(("one", "two")):
+        ask(rig, name, [*CONTEXT[:160], *text(100, seed=at)], job_id=name, is_last_step=True)
+        settle(rig)
+    assert pages_in(server) == 10
+    rig.check_clean()
+
+
+def test_a_store_that_is_empty_costs_a_moment(make_rig: MakeRig, server: ValkeyServer) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    ask(rig, "first", job_id="job")
+    assert rig.count("prompt_tokens_recomputed") == len(CONTEXT)
+    assert rig.count("fetch_failures") == rig.count("lookups_overdue") == 0
+    rig.check_clean()
+
+
+def test_changed_bytes_are_computed_and_the_store_is_doubted(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    write(make_rig, server)
+    names = server.talk(b"KEYS", PAGE_PREFIX + b"*")
+    assert names
+    script = (
+        b"for _, k in ipairs(redis.call('KEYS', ARGV[1])) do "
+        b"local v = redis.call('GET', k) "
+        b"redis.call('SET', k, string.sub(v, 1, -2) .. string.char(255 - string.byte(v, -1))) end"
+    )
+    server.talk(b"EVAL", script, b"0", PAGE_PREFIX + b"*")
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    ask(rig, "again", job_id="job")
+    assert rig.count("prompt_tokens_remote") == 0
+    assert rig.count("remote_pages_bad") >= 19
+    tier = next(tier for store, tier in rig.pages.tiers.each() if store.tier == REMOTE)
+    doubted = [tier.answers]
+    rig.now += 2 * FIRST_DOUBT_S
+    assert [*doubted, tier.answers] == [False, True], "it is not asked for a while"
+    rig.check_clean()
+
+
+def test_a_store_that_is_stopped_holds_nobody_up(make_rig: MakeRig, server: ValkeyServer) -> None:
+    write(make_rig, server)
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    server.pause()
+    try:
+        for at in range(3):
+            rig.add(f"turn{at}", CONTEXT[: 320 - at])
+            while len(rig.outputs[f"turn{at}"]) < 4:
+                rig.step()
+                rig.now += 0.02
+        assert rig.count("lookups_overdue") == 1, "later ones do not ask"
+    finally:
+        server.go_on()
+    for at in range(3):
+        assert rig.outputs[f"turn{at}"] == expected(CONTEXT[: 320 - at], 4)
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_store_that_is_killed_and_comes_back_is_used_again(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    server.kill()
+    ask(rig, "first", job_id="job")
+    settle(rig)
+    assert rig.count("share_failures") > 0
+    server.start()
+    until = time.monotonic() + 60
+    turn = 0
+    while not pages_in(server):
+        assert time.monotonic() < until
+        rig.now += 70.0  # whatever pause it made
+        turn += 1
+        ask(rig, f"turn {turn}", [*CONTEXT, *text(16 * turn, seed=turn)], job_id="job")
+        settle(rig)
+        time.sleep(0.1)
+    rig.check_clean()
+
+
+def test_another_generation_is_nobody_elses(make_rig: MakeRig, server: ValkeyServer) -> None:
+    """After a reset the weights may have changed: what was put goes, and nothing more is."""
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    ask(rig, "first", job_id="job")
+    settle(rig)
+    assert pages_in(server) >= 20
+    rig.half.before_reset()
+    assert rig.pool.reset_prefix_cache()
+    settle(rig)
+    assert pages_in(server) == 0
+    ask(rig, "second", job_id="job")
+    settle(rig)
+    assert pages_in(server) == 0
+    assert rig.count("prompt_tokens_remote") == 0
+    rig.check_clean()
+
+
+def test_tenants_find_their_own_pages_alone(make_rig: MakeRig, server: ValkeyServer) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    rig.add("mine", CONTEXT, params=JOB, salt="mine")
+    rig.run()
+    settle(rig)
+    assert pages_in(server) >= 20
+    rig.close()
+    other = make_rig(extra=remote(server), max_batched_tokens=64)
+    other.add("yours", CONTEXT, params=JOB, salt="yours")
+    while other.scheduler.has_requests():
+        other.step()
+        other.wait_for_worker()
+        other.now += 0.001
+    assert other.count("prompt_tokens_remote") == 0
+    other.check_clean()
+
+
+def test_pages_lie_on_several_servers_and_one_may_be_down(
+    make_rig: MakeRig, server: ValkeyServer, tmp_path: Path
+) -> None:
+    with ValkeyServer(tmp_path) as second:
+        url = f"{server.url},{second.server}"
+        first = make_rig(extra=remote(server, remote=url), max_batched_tokens=64)
+        contexts = [text(96, seed=100 + at) for at in range(8)]
+        for at, context in enumerate(contexts):
+            ask(first, f"first {at}", context, job_id=f"job {at}")
+        settle(first)
+        here, there = pages_in(server), pages_in(second)
+        assert here
+        assert there
+        first.close()
+        rig = make_rig(extra=remote(server, remote=url), max_batched_tokens=64)
+        for at, context in enumerate(contexts):
+            ask(rig, f"again {at}", context, job_id=f"job {at}")
+        whole = rig.count("prompt_tokens_remote")
+        assert whole >= 8 * 80, "each context lies on one server"
+        rig.close()
+        second.kill()
+        rig = make_rig(extra=remote(server, remote=url), max_batched_tokens=64)
+        for at, context in enumerate(contexts):
+            ask(rig, f"once more {at}", context, job_id=f"job {at}")
+        assert 0 < rig.count("prompt_tokens_remote") < whole
+        rig.check_clean()

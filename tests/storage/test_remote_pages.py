@@ -1,0 +1,259 @@
+"""Pages in a real remote store: the conformance suite, and values that others changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.codecs.base import Bytes
+from tiered_kv.codecs.registry import from_table, parse
+from tiered_kv.config import load_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.keys import PageKey
+from tiered_kv.remote.page_record import HEADER_BYTES, table_name
+from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.storage import codec_tables, remote_pages
+from tiered_kv.storage.base import PageStore, StoreSite
+from tiered_kv.storage.codec_tables import TABLE_PREFIX
+from tiered_kv.storage.remote_pages import PAGE_PREFIX, NoPages, RemotePages
+from tiered_kv.storage.remote_tier import RemoteTier, measure_link
+from tiered_kv.testing.conformance.store import (
+    FINGERPRINT,
+    PAGE_FORMAT,
+    StoreConformance,
+    page_bytes,
+    page_key,
+)
+from tiered_kv.testing.valkey import ValkeyServer
+from tiered_kv.tiers import Knowledge
+
+SITE = StoreSite(FINGERPRINT, 0, 1, 0, True, PAGE_FORMAT, 1)
+BANDWIDTH = 1e9
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path) as server:
+        yield server
+
+
+def open_pages(server: ValkeyServer, codec: str = "raw", site: StoreSite = SITE) -> RemotePages:
+    store = ValkeyStore(server.address)
+    return RemotePages(store, site, parse(codec)(PAGE_FORMAT), from_table, BANDWIDTH)
+
+
+def name_of(key: PageKey, rank: int = 0) -> bytes:
+    return PAGE_PREFIX + key + rank.to_bytes(2, "big")
+
+
+def value_of(server: ValkeyServer, name: bytes) -> bytes:
+    said = server.talk(b"GET", name)
+    return said[said.index(b"\r\n") + 2 : -2]
+
+
+def smooth_page(number: int) -> Bytes:
+    """KV as the codec of KV likes it: the same from token to token, nearly."""
+    rng = np.random.default_rng(number)
+    channel = rng.standard_normal(PAGE_FORMAT.page_bytes // 2 // PAGE_FORMAT.tokens) * 10
+    rows = channel + rng.standard_normal((PAGE_FORMAT.tokens, len(channel))) / 100
+    return (rows.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).ravel()
+
+
+class RemoteConformance(StoreConformance):
+    """A store on a server of its own."""
+
+    knowledge = Knowledge.ASKED
+    codec = "raw"
+
+    @pytest.fixture(autouse=True)
+    def serve(self, server: ValkeyServer) -> None:
+        self.server = server
+
+    def make_store(self, root: Path) -> PageStore:
+        return open_pages(self.server, self.codec)
+
+    def damage(self, root: Path, key: PageKey) -> None:
+        value = bytearray(value_of(self.server, name_of(key)))
+        value[-7] ^= 1
+        self.server.talk(b"SET", name_of(key), bytes(value))
+
+
+class TestRawPages(RemoteConformance):
+    codec = "raw"
+
+
+class TestZstdPages(RemoteConformance):
+    codec = "zstd"
+
+
+class TestCentredPages(RemoteConformance):
+    codec = "centred"
+
+
+def test_whatever_becomes_of_a_value_no_wrong_page_is_read(server: ValkeyServer) -> None:
+    pages, key = open_pages(server), page_key(1)
+    good, out = page_bytes(key), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
+    assert not pages.put([(key, good), (page_key(2), page_bytes(page_key(2)))])
+    value = value_of(server, name_of(key))
+    changed = [value[:at] for at in (0, 1, HEADER_BYTES, len(value) // 2, len(value) - 1)]
+    changed += [value + b"x", b"foreign", value_of(server, name_of(page_key(2)))]
+    for at in range(0, len(value), 97):
+        flipped = bytearray(value)
+        flipped[at] ^= 0x10
+        changed.append(bytes(flipped))
+    for bad in changed:
+        server.talk(b"SET", name_of(key), bad)
+        assert pages.get([(key, out)]) == {0}
+    assert pages.counters()["remote_pages_bad"] == len(changed)
+    assert not pages.put([(key, good)]), "it is written anew"
+    assert not pages.get([(key, out)])
+    assert np.array_equal(out, good)
+    pages.close()
+
+
+def test_pages_of_a_trained_codec_are_read_elsewhere(server: ValkeyServer) -> None:
+    ours = open_pages(server, "centred")
+    pages = [(page_key(number), smooth_page(number)) for number in range(40)]
+    assert not ours.put(pages[:20])
+    assert not ours.put(pages[20:])
+    assert ours.codec_of_new_pages is not None
+    assert ours.codec_of_new_pages.table, "it was trained"
+    theirs = open_pages(server, "raw")
+    out = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key, _ in pages]
+    assert not theirs.get(out)
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(out, pages, strict=True))
+    assert theirs.exists([key for key, _ in pages], 20.0) == frozenset()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("fault", ["lost", "flipped"])
+def test_pages_without_their_table_are_not_there(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    ours = open_pages(server, "centred")
+    pages = [(page_key(number), smooth_page(number)) for number in range(20)]
+    assert not ours.put(pages)
+    codec = ours.codec_of_new_pages
+    assert codec is not None
+    name = TABLE_PREFIX + FINGERPRINT + table_name(codec.codec_id, codec.table)
+    value = bytearray(value_of(server, name))
+    value[40] ^= 1
+    if fault == "lost":
+        server.talk(b"DEL", name)
+    else:
+        server.talk(b"SET", name, bytes(value))
+    theirs = open_pages(server)
+    out = np.zeros((20, PAGE_FORMAT.page_bytes), np.uint8)
+    wanted = [(key, out[at]) for at, (key, _) in enumerate(pages)]
+    assert theirs.get(wanted) == frozenset(range(20))
+    monkeypatch.setattr(codec_tables, "AGAIN_S", 0.0)
+    assert not ours.put(pages[:1]), "the table is put again before long"
+    again = open_pages(server)
+    assert not again.get(wanted)
+    assert all(np.array_equal(out[at], page) for at, (_, page) in enumerate(pages))
+    for one in (ours, theirs, again):
+        one.close()
+
+
+def test_ranks_have_pages_of_their_own_and_the_first_is_asked(server: ValkeyServer) -> None:
+    first, second = (open_pages(server, site=replace(SITE, rank=rank)) for rank in range(2))
+    key = page_key(1)
+    assert not first.put([(key, page_bytes(key))])
+    out = np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
+    assert first.exists([key, page_key(2)], 20.0) == {1}
+    assert second.exists([key, page_key(2)], 20.0) == frozenset(), "the first rank asks"
+    assert second.get([(key, out)]) == {0}, "and reading tells"
+    first.close()
+    second.close()
+
+
+def test_a_reset_deletes_what_this_engine_put_and_no_more(server: ValkeyServer) -> None:
+    ours, theirs = open_pages(server), open_pages(server)
+    assert not ours.put([(page_key(1), page_bytes(page_key(1)))])
+    assert not theirs.put([(page_key(2), page_bytes(page_key(2)))])
+    ours.clear()
+    assert theirs.exists([page_key(1), page_key(2)], 20.0) == {0}
+    ours.close()
+    theirs.close()
+
+
+def test_a_server_that_stops_in_a_read_touches_no_slot_later(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
+    pages, key = open_pages(server), page_key(1)
+    assert not pages.put([(key, page_bytes(key))])
+    server.pause()
+    slot = np.full(PAGE_FORMAT.page_bytes, 0xA5, np.uint8)
+    began = time.monotonic()
+    assert pages.get([(key, slot)]) == {0}
+    assert time.monotonic() - began < 5.0
+    server.go_on()
+    while pages.get([(key, out := np.zeros_like(slot))]):
+        time.sleep(0.05)
+    assert (slot == 0xA5).all()
+    assert np.array_equal(out, page_bytes(key))
+    pages.close()
+
+
+def test_three_quarters_of_the_link_are_for_restores(server: ValkeyServer) -> None:
+    pages = open_pages(server)
+    assert pages.rest_s == 0.0
+    began = time.monotonic()
+    pages.put([(page_key(number), page_bytes(page_key(number))) for number in range(50)])
+    assert 0 < pages.rest_s <= 3 * (time.monotonic() - began)
+    pages.close()
+
+
+# -- the tier ---------------------------------------------------------------------
+
+
+def test_the_link_is_measured_and_nothing_is_left(server: ValkeyServer) -> None:
+    tier = RemoteTier(load_config({"TIERED_KV_REMOTE": server.url, "TIERED_KV_CODEC": "raw"}))
+    assert (tier.spec.shared, tier.spec.in_runs) == (True, False)
+    pages = tier.open(SITE)
+    assert 1e6 < tier.bandwidth < 1e11
+    assert server.talk(b"DBSIZE") == b":0\r\n"
+    key = page_key(1)
+    assert not pages.put([(key, page_bytes(key))])
+    pages.close()
+
+
+def test_pages_that_no_other_engine_may_find_stay_here(server: ValkeyServer) -> None:
+    tier = RemoteTier(load_config({"TIERED_KV_REMOTE": server.url}))
+    pages, key = tier.open(replace(SITE, lasting=False)), page_key(1)
+    assert isinstance(pages, NoPages)
+    assert pages.put([(key, page_bytes(key))]) == pages.get([(key, page_bytes(key))]) == {0}
+    assert pages.exists([key], 1.0) == {0}
+    assert server.talk(b"DBSIZE") == b":0\r\n"
+
+
+def test_a_store_that_is_not_there_yet_is_used_once_it_is(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path)
+    tier = RemoteTier(load_config({"TIERED_KV_REMOTE": server.url, "TIERED_KV_CODEC": "raw"}))
+    pages, key = tier.open(SITE), page_key(1)
+    assert pages.put([(key, page_bytes(key))]) == {0}
+    with server:
+        until = time.monotonic() + 60.0
+        while pages.put([(key, page_bytes(key))]):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert measure_link(ValkeyStore(server.address)).read > 1e6
+    pages.close()
+
+
+def test_a_server_that_lets_nobody_in_ends_the_start(tmp_path: Path) -> None:
+    with ValkeyServer(tmp_path, password="hunter2") as server:
+        env = {"TIERED_KV_REMOTE": server.url, "TIERED_KV_REMOTE_PASSWORD": "wrong"}
+        tier = RemoteTier(load_config(env))
+        with pytest.raises(ConfigError, match="TIERED_KV_REMOTE_PASSWORD_FILE") as caught:
+            tier.open(SITE)
+        assert "hunter2" not in str(caught.value)
+        with pytest.raises(ConfigError, match="set TIERED_KV_REMOTE"):
+            RemoteTier(load_config({}))

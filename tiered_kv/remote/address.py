@@ -1,0 +1,95 @@
+"""Address of a remote store, as an operator writes it: ``valkey://[user:password@]host:port,…``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from urllib.parse import unquote, urlsplit
+
+from tiered_kv.errors import ConfigError
+
+SCHEMES = ("valkey", "valkeys")
+"""``valkeys`` is the same with TLS."""
+DEFAULT_PORT = 6379
+EXAMPLE = "valkey://10.0.0.5:6379"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server of a remote store."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAddress:
+    """Servers, and how they let us in. Its text has no password.
+
+    Attributes:
+        user: empty for the server's default user.
+        password: empty if none is asked for.
+    """
+
+    scheme: str
+    servers: tuple[Server, ...]
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    @property
+    def tls(self) -> bool:
+        """True if connections are encrypted, and the server's certificate is checked."""
+        return self.scheme == "valkeys"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{','.join(map(str, self.servers))}"
+
+    def with_password(self, password: str) -> RemoteAddress:
+        """The same with a password from elsewhere.
+
+        Raises:
+            ConfigError: it has one.
+        """
+        if self.password:
+            raise ConfigError(
+                "TIERED_KV_REMOTE has a password, and TIERED_KV_REMOTE_PASSWORD or its file gives "
+                "one too: leave out the one in the address, which others may see."
+            )
+        return replace(self, password=password)
+
+
+def parse_address(text: str) -> RemoteAddress:
+    """Parse ``scheme://[user[:password]@]host[:port][,host[:port]…]``.
+
+    Raises:
+        ConfigError: it is no such address; the sentence does not quote it, for it may hold a
+            password.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme not in SCHEMES:
+        raise ConfigError(
+            f"TIERED_KV_REMOTE begins with none of {', '.join(f'{one}://' for one in SCHEMES)}: "
+            f"write {EXAMPLE}."
+        )
+    login, at, hosts = rest.rpartition("@")
+    user, _, password = login.partition(":")
+    servers = tuple(_server(host) for host in hosts.rstrip("/").split(","))
+    if len(set(servers)) < len(servers):
+        raise ConfigError("TIERED_KV_REMOTE names a server twice: name each once.")
+    return RemoteAddress(scheme, servers, unquote(user), unquote(password) if at else "")
+
+
+def _server(text: str) -> Server:
+    try:
+        split = urlsplit(f"//{text.strip()}")
+        host, port = split.hostname, split.port
+    except ValueError:
+        host, port, split = None, None, urlsplit("//")
+    if not host or split.path or split.query or split.fragment or port == 0:
+        raise ConfigError(
+            f"TIERED_KV_REMOTE has a server without a host, or with no possible port: "
+            f"write {EXAMPLE}, more of them with commas between them."
+        )
+    return Server(host, port or DEFAULT_PORT)

@@ -1,0 +1,118 @@
+"""Record of a page in a remote store: what tells that a value is the page that was put.
+
+    | bytes | content |
+    |---|---|
+    | 8 | magic ``tkvpage`` and a zero |
+    | 2, 2 | version; length of the header |
+    | 2, 2 | length of the key; number of the codec |
+    | 8, 4 | bytes and tokens of the page |
+    | 8, 8 | bytes of the plane and of the frame |
+    | 8 | name of the codec's table, zeros without one |
+    | 16 | xxh3-128 of plane and frame |
+    | 16 | xxh3-128 of all before it and of the key |
+    | … | key |
+
+Plane and frame follow. Numbers are little-endian. Any bytes give a record or raise.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from tiered_kv.codecs.base import EncodedPage, PageFormat
+
+MAGIC = b"tkvpage\0"
+VERSION = 1
+_FIXED = struct.Struct("<8sHHHHQIQQ8s16s")
+HEADER_BYTES = _FIXED.size + 16
+"""Length of a header without its key."""
+NO_TABLE = bytes(8)
+MORE_THAN_PAGE = 4096
+"""Bytes that codecs may add to a page, beside a sixty-fourth of it (``codecs.base``)."""
+
+
+class RecordError(Exception):
+    """Bytes that are not the record of the page that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRecord:
+    """A page as stored.
+
+    Attributes:
+        codec_id: number of its codec.
+        table: name of the codec's table; ``NO_TABLE`` if it has none.
+    """
+
+    codec_id: int
+    table: bytes
+    page: EncodedPage
+
+
+def table_name(codec_id: int, table: bytes) -> bytes:
+    """Name of a codec's table, 8 bytes; ``NO_TABLE`` if it is empty."""
+    if not table:
+        return NO_TABLE
+    return xxhash.xxh3_64_digest(codec_id.to_bytes(2, "little") + table)
+
+
+def longest_record(page_format: PageFormat, key_bytes: int) -> int:
+    """Length of the longest record of such pages, bytes."""
+    page = page_format.page_bytes
+    return HEADER_BYTES + key_bytes + page + page // 64 + MORE_THAN_PAGE
+
+
+def pack_record(
+    key: bytes, page_format: PageFormat, record: PageRecord
+) -> tuple[bytes, memoryview, memoryview]:
+    """Parts of a record: its header, and plane and frame where they lie."""
+    plane, frame = record.page.plane.data, record.page.frame.data
+    payload = xxhash.xxh3_128(plane)
+    payload.update(frame)
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES + len(key),
+        len(key),
+        record.codec_id,
+        page_format.page_bytes,
+        page_format.tokens,
+        plane.nbytes,
+        frame.nbytes,
+        record.table,
+        payload.digest(),
+    )
+    return fixed + xxhash.xxh3_128_digest(fixed + key) + key, plane, frame
+
+
+def open_record(value: memoryview, key: bytes, page_format: PageFormat) -> PageRecord:
+    """The page in a value, which it aliases.
+
+    Raises:
+        RecordError: the value is short, changed, of another version, or of another page.
+    """
+    if len(value) < HEADER_BYTES:
+        raise RecordError("shorter than a record")
+    magic, version, header, key_bytes, codec_id, *rest = _FIXED.unpack_from(value)
+    page_bytes, tokens, plane, frame, table, digest = rest
+    if magic != MAGIC:
+        raise RecordError("no record of a page")
+    if version != VERSION:
+        raise RecordError(f"a record of version {version}; this is version {VERSION}")
+    if header != HEADER_BYTES + key_bytes or header + plane + frame != len(value):
+        raise RecordError("a record of another length")
+    if bytes(value[HEADER_BYTES:header]) != key:
+        raise RecordError("a record of another page")
+    told = bytes(value[_FIXED.size : HEADER_BYTES])
+    if xxhash.xxh3_128_digest(bytes(value[: _FIXED.size]) + key) != told:
+        raise RecordError("the header of the record is damaged")
+    if (page_bytes, tokens) != (page_format.page_bytes, page_format.tokens):
+        raise RecordError("a page of another format")
+    if xxhash.xxh3_128_digest(value[header:]) != digest:
+        raise RecordError("the page is damaged")
+    payload = np.frombuffer(value[header:], np.uint8)
+    return PageRecord(codec_id, table, EncodedPage(payload[:plane], payload[plane:]))

@@ -1,0 +1,1 @@
+"""Client of servers that speak the Redis protocol: Valkey, Redis and others."""

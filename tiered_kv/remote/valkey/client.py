@@ -1,0 +1,237 @@
+"""Client of one server: reads, writes and look-ups of many keys at a time, each by its deadline."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+
+from tiered_kv.remote.address import RemoteAddress, Server
+from tiered_kv.remote.base import Outcome, Parts
+from tiered_kv.remote.breaker import Breaker
+
+from .connection import Connection
+from .replies import ABSENT, ServerError
+
+logger = logging.getLogger(__name__)
+
+UNDER_WAY = 8
+"""Values that are asked for, or sent, before the first of them has been answered. One keeps a
+local link busy; a link of 1 ms at 10 Gbit/s needs five of 256 KiB."""
+LOOKED_UP = 1024
+"""Keys that are looked up before the first of them has been answered."""
+
+_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
+
+
+class RefusedError(Exception):
+    """The server does not let us in; the message is its own."""
+
+
+class ValkeyClient:
+    """One server. One thread. Nothing but ``check`` raises.
+
+    Args:
+        address: how the server lets us in.
+    """
+
+    def __init__(self, server: Server, address: RemoteAddress) -> None:
+        self._server = server
+        self._address = address
+        self._tls = ssl.create_default_context() if address.tls else None
+        self._breaker = Breaker()
+        self._connection: Connection | None = None
+        self._said = ""
+        self._closed = False
+
+    def check(self, deadline: float) -> None:
+        """Connect.
+
+        Raises:
+            RefusedError: the server does not let us in.
+            OSError, ProtocolError, ServerError: it cannot be reached, or is none of ours.
+        """
+        self._connected(deadline)
+
+    def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
+        """Look keys up."""
+        found: list[Outcome] = []
+        try:
+            connection = self._connected(deadline)
+            for start in range(0, len(names), LOOKED_UP):
+                some = names[start : start + LOOKED_UP]
+                connection.send([b"".join(_command(b"EXISTS", name) for name in some)])
+                for _ in some:
+                    there = connection.replies.number()
+                    found.append(Outcome.HIT if there else Outcome.MISS)
+            self._breaker.worked()
+        except Exception as error:
+            found += [self._lost(error)] * (len(names) - len(found))
+        return found
+
+    def get(
+        self, names: Sequence[bytes], buffer: memoryview, deadline: float
+    ) -> Iterator[tuple[int, Outcome, int]]:
+        """Read values into the buffer; see ``RemoteStore``. Gives index, outcome and length."""
+        at = asked = 0
+        try:
+            connection = self._connected(deadline)
+            while at < len(names):
+                if asked - at <= UNDER_WAY // 2:
+                    some = names[asked : at + UNDER_WAY]
+                    asked += len(some)
+                    connection.send([b"".join(_command(b"GET", name) for name in some)])
+                outcome, nbytes = _read(connection, buffer)
+                at += 1
+                yield at - 1, outcome, nbytes
+            self._breaker.worked()
+        except GeneratorExit:  # what was asked for would be taken for answers to what is asked next
+            self._drop()
+            raise
+        except Exception as error:
+            outcome = self._lost(error)
+            for late in range(at, len(names)):
+                yield late, outcome, 0
+
+    def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
+        """Store values."""
+        found: list[Outcome] = []
+        try:
+            connection = self._connected(deadline)
+            for at, (name, parts) in enumerate(values):
+                connection.send(_set(name, parts))
+                if at >= UNDER_WAY:
+                    found.append(_stored(connection))
+            while len(found) < len(values):
+                found.append(_stored(connection))
+            self._breaker.worked()
+        except Exception as error:
+            found += [self._lost(error)] * (len(values) - len(found))
+        return found
+
+    def delete(self, names: Sequence[bytes], deadline: float) -> None:
+        """Delete keys, as far as can be."""
+        try:
+            connection = self._connected(deadline)
+            for start in range(0, len(names), LOOKED_UP):
+                some = names[start : start + LOOKED_UP]
+                connection.send([b"".join(_command(b"UNLINK", name) for name in some)])
+                for _ in some:
+                    connection.replies.number()
+        except Exception as error:
+            self._lost(error)
+
+    def close(self) -> None:
+        """Give the connection up. Idempotent; afterwards the server is down."""
+        self._closed = True
+        self._drop()
+
+    # -- the connection -------------------------------------------------------------
+
+    def _connected(self, deadline: float) -> Connection:
+        """The connection, made if there is none; its deadline is set.
+
+        Raises:
+            Exception: there is none to be had.
+        """
+        if self._closed or time.monotonic() >= deadline:  # another server took all the time
+            raise _NotAskedError
+        if self._connection is not None:
+            self._connection.deadline = deadline
+            self._connection.received = 0
+            return self._connection
+        if not self._breaker.lets_through(time.monotonic()):
+            raise _NotAskedError
+        connection = Connection(self._server, self._tls, deadline)
+        try:
+            self._log_in(connection)
+        except BaseException:
+            connection.close()
+            raise
+        if self._said:
+            logger.info("the remote store at %s answers again", self._server)
+            self._said = ""
+        self._connection = connection
+        connection.received = 0
+        return connection
+
+    def _log_in(self, connection: Connection) -> None:
+        user, password = self._address.user, self._address.password
+        words = [b"AUTH", *([user.encode()] if user else []), password.encode()]
+        try:
+            if password:
+                connection.send([_command(*words)])
+                connection.replies.status()
+            connection.send([_command(b"PING")])
+            connection.replies.status()
+        except ServerError as error:
+            if str(error).startswith(_REFUSED):
+                raise RefusedError(str(error)) from error
+            raise
+
+    def _lost(self, error: Exception) -> Outcome:
+        """Take in that a call failed: later ones begin with a new connection, if at all."""
+        if isinstance(error, _NotAskedError):
+            return Outcome.DOWN
+        late = isinstance(error, TimeoutError)
+        if not (late and self._connection is not None and self._connection.received):
+            self._breaker.failed(time.monotonic())  # a slow server is not one that is down
+        self._drop()
+        if not late and not self._closed and str(error) != self._said:
+            self._said = str(error)
+            logger.warning(
+                "the remote store at %s does not serve (%s): KV that it has is computed meanwhile",
+                self._server,
+                error,
+            )
+        return Outcome.LATE if late else Outcome.DOWN
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class _NotAskedError(Exception):
+    """The server was not asked: its breaker is open, or there is no time."""
+
+
+def _read(connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
+    """Read one value."""
+    try:
+        nbytes = connection.replies.length()
+    except ServerError as error:
+        if str(error).startswith("WRONGTYPE"):
+            return Outcome.BAD, 0
+        raise
+    if nbytes == ABSENT:
+        return Outcome.MISS, 0
+    if nbytes > len(buffer):
+        connection.replies.skip(nbytes)
+        return Outcome.BAD, 0
+    connection.replies.value(buffer[:nbytes])
+    return Outcome.HIT, nbytes
+
+
+def _stored(connection: Connection) -> Outcome:
+    """Read the reply to a value that was sent."""
+    try:
+        connection.replies.status()
+    except ServerError as error:
+        if str(error).startswith("OOM"):
+            return Outcome.FULL
+        raise
+    return Outcome.STORED
+
+
+def _command(*words: bytes) -> bytes:
+    parts = [b"*%d\r\n" % len(words)]
+    parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
+    return b"".join(parts)
+
+
+def _set(name: bytes, parts: Parts) -> Parts:
+    nbytes = sum(len(part) for part in parts)
+    head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, nbytes)
+    return [head, *parts, b"\r\n"]

@@ -1,0 +1,129 @@
+"""Replies of the Redis protocol (RESP 2), read from a connection.
+
+Lines pass through a small buffer. A value goes from the socket to where the caller wants it: only
+its first bytes, which came with the line before it, are copied. Any bytes give a reply or raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+BUFFER_BYTES = 16 << 10
+MOST_LINE = 8 << 10
+"""Longest line that is a reply, bytes."""
+MOST_DIGITS = 20
+
+ABSENT = -1
+"""Length of a value that is not there."""
+
+
+class ProtocolError(Exception):
+    """Bytes that are no reply of such a server."""
+
+
+class ServerError(Exception):
+    """A reply that says what is wrong. The connection is good."""
+
+
+class Replies:
+    """Reads replies.
+
+    Args:
+        receive: reads at least a byte into memory and gives the number; it raises OSError when
+            that cannot be.
+    """
+
+    def __init__(self, receive: Callable[[memoryview], int]) -> None:
+        self._receive = receive
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._start = self._stop = 0  # of what was received and not read
+
+    def status(self) -> None:
+        """Read a reply that says that all went well.
+
+        Raises:
+            ServerError: it says something else.
+        """
+        if (line := self._line())[:1] != b"+":
+            raise ProtocolError(f"a status was expected, not {line[:40]!r}")
+
+    def number(self) -> int:
+        """Read an integer."""
+        return self._integer(self._line(), b":")
+
+    def length(self) -> int:
+        """Read the begin of a value: its length in bytes, ``ABSENT`` if it is not there.
+
+        ``value`` or ``skip`` must follow, unless it is not there.
+        """
+        length = self._integer(self._line(), b"$")
+        if length < ABSENT:
+            raise ProtocolError(f"a value of {length} bytes")
+        return length
+
+    def value(self, out: memoryview) -> None:
+        """Read a value of ``len(out)`` bytes into ``out``."""
+        done = min(len(out), self._stop - self._start)
+        out[:done] = memoryview(self._buffer)[self._start : self._start + done]
+        self._start += done
+        while done < len(out):
+            done += self._receive(out[done:])
+        self._end_of_value()
+
+    def skip(self, length: int) -> None:
+        """Read a value and drop it."""
+        while length:
+            if self._start == self._stop:
+                self._fill()
+            step = min(length, self._stop - self._start)
+            self._start += step
+            length -= step
+        self._end_of_value()
+
+    def _end_of_value(self) -> None:
+        while self._stop - self._start < 2:
+            self._fill()
+        end = bytes(self._buffer[self._start : self._start + 2])
+        self._start += 2
+        if end != b"\r\n":
+            raise ProtocolError("a value is longer than its length")
+
+    def _integer(self, line: bytes, kind: bytes) -> int:
+        digits = line[1:]
+        if line[:1] != kind or len(digits) > MOST_DIGITS or not digits.lstrip(b"-").isdigit():
+            raise ProtocolError(f"{kind.decode()} and a number were expected, not {line[:40]!r}")
+        try:
+            return int(digits)
+        except ValueError:
+            raise ProtocolError(f"{line[:40]!r} has no number") from None
+
+    def _line(self) -> bytes:
+        """The next line, without its end.
+
+        Raises:
+            ServerError: it is an error.
+        """
+        searched = self._start
+        while (end := self._buffer.find(b"\r\n", searched, self._stop)) < 0:
+            if self._stop - self._start > MOST_LINE:
+                raise ProtocolError("a line without an end")
+            searched = max(self._start, self._stop - 1)
+            moved = self._fill()
+            searched -= moved
+        line = bytes(self._buffer[self._start : end])
+        self._start = end + 2
+        if line[:1] == b"-":
+            raise ServerError(line[1:].decode("utf-8", "replace"))
+        return line
+
+    def _fill(self) -> int:
+        """Receive more; gives by how much what was there has moved to the front."""
+        moved = 0
+        if self._start == self._stop:
+            moved, self._start, self._stop = self._start, 0, 0
+        elif self._stop == len(self._buffer):
+            moved = self._start
+            self._buffer[: self._stop - moved] = self._buffer[moved : self._stop]
+            self._start, self._stop = 0, self._stop - moved
+        self._stop += self._receive(memoryview(self._buffer)[self._stop :])
+        return moved

@@ -1,0 +1,76 @@
+"""Several servers as one store: each run of keys lies on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tiered_kv.remote.address import RemoteAddress
+from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
+from tiered_kv.remote.rendezvous import server_of
+
+from .client import ValkeyClient
+
+
+class ValkeyStore:
+    """The servers of an address. A server that is down has nothing, and takes nothing: what would
+    lie there is computed, and nothing is placed anew."""
+
+    def __init__(self, address: RemoteAddress) -> None:
+        self._clients = [ValkeyClient(server, address) for server in address.servers]
+        self._names = [str(server).encode() for server in address.servers]
+
+    def check(self, deadline: float) -> None:
+        """Connect to every server.
+
+        Raises:
+            RefusedError: one does not let us in.
+            Exception: one cannot be reached.
+        """
+        for client in self._clients:
+            client.check(deadline)
+
+    def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
+        """See ``RemoteStore``."""
+        found = [Outcome.DOWN] * len(keys)
+        for client, mine in self._split(keys):
+            answers = client.exists([keys[at].name for at in mine], deadline)
+            for at, outcome in zip(mine, answers, strict=True):
+                found[at] = outcome
+        return found
+
+    def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
+        """See ``RemoteStore``."""
+        for client, mine in self._split(keys):
+            for at, outcome, nbytes in client.get([keys[at].name for at in mine], buffer, deadline):
+                yield Got(mine[at], outcome, nbytes)
+
+    def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
+        """See ``RemoteStore``."""
+        found = [Outcome.DOWN] * len(values)
+        for client, mine in self._split([key for key, _ in values]):
+            some = [(values[at][0].name, values[at][1]) for at in mine]
+            for at, outcome in zip(mine, client.put(some, deadline), strict=True):
+                found[at] = outcome
+        return found
+
+    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> None:
+        """See ``RemoteStore``."""
+        for client, mine in self._split(keys):
+            client.delete([keys[at].name for at in mine], deadline)
+
+    def close(self) -> None:
+        """See ``RemoteStore``."""
+        for client in self._clients:
+            client.close()
+
+    def _split(self, keys: Sequence[RemoteKey]) -> list[tuple[ValkeyClient, list[int]]]:
+        """Indices of the keys of each server that has any."""
+        if len(self._clients) == 1:
+            return [(self._clients[0], list(range(len(keys))))] if keys else []
+        mine: list[list[int]] = [[] for _ in self._clients]
+        of_run: dict[bytes, int] = {}
+        for at, key in enumerate(keys):
+            if (server := of_run.get(key.run)) is None:
+                server = of_run[key.run] = server_of(key.run, self._names)
+            mine[server].append(at)
+        return [(client, some) for client, some in zip(self._clients, mine, strict=True) if some]

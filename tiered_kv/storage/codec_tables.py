@@ -1,0 +1,93 @@
+"""Tables of codecs in a remote store, under the fingerprint of the pages that need them.
+
+A table is put before the pages that need it, and now and then again: a store that drops what was
+not read for long would keep the pages and drop the table, which each reader reads once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import xxhash
+
+from tiered_kv.codecs.base import Codec, CodecError, PageFormat
+from tiered_kv.remote.base import Outcome, RemoteKey, RemoteStore
+from tiered_kv.remote.page_record import NO_TABLE, table_name
+
+TABLE_PREFIX = b"tkv:t:"
+AGAIN_S = 60.0
+"""Seconds after which a table is put again while pages that need it are."""
+MOST_TABLE_BYTES = 16 << 20
+DIGEST_BYTES = 16
+
+FromTable = Callable[[int, bytes, PageFormat], Codec]
+"""Makes a codec from its number and table; raises ``CodecError``."""
+
+
+class CodecTables:
+    """The codecs of one kind of pages, by number and table.
+
+    Args:
+        store: where the tables are.
+        fingerprint: of the pages.
+        make: makes a codec.
+    """
+
+    def __init__(
+        self, store: RemoteStore, fingerprint: bytes, page_format: PageFormat, make: FromTable
+    ) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+        self._page_format = page_format
+        self._make = make
+        self._codecs: dict[tuple[int, bytes], Codec | None] = {}
+        self._put_at: dict[bytes, float] = {}
+
+    def known(self, codec_id: int, table: bytes) -> bool:
+        """True if it was found out whether there is such a codec."""
+        return table == NO_TABLE or (codec_id, table) in self._codecs
+
+    def codec(self, codec_id: int, table: bytes) -> Codec | None:
+        """The codec of that number and table, if it is to be had."""
+        if (codec_id, table) not in self._codecs and table == NO_TABLE:
+            self._codecs[codec_id, table] = self._made(codec_id, b"")
+        return self._codecs.get((codec_id, table))
+
+    def publish(self, codec: Codec, deadline: float) -> bytes | None:
+        """Have others find the codec's table; its name. None if that failed: its pages would be of
+        no use to anybody."""
+        name = table_name(codec.codec_id, codec.table)
+        self._codecs[codec.codec_id, name] = codec
+        if name == NO_TABLE:
+            return name
+        now = time.monotonic()
+        if now - self._put_at.get(name, -AGAIN_S) < AGAIN_S:
+            return name
+        digest = xxhash.xxh3_128_digest(codec.table)
+        (outcome,) = self._store.put([(self._key(name), [digest, codec.table])], deadline)
+        if outcome is not Outcome.STORED:
+            return None
+        self._put_at[name] = now
+        return name
+
+    def fetch(self, codec_id: int, table: bytes, deadline: float) -> None:
+        """Find out whether there is such a codec."""
+        buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
+        for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
+            if outcome is not Outcome.HIT:
+                return  # perhaps later
+            digest, found = bytes(buffer[:DIGEST_BYTES]), bytes(buffer[DIGEST_BYTES:nbytes])
+            good = xxhash.xxh3_128_digest(found) == digest
+            good = good and table_name(codec_id, found) == table
+            self._codecs[codec_id, table] = self._made(codec_id, found) if good else None
+
+    def _made(self, codec_id: int, table: bytes) -> Codec | None:
+        try:
+            return self._make(codec_id, table, self._page_format)
+        except CodecError:
+            return None
+
+    def _key(self, name: bytes) -> RemoteKey:
+        key = TABLE_PREFIX + self._fingerprint + name
+        return RemoteKey(key, key)

@@ -1,0 +1,268 @@
+"""Pages in a remote store: each a record of its own, encoded here, checked when it is read.
+
+A page is read into memory of this store and decoded from there into the slot that asked for it.
+So nothing that comes late can touch a slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
+from tiered_kv.keys import PageKey
+from tiered_kv.remote.base import Outcome, Parts, RemoteKey, RemoteStore
+from tiered_kv.remote.page_record import (
+    PageRecord,
+    RecordError,
+    longest_record,
+    open_record,
+    pack_record,
+)
+from tiered_kv.storage.store.codec_training import CodecTraining
+
+from .base import Pages, PageStore, StoreSite
+from .codec_tables import CodecTables, FromTable
+
+PAGE_PREFIX = b"tkv:p:"
+"""Begin of every page's key there; an operator may allow ``~tkv:*`` and no more."""
+CALL_S = 2.0
+"""Seconds that a read or a write of many pages may take."""
+SHARE_OF_LINK = 0.25
+"""Share of the time in which pages are written that nobody waits for: restores have the rest."""
+GROUP_S = 0.02
+"""Seconds of a write, about: a look-up waits for one that is under way."""
+LONGEST_KEY = 255 + 2
+MOST_RUNS = 1 << 16
+"""Pages of which the run is remembered, between a look-up and the read that follows."""
+MOST_OWN = 1 << 18
+"""Pages of this engine that a reset deletes. Older ones were computed long before what it is for,
+a change of the weights."""
+
+
+class NoPages(PageStore):
+    """A store of nothing, for pages that no other engine may find: of weights that nobody can
+    identify, or of a generation that a reset began."""
+
+    def put(self, pages: Pages) -> frozenset[int]:
+        return frozenset(range(len(pages)))
+
+    def get(self, pages: Pages) -> frozenset[int]:
+        return frozenset(range(len(pages)))
+
+    def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
+        return frozenset(range(len(keys)))
+
+    def drop(self, keys: Iterable[PageKey]) -> None:
+        """There is nothing to forget."""
+
+    def clear(self) -> None:
+        """There is nothing to delete."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class RemotePages(PageStore):
+    """One rank's pages in a remote store.
+
+    Args:
+        store: the way there; closed with this.
+        codec: codec of new pages.
+        make_codec: makes the codec of pages that others have put.
+        bandwidth: bytes a second of the link.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        site: StoreSite,
+        codec: Codec,
+        make_codec: FromTable,
+        bandwidth: float,
+    ) -> None:
+        self._store = store
+        self._format = site.page_format
+        self._rank = site.rank
+        self._suffix = site.rank.to_bytes(2, "big")
+        self._training = CodecTraining(codec)
+        self._tables = CodecTables(store, site.fingerprint, site.page_format, make_codec)
+        self._group_bytes = max(site.page_format.page_bytes, int(bandwidth * GROUP_S))
+        self._buffer = memoryview(bytearray(longest_record(self._format, LONGEST_KEY)))
+        self._runs: OrderedDict[PageKey, PageKey] = OrderedDict()
+        self._own: OrderedDict[PageKey, None] = OrderedDict()
+        self._rest_s = 0.0
+        self._written = self._read = self._bad = self._unanswered = 0
+        self._closed = False
+
+    # -- writes ---------------------------------------------------------------------
+
+    def put(self, pages: Pages) -> frozenset[int]:
+        if self._training.wanted and not self._closed:
+            self._training.see([page for _, page in pages])
+        codec = self._training.codec
+        return self._put([(key, codec, page) for key, page in pages])
+
+    def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
+        own = self._training.codec
+        coded: list[tuple[PageKey, Codec, Bytes | EncodedPage | None]] = []
+        for key, page in pages:
+            decoded = page.decoded()  # what cannot be decoded here would be of no use elsewhere
+            as_it_is = decoded is not None and page.codec == own
+            coded.append((key, own, page.page if as_it_is else decoded))
+        return self._put(coded)
+
+    def _put(
+        self, pages: Sequence[tuple[PageKey, Codec, Bytes | EncodedPage | None]]
+    ) -> frozenset[int]:
+        """Store pages, encoded or not; None cannot be stored."""
+        everything = frozenset(range(len(pages)))
+        if self._closed or not pages:
+            return everything
+        began = time.monotonic()
+        deadline = began + CALL_S
+        table = self._tables.publish(self._training.codec, deadline)
+        if table is None:
+            self._unanswered += 1
+            return everything
+        newest = {key: at for at, (key, _, _) in enumerate(pages)}
+        values: list[tuple[RemoteKey, Parts]] = []
+        where: list[int] = []
+        for key, at in newest.items():
+            _, codec, page = pages[at]
+            if page is None:
+                continue
+            encoded = page if isinstance(page, EncodedPage) else codec.encode(page)
+            record = PageRecord(codec.codec_id, table, encoded)
+            values.append((self._key(key), pack_record(self._name(key), self._format, record)))
+            where.append(at)
+        outcomes = self._store.put(values, deadline)
+        stored = set[PageKey]()
+        for at, (_, parts), outcome in zip(where, values, outcomes, strict=True):
+            if outcome is Outcome.STORED:
+                stored.add(pages[at][0])
+                self._written += sum(len(part) for part in parts)
+        self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
+        self._remember(stored)
+        self._rest_s = (time.monotonic() - began) * (1 / SHARE_OF_LINK - 1)
+        return frozenset(at for at, (key, _, _) in enumerate(pages) if key not in stored)
+
+    def _remember(self, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            self._own[key] = None
+            self._own.move_to_end(key)
+        while len(self._own) > MOST_OWN:
+            self._own.popitem(last=False)
+
+    # -- reads ----------------------------------------------------------------------
+
+    def get(self, pages: Pages) -> frozenset[int]:
+        missing = set(range(len(pages)))
+        if self._closed:
+            return frozenset(missing)
+        deadline = time.monotonic() + CALL_S
+        lacking = self._read_some(pages, sorted(missing), missing, deadline)
+        if lacking:  # tables that were read for the first time
+            for codec_id, table in lacking.values():
+                if not self._tables.known(codec_id, table):
+                    self._tables.fetch(codec_id, table, deadline)
+            self._read_some(pages, sorted(lacking), missing, deadline)
+        return frozenset(missing)
+
+    def _read_some(
+        self, pages: Pages, wanted: Sequence[int], missing: set[int], deadline: float
+    ) -> dict[int, tuple[int, bytes]]:
+        """Read pages and take those from ``missing`` that are good; gives those whose codec is not
+        known, with its number and table."""
+        lacking: dict[int, tuple[int, bytes]] = {}
+        failed = False
+        keys = [self._key(pages[at][0]) for at in wanted]
+        for index, outcome, nbytes in self._store.get(keys, self._buffer, deadline):
+            at = wanted[index]
+            key, out = pages[at]
+            if outcome is not Outcome.HIT:
+                self._bad += outcome is Outcome.BAD
+                failed = failed or outcome in (Outcome.LATE, Outcome.DOWN)
+                continue
+            self._read += nbytes
+            try:
+                record = open_record(self._buffer[:nbytes], self._name(key), self._format)
+            except RecordError:
+                self._bad += 1
+                continue
+            if not self._tables.known(record.codec_id, record.table):
+                lacking[at] = (record.codec_id, record.table)
+                continue
+            codec = self._tables.codec(record.codec_id, record.table)
+            if codec is None:
+                continue
+            try:
+                codec.decode(record.page, out)
+            except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+                self._bad += 1
+                continue
+            missing.discard(at)
+        self._unanswered += failed
+        return lacking
+
+    def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
+        if self._rank and not self._closed:  # the first rank asks for all: reading tells the rest
+            return frozenset()
+        if self._closed or not keys:
+            return frozenset(range(len(keys)))
+        deadline = time.monotonic() + deadline_s
+        outcomes = self._store.exists([self._key(key) for key in keys], deadline)
+        self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
+        return frozenset(at for at, one in enumerate(outcomes) if one is not Outcome.HIT)
+
+    # -- the rest -------------------------------------------------------------------
+
+    def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
+        for key, run in zip(keys, runs, strict=True):
+            self._runs[key] = run
+            self._runs.move_to_end(key)
+        while len(self._runs) > MOST_RUNS:
+            self._runs.popitem(last=False)
+
+    def drop(self, keys: Iterable[PageKey]) -> None:
+        if not self._closed:
+            some = [self._key(key) for key in keys]
+            self._store.delete(some, time.monotonic() + CALL_S)
+
+    def clear(self) -> None:
+        """Delete what this engine has put: what made it is not what its fingerprint says any
+        more, perhaps since before the reset."""
+        self._training.forget()
+        own, self._own = list(self._own), OrderedDict()
+        self.drop(own)
+
+    def close(self) -> None:
+        self._closed = True
+        self._store.close()
+
+    @property
+    def codec_of_new_pages(self) -> Codec | None:
+        return None if self._training.wanted else self._training.codec
+
+    @property
+    def group_bytes(self) -> int | None:
+        return self._group_bytes
+
+    @property
+    def rest_s(self) -> float:
+        return self._rest_s
+
+    def counters(self) -> Mapping[str, int]:
+        return {
+            "remote_bytes_written": self._written,
+            "remote_bytes_read": self._read,
+            "remote_pages_bad": self._bad,
+            "remote_calls_failed": self._unanswered,
+        }
+
+    def _name(self, key: PageKey) -> bytes:
+        return key + self._suffix
+
+    def _key(self, key: PageKey) -> RemoteKey:
+        return RemoteKey(PAGE_PREFIX + self._name(key), self._runs.get(key, key))

@@ -1,0 +1,121 @@
+"""The remote tier: pages that engines leave for each other in a store that many machines share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from secrets import token_bytes
+
+from tiered_kv.codecs.base import Codec, PageFormat
+from tiered_kv.codecs.registry import from_table
+from tiered_kv.config import TierConfig
+from tiered_kv.errors import ConfigError
+from tiered_kv.remote.address import RemoteAddress
+from tiered_kv.remote.base import Outcome, Parts, RemoteKey, RemoteStore
+from tiered_kv.remote.valkey.client import RefusedError
+from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.storage.disk.probe import DiskSpeed
+from tiered_kv.tiers import REMOTE, Knowledge, TierSpec
+
+from .base import PageStore, StoreSite
+from .codec_choice import choose_codec
+from .remote_pages import NoPages, RemotePages
+
+logger = logging.getLogger(__name__)
+
+PROBE_PREFIX = b"tkv:probe:"
+PROBE_VALUES = 16
+PROBE_BYTES = 256 << 10
+"""Values by which the link is measured: as much as a page, several of them, so that its delay
+counts as it does for a context."""
+PROBE_S = 2.0
+ASSUMED_SPEED = DiskSpeed(read=1e8, write=1e8)
+"""Speed of a link that could not be measured, bytes a second: 1 Gbit/s."""
+SLOWEST = 1e4
+
+
+class RemoteTier:
+    """The remote tier at ``config.remote``."""
+
+    def __init__(self, config: TierConfig) -> None:
+        if config.remote is None:
+            raise ConfigError("TIERED_KV_TIERS=remote needs an address: set TIERED_KV_REMOTE")
+        several = len(config.remote.servers) > 1
+        self.spec = TierSpec(REMOTE, Knowledge.ASKED, shared=True, in_runs=several)
+        self.bandwidth = 0.0
+        self._address = config.remote
+        self._codec_name = config.codec
+        self._link: DiskSpeed | None = None
+        self._codecs: dict[PageFormat, Codec] = {}
+
+    def open(self, site: StoreSite) -> PageStore:
+        """Open the rank's way to the store; the first time the link is measured and the codec
+        chosen. A store that cannot be reached is tried again later."""
+        if not site.lasting:
+            return NoPages()
+        store = ValkeyStore(self._address)
+        try:
+            if self._link is None:
+                self._link = _measured(store, self._address)
+            if site.page_format not in self._codecs:
+                # One thread reads, checks and decodes.
+                self._codecs[site.page_format], self.bandwidth = choose_codec(
+                    self._codec_name, site.page_format, self._link, 1
+                )
+        except BaseException:
+            store.close()
+            raise
+        codec = self._codecs[site.page_format]
+        make = partial(from_table, trusted=self._codec_name)
+        return RemotePages(store, site, codec, make, self._link.write)
+
+
+def _measured(store: ValkeyStore, address: RemoteAddress) -> DiskSpeed:
+    """Speed of the link.
+
+    Raises:
+        ConfigError: a server does not let us in.
+    """
+    try:
+        store.check(time.monotonic() + PROBE_S)
+    except RefusedError as error:
+        raise ConfigError(
+            f"TIERED_KV_REMOTE={address} does not let us in ({error}): give the user as "
+            "valkey://user@host:port and the password in TIERED_KV_REMOTE_PASSWORD_FILE"
+        ) from error
+    except Exception as error:
+        logger.warning(
+            "TIERED_KV_REMOTE=%s cannot be reached (%s): it is tried again later", address, error
+        )
+        return ASSUMED_SPEED
+    speed = measure_link(store)
+    logger.info(
+        "TIERED_KV_REMOTE=%s reads %.0f MB/s and writes %.0f MB/s",
+        address,
+        speed.read / 1e6,
+        speed.write / 1e6,
+    )
+    return speed
+
+
+def measure_link(store: RemoteStore) -> DiskSpeed:
+    """Measure how fast values come and go, and leave none."""
+    name = PROBE_PREFIX + token_bytes(8).hex().encode()
+    keys = [RemoteKey(name + b":%d" % at, name + b":%d" % at) for at in range(PROBE_VALUES)]
+    value = memoryview(token_bytes(PROBE_BYTES))
+    parts: Parts = [value]
+    try:
+        began = time.monotonic()
+        stored = store.put([(key, parts) for key in keys], began + PROBE_S)
+        put_s = time.monotonic() - began
+        began = time.monotonic()
+        buffer = memoryview(bytearray(PROBE_BYTES))
+        found = [one.outcome for one in store.get(keys, buffer, began + PROBE_S)]
+        get_s = time.monotonic() - began
+    finally:
+        store.delete(keys, time.monotonic() + PROBE_S)
+    return DiskSpeed(
+        read=max(SLOWEST, found.count(Outcome.HIT) * PROBE_BYTES / get_s),
+        write=max(SLOWEST, stored.count(Outcome.STORED) * PROBE_BYTES / put_s),
+    )
