@@ -231,7 +231,9 @@ def main(
             store = RemotePages(way, site, RawCodec(PAGE_FORMAT), from_table, 1e9)
             nbytes = content.nbytes
             speeds: list[tuple[float, float, float, float]] = []
+            keys: list[PageKey] = []
             for number in range(rounds + 1):
+                store.drop(keys)
                 keys = [_key(number * pages + at) for at in range(pages)]
                 sent, received = time_stream(connection, list(content), content[0].copy())
                 put_s, get_s = time_store(store, keys, list(content))

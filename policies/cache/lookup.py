@@ -9,6 +9,9 @@ FIRST_LOOKUP = 64
 """Pages of a turn that a store is asked for first; the others once all of these are there."""
 LOOKUP_S = 0.05
 """Seconds that a turn waits for a store's answer; less if computing takes less."""
+LOOKUP_SHARE = 0.05
+"""Share of the time to compute the pages that a turn waits if that is more: answers that never come
+make its first token a tenth later at most, with both times."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:
@@ -29,4 +32,6 @@ def answer_wait_s(compute_s: float | None) -> float:
     Args:
         compute_s: time to compute the pages' tokens, seconds; None if unknown.
     """
-    return LOOKUP_S if compute_s is None else min(LOOKUP_S, compute_s)
+    if compute_s is None:
+        return LOOKUP_S
+    return min(max(LOOKUP_S, LOOKUP_SHARE * compute_s), compute_s)

@@ -244,15 +244,15 @@ class PageIndex:
                 readers[key] = readers.get(key, 0) + 1
         return slots
 
-    def release_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """``release`` for each page, used."""
+    def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
+        """``release`` for each page."""
         readers, alone = self._readers, set(map(self._readers.get, keys)) == {1}
         if not alone or list(map(self._cpu.get, keys)) != list(slots) or len({*keys}) < len(keys):
             for key, slot in zip(keys, slots, strict=True):  # of others too, or forgotten meanwhile
-                self.release(key, slot)
+                self.release(key, slot, used=used)
             return
         deque(map(readers.__delitem__, keys), maxlen=0)
-        self._eviction.touched_all(keys)
+        self._eviction.touched_all(keys if used else ())
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """The first ``among`` pages to be evicted, in that order, but for those in use."""

@@ -216,7 +216,7 @@ class OrderBook:
         )
         if not wanted:
             return None
-        slots = tuple(self.index.acquire(key) for key in wanted)
+        slots = tuple(self.index.acquire_all(wanted))
         order = DemoteOrder(next(self._ids), store, wanted, slots, due)
         state.demoting.update(wanted)
         self._send(order, due)
@@ -360,8 +360,7 @@ class OrderBook:
                 if i in failed:
                     index.forget(key)
         elif isinstance(order, DemoteOrder):
-            for key, slot in zip(flight.keys, order.slots, strict=True):
-                index.release(key, slot, used=False)
+            index.release_all(flight.keys, order.slots, used=False)
             if not flight.abandoned:
                 tier = self.stores[order.store]
                 tier.demoting.difference_update(flight.keys)

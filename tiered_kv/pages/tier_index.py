@@ -9,8 +9,10 @@ One thread, no locks, O(1) per page.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from tiered_kv.keys import PageKey
 from tiered_kv.tiers import Knowledge, TierSpec
@@ -53,8 +55,7 @@ class TierIndex:
 
     def add(self, keys: Iterable[PageKey]) -> None:
         """Take in pages that the stores of all ranks have."""
-        for key in keys:
-            self._used.setdefault(key, False)
+        deque(map(self._used.setdefault, keys, repeat(False)), maxlen=0)
 
     def discard(self, keys: Iterable[PageKey]) -> None:
         """Drop pages that are gone, or bad, on some rank."""
@@ -101,7 +102,8 @@ class AskedIndex(TierIndex):
         return key in self._used and self._fresh(key)
 
     def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
-        return [key for key in keys if not self._fresh(key)]
+        until, now = self._until.get, self._clock()
+        return [key for key in keys if until(key, now) <= now]
 
     def add(self, keys: Iterable[PageKey]) -> None:
         keys = list(keys)
@@ -122,10 +124,9 @@ class AskedIndex(TierIndex):
         return until is not None and self._clock() < until
 
     def _answered(self, keys: Iterable[PageKey], good_s: float) -> None:
-        until = self._clock() + good_s
-        for key in keys:
-            self._until.pop(key, None)
-            self._until[key] = until
+        answers = dict.fromkeys(keys, self._clock() + good_s)
+        deque(map(self._until.pop, answers, repeat(None)), maxlen=0)  # these are the youngest now
+        self._until.update(answers)
         while len(self._until) > MOST_ANSWERS:
             oldest = next(iter(self._until))
             del self._until[oldest]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Thread
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
 from tiered_kv.keys import PageKey
@@ -87,6 +88,7 @@ class RemotePages(PageStore):
         self._rank = site.rank
         self._suffix = site.rank.to_bytes(2, "big")
         self._training = CodecTraining(codec)
+        self._trainer: Thread | None = None
         self._tables = CodecTables(store, site.fingerprint, site.page_format, make_codec)
         self._group_bytes = max(site.page_format.page_bytes, int(bandwidth * GROUP_S))
         self._buffer = memoryview(bytearray(longest_record(self._format, LONGEST_KEY)))
@@ -99,10 +101,20 @@ class RemotePages(PageStore):
     # -- writes ---------------------------------------------------------------------
 
     def put(self, pages: Pages) -> frozenset[int]:
-        if self._training.wanted and not self._closed:
-            self._training.see([page for _, page in pages])
+        if self._training.wanted and not self._closed and not self._trains:
+            # Beside this thread, which others wait for.
+            copies = [page.copy() for _, page in pages]
+            self._trainer = Thread(
+                target=self._training.see, args=(copies,), name="tiered-kv-codec", daemon=True
+            )
+            self._trainer.start()
         codec = self._training.codec
         return self._put([(key, codec, page) for key, page in pages])
+
+    @property
+    def _trains(self) -> bool:
+        """True while the codec of new pages is being trained."""
+        return self._trainer is not None and self._trainer.is_alive()
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
         own = self._training.codec
@@ -120,8 +132,7 @@ class RemotePages(PageStore):
         everything = frozenset(range(len(pages)))
         if self._closed or not pages:
             return everything
-        began = time.monotonic()
-        deadline = began + CALL_S
+        deadline = time.monotonic() + CALL_S
         table = self._tables.publish(self._training.codec, deadline)
         if table is None:
             self._unanswered += 1
@@ -137,7 +148,9 @@ class RemotePages(PageStore):
             record = PageRecord(codec.codec_id, table, encoded)
             values.append((self._key(key), pack_record(self._name(key), self._format, record)))
             where.append(at)
+        began = time.monotonic()
         outcomes = self._store.put(values, deadline)
+        self._rest_s = (time.monotonic() - began) * (1 / SHARE_OF_LINK - 1)
         stored = set[PageKey]()
         for at, (_, parts), outcome in zip(where, values, outcomes, strict=True):
             if outcome is Outcome.STORED:
@@ -145,7 +158,6 @@ class RemotePages(PageStore):
                 self._written += sum(len(part) for part in parts)
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._remember(stored)
-        self._rest_s = (time.monotonic() - began) * (1 / SHARE_OF_LINK - 1)
         return frozenset(at for at, (key, _, _) in enumerate(pages) if key not in stored)
 
     def _remember(self, keys: Iterable[PageKey]) -> None:
@@ -203,6 +215,8 @@ class RemotePages(PageStore):
                 self._bad += 1
                 continue
             missing.discard(at)
+            if self._training.wanted and not self._trains:
+                self._training.adopt(codec)
         self._unanswered += failed
         return lacking
 
@@ -240,10 +254,12 @@ class RemotePages(PageStore):
     def close(self) -> None:
         self._closed = True
         self._store.close()
+        if self._trainer is not None:
+            self._trainer.join()
 
     @property
     def codec_of_new_pages(self) -> Codec | None:
-        return None if self._training.wanted else self._training.codec
+        return None if self._training.wanted or self._trains else self._training.codec
 
     @property
     def group_bytes(self) -> int | None:

@@ -256,6 +256,8 @@ class Promotions:
             stop, end = min(len(keys), limit // size + 1), vram // size
             while end < stop and somewhere(keys[end]):
                 end += 1
+            if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
+                continue  # the next one is known not to be there: those behind it are of no use
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
             if not unknown:
                 continue
