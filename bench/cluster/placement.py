@@ -13,11 +13,12 @@ from .replicas import Replica
 from .turns import ask
 
 TURNS = 4
-ADDED = 200
+ADDED = 150
 """Tokens that a turn adds to its job's context."""
 ANSWER = 12
-GAP_S = 1.0
-"""Seconds that a tool takes: at least as long as the store takes, which real ones do."""
+GAP_S = 2.0
+"""Seconds that a tool takes. Pages are in the store two steps and a write after a turn's end, which
+here, with steps of half a second, is a second or more."""
 AT_ONCE = 4
 
 

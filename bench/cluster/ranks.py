@@ -12,7 +12,7 @@ import httpx
 from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.restore import BLOCK, context_gib
 
-from .replicas import TIMEOUT_S, Replica, Shape
+from .replicas import STEPS, TIMEOUT_S, Replica, Shape
 from .turns import WARM_UP, ask
 
 RANKS = 2
@@ -37,7 +37,7 @@ def ranks_of_one_server(shape: Shape, store: str, folder: Path) -> Iterator[list
             "TIERED_KV_TRACE": str(trace),
             "TIERED_KV_REMOTE": store,
         },
-        extra_args=("--data-parallel-size", str(RANKS)),
+        extra_args=("--data-parallel-size", str(RANKS), *STEPS),
     )
     with VllmServer(options, folder / "server.log") as server:
         clients = [

@@ -17,6 +17,8 @@ from tiered_kv.bench.restore import BLOCK, context_gib
 from .turns import WARM_UP, ask
 
 TIMEOUT_S = 600.0
+STEPS = ("--max-num-batched-tokens", "256")
+"""Orders and reports go with the engine's steps. One core computes 256 tokens in half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def replicas(
             max_model_len=shape.tokens,
             kv_transfer_config=CONNECTOR,
             env=env,
+            extra_args=STEPS,
         )
         servers.append(VllmServer(options, place / "server.log"))
     with ExitStack() as stack:

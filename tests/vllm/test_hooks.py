@@ -104,6 +104,7 @@ def test_the_client_is_told_where_its_prompt_came_from(make_rig: MakeRig) -> Non
         "cpu_tokens": 199,
         "recomputed_tokens": 1,
         "ssd_tokens": 0,
+        "remote_tokens": 0,
     }
 
 
