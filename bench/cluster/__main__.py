@@ -126,7 +126,7 @@ def main(
         raise typer.BadParameter(f"{unknown} are none of {', '.join(faults.FAULTS)}")
     with progress() as bar:
         bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("servers start", total=None)
+        task = bar.add_task("servers start", total=1)
 
         def tell(what: str) -> None:
             bar.update(task, description=what)
