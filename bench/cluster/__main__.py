@@ -88,7 +88,7 @@ def measure_faults(model: Path, only: list[str], tell: Tell) -> dict[str, Any]:
             url = f"valkey://127.0.0.1:{proxy.port}"
             store = faults.Store(server=server, proxy=proxy)
             tell("servers start")
-            with replicas(shape, [url, url, None], folder) as (first, second, alone):
+            with replicas(shape, [url, url, None], folder, (0, 1, 1)) as (first, second, alone):
                 prompts = texts(first.client, count + MENDING * len(names), whole)
                 found: dict[str, Any] = {}
                 for at, fault in enumerate(names):

@@ -23,6 +23,8 @@ LOOKUPS_S = 0.1
 """Longest wait for answers of the store: twice 50 ms."""
 SLACK_S = 0.02
 TOLD_S = 10.0
+QUIET_S = 0.5
+"""Seconds after an answer, for what goes on behind it: both replicas have one core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def suffer(
         pair = [(second, ours), (alone, theirs)]
         for replica, answers in pair if at % 2 == 0 else pair[::-1]:
             answers.append(ask(replica.client, f"{fault} {at}", prompt))
+            time.sleep(QUIET_S)
     for at, prompt in enumerate(longer):
         tell(f"{fault}: answers compared")
         both = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,27 +46,25 @@ class Shape:
 
 @contextmanager
 def replicas(
-    shape: Shape, stores: Sequence[str | None], folder: Path, extra: Mapping[str, str] | None = None
+    shape: Shape, stores: Sequence[str | None], folder: Path, places: Sequence[int] = (0, 1)
 ) -> Iterator[list[Replica]]:
-    """Replicas, one for each address of a remote store; None has none. They take turns with the
-    cores.
+    """Replicas, one for each address of a remote store; None has none.
 
     Args:
-        extra: further settings of all.
+        places: for each, which of the machine's cores it gets.
     """
     cores = sorted(os.sched_getaffinity(0))
     each = context_gib(shape.model, shape.tokens)
     servers: list[VllmServer] = []
     traces: list[Path] = []
-    for at, store in enumerate(stores):
+    for at, (store, core) in enumerate(zip(stores, places, strict=True)):
         place = folder / f"replica-{at}"
         place.mkdir()
         traces.append(place / "trace.jsonl")
         env = {
-            "VLLM_CPU_OMP_THREADS_BIND": str(cores[at % len(cores)]),
+            "VLLM_CPU_OMP_THREADS_BIND": str(cores[core % len(cores)]),
             "TIERED_KV_CPU_GIB": f"{shape.contexts * each:.4f}",
             "TIERED_KV_TRACE": str(traces[-1]),
-            **(extra or {}),
         }
         if store is not None:
             env["TIERED_KV_REMOTE"] = store
