@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.codecs.base import Bytes, Codec
+from tiered_kv.codecs.base import Bytes, Codec, CodedPage
 from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.config import load_config
 from tiered_kv.errors import ConfigError
@@ -136,6 +136,39 @@ def test_pages_of_a_trained_codec_are_read_elsewhere(server: ValkeyServer) -> No
     assert not theirs.get(out)
     assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(out, pages, strict=True))
     assert theirs.exists([key for key, _ in pages], 20.0) == frozenset()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_codec_that_is_trained_during_a_write_spoils_no_page(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, encoded: bool
+) -> None:
+    """Its pages were encoded by the one before, and must not name the new one's table."""
+    before = parse("centred")(PAGE_FORMAT)
+    after = before.trained([smooth_page(number) for number in range(20)])
+    assert before.table != after.table
+
+    class Training:
+        """The codec of before at the first look, and the trained one from then on."""
+
+        wanted = False
+        looks = 0
+
+        @property
+        def codec(self) -> Codec:
+            self.looks += 1
+            return before if self.looks == 1 else after
+
+    ours, theirs = open_pages(server), open_pages(server)
+    monkeypatch.setattr(ours, "_training", Training())
+    page, out = smooth_page(50), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
+    if encoded:
+        assert not ours.put_coded([(page_key(1), CodedPage(before, before.encode(page)))])
+    else:
+        assert not ours.put([(page_key(1), page)])
+    assert not theirs.get([(page_key(1), out)])
+    assert np.array_equal(out, page)
     ours.close()
     theirs.close()
 

@@ -246,7 +246,7 @@ def _line(said: _Said) -> bytes:
 
 
 def _parse(line: bytes) -> _Said | None:
-    """What a line says; None if it is damaged, or none of ours."""
+    """Content of a line; None if it is damaged, or none of ours."""
     digest, _, body = line.removesuffix(b"\n").partition(b" ")
     if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != digest:
         return None

@@ -108,8 +108,7 @@ class RemotePages(PageStore):
                 target=self._training.see, args=(copies,), name="tiered-kv-codec", daemon=True
             )
             self._trainer.start()
-        codec = self._training.codec
-        return self._put([(key, codec, page) for key, page in pages])
+        return self._put(self._training.codec, pages)
 
     @property
     def _trains(self) -> bool:
@@ -118,30 +117,35 @@ class RemotePages(PageStore):
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
         own = self._training.codec
-        coded: list[tuple[PageKey, Codec, Bytes | EncodedPage | None]] = []
+        coded: list[tuple[PageKey, Bytes | EncodedPage | None]] = []
         for key, page in pages:
             decoded = page.decoded()  # what cannot be decoded here would be of no use elsewhere
             as_it_is = decoded is not None and page.codec == own
-            coded.append((key, own, page.page if as_it_is else decoded))
-        return self._put(coded)
+            coded.append((key, page.page if as_it_is else decoded))
+        return self._put(own, coded)
 
     def _put(
-        self, pages: Sequence[tuple[PageKey, Codec, Bytes | EncodedPage | None]]
+        self, codec: Codec, pages: Sequence[tuple[PageKey, Bytes | EncodedPage | None]]
     ) -> frozenset[int]:
-        """Store pages, encoded or not; None cannot be stored."""
+        """Store pages, encoded by this codec or not yet; None cannot be stored.
+
+        Args:
+            codec: read once for all of them: training may put another in its place meanwhile, and
+                a page whose record names another table than its own would be read wrongly.
+        """
         everything = frozenset(range(len(pages)))
         if self._closed or not pages:
             return everything
         deadline = time.monotonic() + CALL_S
-        table = self._tables.publish(self._training.codec, deadline)
+        table = self._tables.publish(codec, deadline)
         if table is None:
             self._unanswered += 1
             return everything
-        newest = {key: at for at, (key, _, _) in enumerate(pages)}
+        newest = {key: at for at, (key, _) in enumerate(pages)}
         values: list[tuple[RemoteKey, Parts]] = []
         where: list[int] = []
         for key, at in newest.items():
-            _, codec, page = pages[at]
+            _, page = pages[at]
             if page is None:
                 continue
             encoded = page if isinstance(page, EncodedPage) else codec.encode(page)
@@ -158,7 +162,7 @@ class RemotePages(PageStore):
                 self._written += sum(len(part) for part in parts)
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._remember(stored)
-        return frozenset(at for at, (key, _, _) in enumerate(pages) if key not in stored)
+        return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)
 
     def _remember(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
