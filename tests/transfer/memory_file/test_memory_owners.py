@@ -78,6 +78,19 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) ->
     assert status == 0
 
 
+def test_a_closed_file_is_free_though_a_new_child_has_not_run_yet(folder: Path) -> None:
+    memory = open_in(folder)
+    save(memory, 3, 3)
+    of_child = os.dup(memory._fd)  # what a child has until it runs what Python runs after a fork
+    try:
+        memory.close()
+        again = open_in(folder)
+        assert keys_in(again) == {3: key_of(3)}
+        again.close()
+    finally:
+        os.close(of_child)
+
+
 def test_the_lock_of_a_killed_owner_is_free_though_its_fork_lives(folder: Path) -> None:
     script = f"""
 import os, signal, sys

@@ -141,6 +141,14 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def unlock(fd: int) -> None:
+    """Unlock an open file for whoever has a copy of its descriptor as well.
+
+    A child that was forked a moment ago has one until it runs.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def read_holder(path: Path) -> dict[str, object]:
     """Read the words of the process that has or had the lock; empty if unknown."""
     try:

@@ -33,6 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.storage.disk.files import BLOCK
+from tiered_kv.storage.store.locks import unlock
 
 from .late_copies import Rest
 from .memory_format import ENTRY_BYTES, FileHeader, SlotHeader
@@ -171,6 +172,7 @@ class LastingMemory:
         with self._changing:
             self._table.forget_invalid()  # no copy is under way: none of them need rest
             lock = self._let_go()
+        unlock(lock)
         os.close(lock)
 
     def _let_go(self) -> int:
