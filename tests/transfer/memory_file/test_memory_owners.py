@@ -81,14 +81,21 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) ->
 def test_a_closed_file_is_free_though_a_new_child_has_not_run_yet(folder: Path) -> None:
     memory = open_in(folder)
     save(memory, 3, 3)
-    of_child = os.dup(memory._fd)  # what a child has until it runs what Python runs after a fork
+    # What a child has until it runs what Python runs after a fork.
+    of_child = [
+        os.dup(int(fd.name))
+        for fd in list(Path("/proc/self/fd").iterdir())
+        if fd.is_symlink() and fd.readlink() == folder / NAME
+    ]
+    assert of_child
     try:
         memory.close()
         again = open_in(folder)
         assert keys_in(again) == {3: key_of(3)}
         again.close()
     finally:
-        os.close(of_child)
+        for fd in of_child:
+            os.close(fd)
 
 
 def test_the_lock_of_a_killed_owner_is_free_though_its_fork_lives(folder: Path) -> None:
