@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.keys import PageKey
-from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.remote.make_store import make_store
 from tiered_kv.storage.base import StoreSite
 from tiered_kv.storage.remote_pages import RemotePages
 from tiered_kv.testing.valkey import ValkeyServer
@@ -227,7 +228,7 @@ def main(
         most = f"{4 * pages * PAGE_BYTES >> 20}mb"
         with ValkeyServer(Path(name), most=most) as server, stream() as connection:
             site = StoreSite(FINGERPRINT, 0, 1, 0, True, PAGE_FORMAT, 1)
-            way = ValkeyStore(server.address)
+            way = partial(make_store, server.address)
             store = RemotePages(way, site, RawCodec(PAGE_FORMAT), from_table, 1e9)
             nbytes = content.nbytes
             speeds: list[tuple[float, float, float, float]] = []

@@ -3,20 +3,23 @@
     python -m bench.cluster --json
     python -m bench.cluster --faults --json
     python -m bench.cluster --ranks --json
+    python -m bench.cluster --folder --json
 
 Two real servers on a core each, with CPU memory of their own, and a Valkey server on loopback. A
 job's first turn is asked on one and its second on the other (see ``moved``); then jobs of four
 turns, each turn on a server drawn at random, against all turns of a job on one (``placement``).
 ``--faults`` asks second turns while the store has trouble, beside a server that has no store
 (``faults``). ``--ranks`` has one server with two data-parallel ranks in place of two servers, and
-asks each turn of the rank by vLLM's header.
+asks each turn of the rank by vLLM's header. ``--folder`` has a shared folder in place of the Valkey
+server.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,20 +47,31 @@ PLACED_TOKENS = 1_500
 Tell = Callable[[str], None]
 
 
+@contextmanager
+def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
+    """A Valkey server, or a folder; gives its address."""
+    if shared:
+        (folder / "shared").mkdir()
+        yield f"{(folder / 'shared').as_uri()}?gib=16"
+        return
+    with ValkeyServer(folder) as server:
+        yield server.url
+
+
 def measure(
-    model: Path, tokens: int, rounds: int, seed: int, ranks: bool, tell: Tell
+    model: Path, tokens: int, rounds: int, seed: int, *, ranks: bool, shared: bool, tell: Tell
 ) -> dict[str, Any]:
     """Move jobs, and place them at random."""
     whole = tokens // BLOCK * BLOCK + 1
     shape = Shape(model=model, tokens=whole + 64 + moved.ANSWER, contexts=2 * JOBS + COLD + 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with ValkeyServer(folder) as store:
+        with a_store(folder, shared=shared) as url:
             tell("servers start")
             started = (
-                ranks_of_one_server(shape, store.url, folder)
+                ranks_of_one_server(shape, url, folder)
                 if ranks
-                else replicas(shape, [store.url, store.url], folder)
+                else replicas(shape, [url, url], folder)
             )
             with started as (first, second):
                 prompts = texts(first.client, JOBS + COLD, whole + moved.ADDED)
@@ -118,10 +132,15 @@ def main(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Two data-parallel ranks of one server.")
     ] = False,
+    folder: Annotated[
+        bool, typer.Option("--folder", help="A shared folder in place of the Valkey server.")
+    ] = False,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure jobs that move between replicas."""
+    if folder and trouble:
+        raise typer.BadParameter("--faults are those of a Valkey server, not of --folder")
     if unknown := set(fault) - faults.FAULTS.keys():
         raise typer.BadParameter(f"{unknown} are none of {', '.join(faults.FAULTS)}")
     with progress() as bar:
@@ -136,7 +155,7 @@ def main(
             if trouble:
                 result = measure_faults(where, fault, tell)
             else:
-                result = measure(where, tokens, rounds, seed, ranks, tell)
+                result = measure(where, tokens, rounds, seed, ranks=ranks, shared=folder, tell=tell)
         except httpx.HTTPError as error:
             raise RuntimeError(f"a request was not answered: {error!r}") from error
     show("Jobs that move between replicas", {**result, "dtype": str(machine_dtype())}, as_json)

@@ -13,6 +13,9 @@ from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.admission.restore_price import RestorePrice
+from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.below.sources import PageSources
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.gaps.known_jobs import KnownJobs
@@ -25,14 +28,11 @@ from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
 from tiered_kv.connectors.runtime.pages.hits import HitFinder
-from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pages.names import PageNames
 from tiered_kv.connectors.runtime.pages.pieces import RestorePieces
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
-from tiered_kv.connectors.runtime.pages.sources import PageSources
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable

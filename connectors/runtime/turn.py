@@ -165,7 +165,8 @@ class TiersState:
     """Pages that come up from the tiers below for the turn. Written by ``pages.promotions``.
 
     Attributes:
-        lookups: times that stores were asked.
+        lookups: times that stores were asked for the beginning of its prompt.
+        ends_asked: True if they were asked for windows and states.
         asking: True while it waits for their answers.
         answers_until: the end of that wait at the latest, seconds.
         awaits: promotions or lookups that it waits for.
@@ -182,6 +183,7 @@ class TiersState:
     """
 
     lookups: int = 0
+    ends_asked: bool = False
     asking: bool = False
     answers_until: float = 0.0
     awaits: set[OrderId] = field(default_factory=set)

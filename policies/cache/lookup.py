@@ -7,6 +7,9 @@ LOOKUPS = 2
 """Times that stores are asked for a turn's pages: for the first ones, and for the others."""
 FIRST_LOOKUP = 64
 """Pages of a turn that a store is asked for first; the others once all of these are there."""
+MOST_BOUNDARIES = 64
+"""Boundaries of a prompt at which a store is asked for windows and states, the last ones: an answer
+is not longer than these."""
 LOOKUP_S = 0.05
 """Seconds that a turn waits for a store's answer; less if computing takes less."""
 LOOKUP_SHARE = 0.05

@@ -28,6 +28,15 @@ def test_a_store_that_is_down_or_full_is_a_warning(tmp_path: Path) -> None:
     assert "noeviction" in full.advice
 
 
+def test_a_folder_is_measured_and_left_empty(tmp_path: Path) -> None:
+    address = parse_address(f"{tmp_path.as_uri()}/kv")
+    (missing,) = check_remote(address)
+    assert missing.verdict is Verdict.WARN
+    (tmp_path / "kv").mkdir()
+    (found,) = check_remote(address)
+    assert (found.verdict, list((tmp_path / "kv").iterdir())) == (Verdict.OK, [])
+
+
 def test_a_password_that_is_refused_is_a_failure(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path, password="hunter2") as server:
         (found,) = check_remote(parse_address(f"valkey://:guess@{server.server}"))

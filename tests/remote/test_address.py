@@ -31,6 +31,14 @@ def test_servers_are_read(text: str, servers: list[Server]) -> None:
     assert list(parse_address(str(address)).servers) == servers
 
 
+def test_folders_are_read() -> None:
+    address = parse_address("file:///mnt/shared/my%20kv?gib=0.5")
+    assert address.folder == Path("/mnt/shared/my kv")
+    assert (address.most_bytes, address.servers) == (1 << 29, ())
+    assert parse_address(str(address)) == address
+    assert parse_address("file:///mnt/kv").most_bytes == 32 << 30
+
+
 def test_who_we_are_is_read() -> None:
     address = parse_address(f"valkey://agent:p%40{SECRET}@kv:1")
     assert (address.user, address.password) == ("agent", f"p@{SECRET}")
@@ -51,6 +59,14 @@ def test_who_we_are_is_read() -> None:
         "valkey://a/0",
         "valkey://a,a",
         f"valkey://:{SECRET}@kv:x",
+        "file://mnt/shared",
+        "file://",
+        "file:///",
+        "file:///mnt/kv?gib=much",
+        "file:///mnt/kv?gib=0",
+        "file:///mnt/kv?gib=nan",
+        "file:///mnt/kv?size=4",
+        "file:///mnt/kv#part",
     ],
 )
 def test_what_is_no_address_is_refused_without_being_quoted(text: str) -> None:
@@ -84,6 +100,10 @@ def test_the_password_comes_from_the_environment_or_a_file(tmp_path: Path) -> No
         (
             {"TIERED_KV_REMOTE": "valkey://:a@kv", "TIERED_KV_REMOTE_PASSWORD": "p"},
             "leave out the one in the address",
+        ),
+        (
+            {"TIERED_KV_REMOTE": "file:///mnt/kv", "TIERED_KV_REMOTE_PASSWORD": "p"},
+            "a folder, which has no password",
         ),
         ({"TIERED_KV_CPU_GIB": "0"}, "TIERED_KV_REMOTE needs CPU memory"),
         ({"TIERED_KV_TIERS": "remote"}, None),

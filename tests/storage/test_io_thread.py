@@ -13,7 +13,7 @@ import pytest
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import DemoteOrder, OrderId, OrderReport, PromoteOrder
+from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, OrderReport, PromoteOrder
 from tiered_kv.storage import io_thread, last_write
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.options import StoreOptions
@@ -105,6 +105,82 @@ def test_a_page_goes_down_and_comes_up_in_another_slot(bench: Bench) -> None:
     assert report.seconds > 0
     assert (bench.slots[50:53] == bench.slots[:3]).all()
     assert bench.io.take_reports() == {}, "a report is given once"
+
+
+class InGroups(Watched):
+    """A store that wants its pages in groups, and is asked what it has."""
+
+    @property
+    def group_bytes(self) -> int:
+        return 8 * FORMAT.page_bytes
+
+    def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
+        self.log.append(("exists", len(keys)))
+        return super().exists(keys, deadline_s)
+
+
+@pytest.fixture
+def grouped(tmp_path: Path) -> Iterator[Bench]:
+    class Grouped(Bench):
+        def open(self, fingerprint: bytes) -> InGroups:
+            options = StoreOptions(self.root, fingerprint, 0, 0, 1, FORMAT, 64 << 20, 2)
+            return InGroups(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
+
+    made = Grouped(tmp_path / "ssd")
+    yield made
+    made.io.close()
+
+
+def test_a_look_up_comes_between_two_groups_of_a_promotion(grouped: Bench) -> None:
+    grouped.demote(range(40))
+    grouped.reports()
+    grouped.store.log.clear()
+    asked, get = threading.Event(), grouped.store.get
+
+    def slow(pages: Any) -> frozenset[int]:
+        found = get(pages)
+        assert asked.wait(300)
+        return found
+
+    grouped.store.get = slow  # type: ignore[method-assign]
+    up = grouped.promote(range(40), into=range(50, 90))
+    while not grouped.store.log:
+        pass  # until the first group is under way
+    grouped.io.look_up(LookupOrder(OrderId(99), SSD, tuple(map(key, range(39, 42))), 60.0))
+    asked.set()
+    reports = grouped.reports()
+    assert grouped.store.log == [("get", 8), ("exists", 3), *[("get", 8)] * 4]
+    assert reports[OrderId(99)].failed == {1, 2}
+    assert reports[up.order_id].failed == frozenset()
+    assert reports[up.order_id].nbytes == 40 * FORMAT.page_bytes
+    assert (grouped.slots[50:90] == grouped.slots[:40]).all()
+
+
+def test_a_promotion_ends_with_the_group_that_lacks_a_page(grouped: Bench) -> None:
+    grouped.demote(range(12))
+    grouped.reports()
+    up = grouped.promote(range(40), into=range(50, 90))
+    assert grouped.reports()[up.order_id].failed == frozenset(range(12, 40))
+    assert grouped.store.log.count(("get", 8)) == 2
+
+
+def test_a_reset_fails_the_rest_of_a_promotion(grouped: Bench) -> None:
+    grouped.demote(range(40))
+    grouped.reports()
+    first, go_on, get = threading.Event(), threading.Event(), grouped.store.get
+
+    def slow(pages: Any) -> frozenset[int]:
+        first.set()
+        assert go_on.wait(300)
+        return get(pages)
+
+    grouped.store.get = slow  # type: ignore[method-assign]
+    up = grouped.promote(range(40), into=range(50, 90))
+    assert first.wait(300)
+    grouped.io.replace_store(lambda: grouped.open(b"g" * 16))
+    go_on.set()
+    assert grouped.reports()[up.order_id].failed == frozenset(range(40))
+    assert grouped.store.log.count(("get", 8)) == 1
 
 
 def test_a_page_that_is_not_there_is_reported_as_failed(bench: Bench) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,19 @@ from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
+from tiered_kv.remote.address import parse_address
+from tiered_kv.remote.make_store import make_store
 from tiered_kv.remote.page_record import HEADER_BYTES, table_name
+from tiered_kv.remote.shared_root.folder_contents import (
+    FolderContents,
+    FolderReader,
+    pack_name,
+)
 from tiered_kv.remote.valkey.servers import ValkeyStore
 from tiered_kv.storage import codec_tables, remote_pages
 from tiered_kv.storage.base import PageStore, StoreSite
 from tiered_kv.storage.codec_tables import TABLE_PREFIX
+from tiered_kv.storage.late_deletion import THREAD_NAME
 from tiered_kv.storage.remote_pages import PAGE_PREFIX, NoPages, RemotePages
 from tiered_kv.storage.remote_tier import RemoteTier, measure_link
 from tiered_kv.testing.conformance.store import (
@@ -43,8 +53,8 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 
 def open_pages(server: ValkeyServer, codec: str = "raw", site: StoreSite = SITE) -> RemotePages:
-    store = ValkeyStore(server.address)
-    return RemotePages(store, site, parse(codec)(PAGE_FORMAT), from_table, BANDWIDTH)
+    way = partial(make_store, server.address)
+    return RemotePages(way, site, parse(codec)(PAGE_FORMAT), from_table, BANDWIDTH)
 
 
 def name_of(key: PageKey, rank: int = 0) -> bytes:
@@ -102,6 +112,39 @@ class TestZstdPages(RemoteConformance):
 
 class TestCentredPages(RemoteConformance):
     codec = "centred"
+
+
+class SharedRootConformance(StoreConformance):
+    """A store in a shared folder."""
+
+    knowledge = Knowledge.ASKED
+    codec = "raw"
+
+    def make_store(self, root: Path) -> PageStore:
+        root.mkdir(exist_ok=True)
+        way = partial(make_store, parse_address(f"{root.as_uri()}?gib=1"))
+        return RemotePages(way, SITE, parse(self.codec)(PAGE_FORMAT), from_table, BANDWIDTH)
+
+    def damage(self, root: Path, key: PageKey) -> None:
+        place = read_folder(next(root.iterdir())).places[name_of(key)]
+        pack = next(root.glob(f"*/{pack_name(place.pack)}"))
+        content = bytearray(pack.read_bytes())
+        content[place.offset + place.nbytes - 7] ^= 1
+        pack.write_bytes(content)
+
+
+class TestRawPagesInAFolder(SharedRootConformance):
+    codec = "raw"
+
+
+class TestCentredPagesInAFolder(SharedRootConformance):
+    codec = "centred"
+
+
+def read_folder(folder: Path) -> FolderContents:
+    reader = FolderReader(folder)
+    reader.refresh()
+    return reader.contents
 
 
 def test_whatever_becomes_of_a_value_no_wrong_page_is_read(server: ValkeyServer) -> None:
@@ -221,6 +264,25 @@ def test_a_reset_deletes_what_this_engine_put_and_no_more(server: ValkeyServer) 
     ours.clear()
     assert theirs.exists([page_key(1), page_key(2)], 20.0) == {0}
     ours.close()
+    theirs.close()
+
+
+def test_a_reset_while_the_store_is_down_is_caught_up_with(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody may find pages of weights that have changed, also if the reset came at a bad time."""
+    monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
+    ours, theirs, key = open_pages(server), open_pages(server), page_key(1)
+    assert not ours.put([(key, page_bytes(key))])
+    server.pause()
+    ours.clear()
+    ours.close()
+    server.go_on()
+    (thread,) = (one for one in threading.enumerate() if one.name == THREAD_NAME)
+    thread.join(60.0)
+    assert not thread.is_alive()
+    assert theirs.exists([key], 20.0) == {0}
+    assert "1 pages of before the cache reset are still there" in caplog.text
     theirs.close()
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from tiered_kv.remote.address import RemoteAddress
-from tiered_kv.remote.valkey.client import RefusedError
-from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.remote.base import RefusedError
+from tiered_kv.remote.make_store import make_store
 from tiered_kv.storage.remote_tier import SLOWEST, measure_link
 
 from .finding import Finding, fail, ok, warn
@@ -17,10 +17,10 @@ ANSWER_S = 2.0
 
 
 def check_remote(address: RemoteAddress | None) -> Iterator[Finding]:
-    """Check that every server lets us in, and measure the link. What is written is deleted."""
+    """Check that the store lets us in, and measure the link. What is written is deleted."""
     if address is None:
         return
-    store = ValkeyStore(address)
+    store = make_store(address)
     try:
         store.check(time.monotonic() + ANSWER_S)
         speed = measure_link(store)
@@ -36,6 +36,8 @@ def check_remote(address: RemoteAddress | None) -> Iterator[Finding]:
         seen = f"reads {speed.read / 1e6:,.0f} MB/s, writes {speed.write / 1e6:,.0f} MB/s"
         if min(speed.read, speed.write) <= SLOWEST:
             advice = "It may be full (maxmemory-policy noeviction), or its user lacks a command."
+            if address.folder is not None:
+                advice = "Its file system may be full: a tenth of it is left to others."
             yield warn(CHECK, f"{address}: {seen}", advice)
         else:
             yield ok(CHECK, seen)

@@ -1,16 +1,22 @@
-"""Address of a remote store, as an operator writes it: ``valkey://[user:password@]host:port,…``."""
+"""Address of a remote store, as an operator writes it: ``valkey://[user:password@]host:port,…`` or
+``file:///folder?gib=32``."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tiered_kv.errors import ConfigError
 
-SCHEMES = ("valkey", "valkeys")
-"""``valkeys`` is the same with TLS."""
+SCHEMES = ("valkey", "valkeys", "file")
+"""``valkeys`` is the same with TLS, ``file`` a folder that all machines mount."""
 DEFAULT_PORT = 6379
 EXAMPLE = "valkey://10.0.0.5:6379"
+FOLDER_EXAMPLE = "file:///mnt/shared/kv?gib=100"
+DEFAULT_GIB = 32.0
+LEAST_GIB = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +35,24 @@ class RemoteAddress:
     """Servers, and how they let us in. Its text has no password.
 
     Attributes:
+        servers: none if it is a folder.
         user: empty for the server's default user.
         password: empty if none is asked for.
+        folder: the folder; None if it is servers.
+        gib: size of what one rank of one engine keeps in the folder, GiB.
     """
 
     scheme: str
     servers: tuple[Server, ...]
     user: str = ""
     password: str = field(default="", repr=False)
+    folder: Path | None = None
+    gib: float = DEFAULT_GIB
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of what one rank of one engine keeps in the folder, bytes."""
+        return int(self.gib * (1 << 30))
 
     @property
     def tls(self) -> bool:
@@ -44,14 +60,18 @@ class RemoteAddress:
         return self.scheme == "valkeys"
 
     def __str__(self) -> str:
+        if self.folder is not None:
+            return f"{self.folder.as_uri()}?gib={self.gib:g}"
         return f"{self.scheme}://{','.join(map(str, self.servers))}"
 
     def with_password(self, password: str) -> RemoteAddress:
         """The same with a password from elsewhere.
 
         Raises:
-            ConfigError: it has one.
+            ConfigError: it has one, or is a folder.
         """
+        if self.folder is not None:
+            raise ConfigError("TIERED_KV_REMOTE is a folder, which has no password: give none.")
         if self.password:
             raise ConfigError(
                 "TIERED_KV_REMOTE has a password, and TIERED_KV_REMOTE_PASSWORD or its file gives "
@@ -61,7 +81,8 @@ class RemoteAddress:
 
 
 def parse_address(text: str) -> RemoteAddress:
-    """Parse ``scheme://[user[:password]@]host[:port][,host[:port]…]``.
+    """Parse ``scheme://[user[:password]@]host[:port][,host[:port]…]`` or
+    ``file:///folder[?gib=size]``.
 
     Raises:
         ConfigError: it is no such address; the sentence does not quote it, for it may hold a
@@ -71,14 +92,34 @@ def parse_address(text: str) -> RemoteAddress:
     if not separator or scheme not in SCHEMES:
         raise ConfigError(
             f"TIERED_KV_REMOTE begins with none of {', '.join(f'{one}://' for one in SCHEMES)}: "
-            f"write {EXAMPLE}."
+            f"write {EXAMPLE} or {FOLDER_EXAMPLE}."
         )
+    if scheme == "file":
+        return _folder(text)
     login, at, hosts = rest.rpartition("@")
     user, _, password = login.partition(":")
     servers = tuple(_server(host) for host in hosts.rstrip("/").split(","))
     if len(set(servers)) < len(servers):
         raise ConfigError("TIERED_KV_REMOTE names a server twice: name each once.")
     return RemoteAddress(scheme, servers, unquote(user), unquote(password) if at else "")
+
+
+def _folder(text: str) -> RemoteAddress:
+    split = urlsplit(text)
+    options = dict(parse_qsl(split.query, keep_blank_values=True))
+    try:
+        gib = float(options.pop("gib", DEFAULT_GIB))
+    except ValueError:
+        gib = math.nan
+    folder = Path(unquote(split.path))
+    if split.netloc or split.fragment or options or len(folder.parts) < 2:
+        raise ConfigError(f"TIERED_KV_REMOTE is no folder: write {FOLDER_EXAMPLE}.")
+    if not LEAST_GIB <= gib <= 1 << 20:
+        raise ConfigError(
+            f"TIERED_KV_REMOTE has a size that is none from {LEAST_GIB:g} to 1048576 GiB: "
+            f"write {FOLDER_EXAMPLE}."
+        )
+    return RemoteAddress("file", (), folder=folder, gib=gib)
 
 
 def _server(text: str) -> Server:

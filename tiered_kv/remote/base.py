@@ -14,6 +14,10 @@ Parts: TypeAlias = Sequence["bytes | memoryview"]
 """A value in parts, which are sent one behind the other from where they lie."""
 
 
+class RefusedError(Exception):
+    """The store does not let us in; the message is its own."""
+
+
 class Outcome(Enum):
     """Outcome of a call for one key."""
 
@@ -63,6 +67,14 @@ class RemoteStore(Protocol):
     None raises for trouble with the place: each key has an outcome.
     """
 
+    def check(self, deadline: float) -> None:
+        """Try the way.
+
+        Raises:
+            RefusedError: the store does not let us in.
+            Exception: it cannot be reached.
+        """
+
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
         """Look values up: HIT, MISS, LATE or DOWN for each."""
 
@@ -79,8 +91,9 @@ class RemoteStore(Protocol):
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
         """Store values: STORED, FULL, LATE or DOWN for each. The parts do not change meanwhile."""
 
-    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> None:
-        """Delete values, as far as that can be done by the deadline."""
+    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
+        """Delete values; False if some may still be there. Those that only others may delete are
+        not found by this store any more."""
 
     def close(self) -> None:
         """Give up the connections. Idempotent; afterwards the place is down."""

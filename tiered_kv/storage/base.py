@@ -124,7 +124,7 @@ class PageStore(ABC):
 
     @property
     def group_bytes(self) -> int | None:
-        """Bytes of pages that one ``put`` should have at most; None if any number will do."""
+        """Bytes of pages that one call should move at most; None if any number will do."""
         return None
 
     @property

@@ -2,7 +2,8 @@
 
 It owns the store from the moment it is given one. Orders wait in a heap for the
 time they are due; of those that are, promotions go first, since somebody waits for them.
-A demotion is written in groups, and a promotion can come between two of them.
+A demotion is written in groups, and a promotion can come between two of them. A store may want
+its promotions in groups as well, so that a look-up need not wait for a whole context.
 
 An order is reported once the store's call has returned, and not before: its slots stay reserved
 for as long as the store may touch them.
@@ -62,10 +63,10 @@ Task = Callable[[], None]
 
 
 @dataclass(slots=True)
-class _Demotion:
-    """A demotion under way: pages before ``done`` are written in ``seconds``, or ``failed``."""
+class _Flight:
+    """An order under way: pages before ``done`` are moved in ``seconds``, or ``failed``."""
 
-    order: DemoteOrder
+    order: DemoteOrder | PromoteOrder
     epoch: int
     done: int = 0
     failed: set[int] = field(default_factory=set)
@@ -97,8 +98,8 @@ class IoThread:
         self._page_bytes = int(slots.shape[1])
         self._clock = clock
         self._later: list[tuple[float, int, DemoteOrder | PromoteOrder]] = []
-        self._promotions: deque[PromoteOrder] = deque()
-        self._demotions: deque[_Demotion] = deque()
+        self._promotions: deque[_Flight] = deque()
+        self._demotions: deque[_Flight] = deque()
         self._lookups: deque[tuple[LookupOrder, Task]] = deque()
         self._tasks: deque[Task] = deque()
         self._reports: dict[OrderId, OrderReport] = {}
@@ -189,8 +190,8 @@ class IoThread:
         with self._changed:
             self._epoch += 1
             stale: list[StoreOrder] = [order for _, _, order in self._later]
-            stale += [*self._promotions, *(lookup for lookup, _ in self._lookups)]
-            stale += [demotion.order for demotion in self._demotions]
+            stale += [lookup for lookup, _ in self._lookups]
+            stale += [flight.order for flight in (*self._promotions, *self._demotions)]
             for order in stale:
                 self._report(order, frozenset(range(len(order.keys))), 0.0)
             self._lookups.clear()
@@ -312,10 +313,9 @@ class IoThread:
                 now = self._clock()
                 while self._later and self._later[0][0] <= now:
                     order = heapq.heappop(self._later)[2]
-                    if isinstance(order, PromoteOrder):
-                        self._promotions.append(order)
-                    else:
-                        self._demotions.append(_Demotion(order, self._epoch))
+                    up = isinstance(order, PromoteOrder)
+                    queue = self._promotions if up else self._demotions
+                    queue.append(_Flight(order, self._epoch))
                 if work := self._pick():
                     self._busy = True
                     return work
@@ -335,46 +335,47 @@ class IoThread:
         if self._promotions and not (self._tasks and self._promoted_last):
             self._promoted_last = True
             promotion = self._promotions.popleft()
-            return lambda: self._promote(promotion)
+            return lambda: self._go_on(promotion, self._promotions)
         self._promoted_last = False
         if self._tasks:
             return self._tasks.popleft()
         if self._demotions and time.monotonic() >= self._rest_until:
             demotion = self._demotions.popleft()
-            return lambda: self._demote(demotion)
+            return lambda: self._go_on(demotion, self._demotions)
         return None
 
-    def _promote(self, order: PromoteOrder) -> None:
-        began = time.perf_counter()
-        failed = frozenset(range(len(order.keys)))
-        try:
-            slots = map(self._slots.__getitem__, order.slots)
-            failed = self.store.get(list(zip(order.keys, slots, strict=True)))
-        finally:
-            with self._changed:
-                self._report(order, failed, time.perf_counter() - began)
+    def _go_on(self, flight: _Flight, queue: deque[_Flight]) -> None:
+        """Move one group; the rest of the order goes to the head of its queue again.
 
-    def _demote(self, demotion: _Demotion) -> None:
-        """Write one group; the rest of the order goes to the head of the queue again."""
-        order, start = demotion.order, demotion.done
-        demotion.done = stop = min(start + self._group, len(order.keys))
-        bad, began = frozenset(range(stop - start)), time.perf_counter()
+        A promotion ends with its first page that fails: those behind it are of no use without it.
+        """
+        order, start, up = flight.order, flight.done, queue is self._promotions
+        whole = up and self.store.group_bytes is None
+        flight.done = stop = len(order.keys) if whole else start + self._group
+        pages = list(zip(order.keys[start:stop], order.slots[start:stop], strict=True))
+        bad, began = frozenset(range(len(pages))), time.perf_counter()
         try:
-            if order.runs:
-                self.store.place(order.keys[start:stop], order.runs[start:stop])
-            bad, _ = self._put(list(zip(order.keys, order.slots, strict=True))[start:stop])
-            self._rest_until = time.monotonic() + self.store.rest_s
+            if isinstance(order, PromoteOrder):
+                bad = self.store.get([(key, self._slots[slot]) for key, slot in pages])
+            else:
+                if order.runs:
+                    self.store.place(order.keys[start:stop], order.runs[start:stop])
+                bad, _ = self._put(pages)
+                self._rest_until = time.monotonic() + self.store.rest_s
         finally:
-            demotion.failed |= {start + i for i in bad}
-            demotion.seconds += time.perf_counter() - began
+            flight.failed |= {start + i for i in bad}
+            if up and bad and stop < len(order.keys):
+                flight.failed.update(range(stop, len(order.keys)))
+                stop = len(order.keys)
+            flight.seconds += time.perf_counter() - began
             with self._changed:
-                if demotion.epoch != self._epoch:
+                if flight.epoch != self._epoch:
                     self._report(order, frozenset(range(len(order.keys))), 0.0)
                 elif stop < len(order.keys):
-                    self._demotions.appendleft(demotion)
+                    queue.appendleft(flight)
                 else:
-                    self._report(order, frozenset(demotion.failed), demotion.seconds)
-        if demotion.epoch == self._epoch:
+                    self._report(order, frozenset(flight.failed), flight.seconds)
+        if not up and flight.epoch == self._epoch:
             self._proposal = self.store.proposal()
 
     def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Thread
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
@@ -25,6 +25,7 @@ from tiered_kv.storage.store.codec_training import CodecTraining
 
 from .base import Pages, PageStore, StoreSite
 from .codec_tables import CodecTables, FromTable
+from .late_deletion import delete_later
 
 PAGE_PREFIX = b"tkv:p:"
 """Begin of every page's key there; an operator may allow ``~tkv:*`` and no more."""
@@ -69,7 +70,7 @@ class RemotePages(PageStore):
     """One rank's pages in a remote store.
 
     Args:
-        store: the way there; closed with this.
+        make_store: makes a way there.
         codec: codec of new pages.
         make_codec: makes the codec of pages that others have put.
         bandwidth: bytes a second of the link.
@@ -77,13 +78,14 @@ class RemotePages(PageStore):
 
     def __init__(
         self,
-        store: RemoteStore,
+        make_store: Callable[[], RemoteStore],
         site: StoreSite,
         codec: Codec,
         make_codec: FromTable,
         bandwidth: float,
     ) -> None:
-        self._store = store
+        self._make_store = make_store
+        self._store = store = make_store()
         self._format = site.page_format
         self._rank = site.rank
         self._suffix = site.rank.to_bytes(2, "big")
@@ -250,10 +252,11 @@ class RemotePages(PageStore):
 
     def clear(self) -> None:
         """Delete what this engine has put: what made it is not what its fingerprint says any
-        more, perhaps since before the reset."""
+        more, perhaps since before the reset. A store that does not answer is told later."""
         self._training.forget()
-        own, self._own = list(self._own), OrderedDict()
-        self.drop(own)
+        own, self._own = [self._key(key) for key in self._own], OrderedDict()
+        if own and not self._closed and not self._store.delete(own, time.monotonic() + CALL_S):
+            delete_later(self._make_store, own)
 
     def close(self) -> None:
         self._closed = True

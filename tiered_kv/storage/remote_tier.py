@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing
 from functools import partial
 from secrets import token_bytes
 
@@ -12,9 +13,8 @@ from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.remote.address import RemoteAddress
-from tiered_kv.remote.base import Outcome, Parts, RemoteKey, RemoteStore
-from tiered_kv.remote.valkey.client import RefusedError
-from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.remote.base import Outcome, Parts, RefusedError, RemoteKey, RemoteStore
+from tiered_kv.remote.make_store import make_store
 from tiered_kv.storage.disk.probe import DiskSpeed
 from tiered_kv.tiers import REMOTE, Knowledge, TierSpec
 
@@ -54,28 +54,24 @@ class RemoteTier:
         chosen. A store that cannot be reached is tried again later."""
         if not site.lasting:
             return NoPages()
-        store = ValkeyStore(self._address)
-        try:
-            if self._link is None:
+        if self._link is None:
+            with closing(make_store(self._address)) as store:
                 self._link = _measured(store, self._address)
-            if site.page_format not in self._codecs:
-                # One thread reads, checks and decodes.
-                self._codecs[site.page_format], self.bandwidth = choose_codec(
-                    self._codec_name, site.page_format, self._link, 1
-                )
-        except BaseException:
-            store.close()
-            raise
+        if site.page_format not in self._codecs:
+            # One thread reads, checks and decodes.
+            self._codecs[site.page_format], self.bandwidth = choose_codec(
+                self._codec_name, site.page_format, self._link, 1
+            )
         codec = self._codecs[site.page_format]
         make = partial(from_table, trusted=self._codec_name)
-        return RemotePages(store, site, codec, make, self._link.write)
+        return RemotePages(partial(make_store, self._address), site, codec, make, self._link.write)
 
 
-def _measured(store: ValkeyStore, address: RemoteAddress) -> DiskSpeed:
+def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
     """Speed of the link.
 
     Raises:
-        ConfigError: a server does not let us in.
+        ConfigError: it does not let us in.
     """
     try:
         store.check(time.monotonic() + PROBE_S)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
+from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.build import AdmissionGroup, GapGroup, Pages
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
-from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.pages.cpu_index import PageIndex

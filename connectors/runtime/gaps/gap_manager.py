@@ -13,8 +13,8 @@ from typing import NamedTuple
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
+from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.job_table import Job, JobTable
-from tiered_kv.connectors.runtime.pages.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable

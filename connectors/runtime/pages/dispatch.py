@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
@@ -16,7 +17,6 @@ from tiered_kv.transfer.memory_file.agreement import agreed
 
 from .cpu_compression import Compression
 from .failed_restores import FailedRestores
-from .lower_tiers import LowerTiers
 from .pieces import RestorePieces
 from .restores import Restores
 from .saves import Saves

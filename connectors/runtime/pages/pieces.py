@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
+from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
+from tiered_kv.connectors.runtime.below.sources import PageSources
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
@@ -17,9 +19,7 @@ from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.promotion import piece_pages, room_for_pieces
 from tiered_kv.tiers import StoreId
 
-from .lower_tier import NOW, LowerTier
 from .restores import Restores
-from .sources import PageSources
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
+from tiered_kv.connectors.runtime.below.sources import Below, PageSources
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import OrderId
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.cache.lookup import LOOKUPS, answer_wait_s, pages_asked
 from tiered_kv.policies.cache.promotion import (
     LOOK_EVERY_S,
     Promotion,
@@ -28,11 +28,10 @@ from tiered_kv.policies.cache.promotion import (
     worth_promoting,
 )
 from tiered_kv.policies.pricing.estimators import PrefillFit
-from tiered_kv.tiers import Knowledge, StoreId
+from tiered_kv.tiers import StoreId
 
 from .hits import HitFinder, run_of
-from .lower_tier import NOW, LowerTier
-from .sources import Below, PageSources
+from .lookups import Lookups
 
 
 class TokensBelow(NamedTuple):
@@ -70,8 +69,7 @@ class Promotions:
     ) -> None:
         self._tiers = tiers
         self._sources = sources
-        asked = Knowledge.ASKED
-        self._asked = [tier for tier in tiers.values() if tier.spec.knowledge is asked]
+        self._lookups = Lookups(tiers, sources, facts, finder, clock)
         self._facts = facts
         self._book = book
         self._index = book.index
@@ -90,7 +88,7 @@ class Promotions:
         """
         state, now = turn.tiers, self._clock()
         state.behind, state.in_pieces = 0, False
-        if self._asked and self._ask(turn, prefill):
+        if self._lookups.ask(turn, self.in_vram, prefill):
             return
         if not any(len(tier.pages.index) for tier in self._tiers.values()):
             return
@@ -235,45 +233,6 @@ class Promotions:
     def _touch(self, keys: Sequence[PageKey]) -> None:
         for tier in self._tiers.values():
             tier.pages.index.touch(keys)
-
-    def _ask(self, turn: Turn, prefill: PrefillFit) -> bool:
-        """Ask the stores that must be asked for the pages that are nowhere, the first ones first.
-        True if the turn waits for an answer.
-
-        A context of groups that need not all of it is not asked for: which boundaries of it others
-        have cannot be told.
-        """
-        if turn.tiers.lookups == LOOKUPS or self._facts.narrow:
-            return False
-        limit = turn.request.num_tokens - 1
-        vram, somewhere = self.in_vram(turn, limit), self._sources.somewhere()
-        waits, orders = 0.0, set[OrderId]()
-        for tier in self._asked:
-            if not tier.answers:
-                continue
-            keys = turn.page_keys(tier.store.group)
-            size = self._facts.groups[tier.store.group].block_size
-            stop, end = min(len(keys), limit // size + 1), vram // size
-            while end < stop and somewhere(keys[end]):
-                end += 1
-            if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
-                continue  # the next one is known not to be there: those behind it are of no use
-            unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
-            if not unknown:
-                continue
-            compute_s = prefill.seconds(end * size, len(unknown) * size)
-            wait_s = answer_wait_s(compute_s if prefill.measured else None)
-            order = tier.ask(unknown, keys, wait_s)
-            if order is not None:
-                orders.add(order)
-                waits = max(waits, wait_s)
-        if not orders:
-            return False
-        turn.tiers.lookups += 1
-        turn.tiers.asking = True
-        turn.tiers.awaits |= orders
-        turn.tiers.answers_until = self._clock() + waits
-        return True
 
     def still_coming(self, turn: Turn, prefill: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote for a turn that is asked for, and tell whether the engine shall ask again later:

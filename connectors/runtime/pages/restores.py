@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.below.sources import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
 from tiered_kv.keys import PageKey
@@ -17,7 +18,6 @@ from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
 
 from .hits import Found, HitFinder, Run, There, run_of
-from .sources import Below
 
 logger = logging.getLogger(__name__)
 

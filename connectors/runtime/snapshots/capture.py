@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.below.sources import PageSources
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, run_of
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.saves import Saves
-from tiered_kv.connectors.runtime.pages.sources import PageSources
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.orders import OrderId

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.pages.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages

@@ -30,8 +30,12 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 def remote(server: ValkeyServer, *, slots: int = 64, **more: Any) -> dict[str, Any]:
     """Settings with that many slots in CPU memory above the store."""
+    return settings_with(server.url, slots=slots, **more)
+
+
+def settings_with(url: str, *, slots: int = 64, **more: Any) -> dict[str, Any]:
     gib = (slots * PAGE + 1) / (1 << 30)
-    return {"cpu_gib": gib, "codec": "raw", "policy": "lru", "remote": server.url, **more}
+    return {"cpu_gib": gib, "codec": "raw", "policy": "lru", "remote": url, **more}
 
 
 def ask(rig: Rig, name: str, prompt: Sequence[int] = CONTEXT, **params: object) -> None:
@@ -80,6 +84,20 @@ def test_a_jobs_next_turn_is_found_by_another_engine(
     assert rig.count("pages_fetched") >= 19
     assert rig.half.counters.of_tier(REMOTE).totals["pages_fetched"] >= 19
     assert rig.count("pages_promoted") == 0, "the counter of this engine's own tiers"
+    rig.check_clean()
+
+
+def test_a_shared_folder_does_the_same_without_a_server(make_rig: MakeRig, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    settings = settings_with(f"{folder.as_uri()}?gib=1")
+    rig = make_rig(extra=settings, max_batched_tokens=64)
+    ask(rig, "first", job_id="job")
+    settle(rig)
+    rig.close()
+    rig = make_rig(extra=settings, max_batched_tokens=64)
+    ask(rig, "again", job_id="job")
+    assert rig.count("prompt_tokens_remote") >= 304
     rig.check_clean()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, store, tiers
-from tiered_kv.connectors.runtime.pages.reclaims import Reclaims
+from tiered_kv.connectors.runtime.below.reclaims import Reclaims
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.pages.tier_index import TierIndex

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tiered_kv.remote.address import RemoteAddress, Server
-from tiered_kv.remote.base import Outcome, Parts
+from tiered_kv.remote.base import Outcome, Parts, RefusedError
 from tiered_kv.remote.breaker import Breaker
 
 from .connection import Connection
@@ -23,10 +23,6 @@ LOOKED_UP = 1024
 """Keys that are looked up before the first of them has been answered."""
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
-
-
-class RefusedError(Exception):
-    """The server does not let us in; the message is its own."""
 
 
 class ValkeyClient:
@@ -110,8 +106,8 @@ class ValkeyClient:
             found += [self._lost(error)] * (len(values) - len(found))
         return found
 
-    def delete(self, names: Sequence[bytes], deadline: float) -> None:
-        """Delete keys, as far as can be."""
+    def delete(self, names: Sequence[bytes], deadline: float) -> bool:
+        """Delete keys; False if some may still be there."""
         try:
             connection = self._connected(deadline)
             for start in range(0, len(names), LOOKED_UP):
@@ -121,6 +117,8 @@ class ValkeyClient:
                     connection.replies.number()
         except Exception as error:
             self._lost(error)
+            return False
+        return True
 
     def close(self) -> None:
         """Give the connection up. Idempotent; afterwards the server is down."""

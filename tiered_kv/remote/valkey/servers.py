@@ -20,12 +20,7 @@ class ValkeyStore:
         self._names = [str(server).encode() for server in address.servers]
 
     def check(self, deadline: float) -> None:
-        """Connect to every server.
-
-        Raises:
-            RefusedError: one does not let us in.
-            Exception: one cannot be reached.
-        """
+        """Connect to every server; see ``RemoteStore``."""
         for client in self._clients:
             client.check(deadline)
 
@@ -53,10 +48,13 @@ class ValkeyStore:
                 found[at] = outcome
         return found
 
-    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> None:
+    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
         """See ``RemoteStore``."""
-        for client, mine in self._split(keys):
+        deleted = [
             client.delete([keys[at].name for at in mine], deadline)
+            for client, mine in self._split(keys)
+        ]
+        return all(deleted)
 
     def close(self) -> None:
         """See ``RemoteStore``."""

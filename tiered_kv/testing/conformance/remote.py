@@ -99,9 +99,9 @@ class RemoteConformance:
     def test_a_deleted_value_is_gone(self, store: RemoteStore) -> None:
         keys = some_keys(10)
         put_all(store, keys, [b"value"] * 10)
-        store.delete(keys[:5], soon())
+        assert store.delete(keys[:5], soon())
         assert store.exists(keys, soon()) == [MISS] * 5 + [HIT] * 5
-        store.delete(keys[:5], soon())
+        assert store.delete(keys[:5], soon())
 
     def test_a_call_whose_deadline_is_over_ends_and_spoils_nothing(
         self, store: RemoteStore
@@ -112,12 +112,13 @@ class RemoteConformance:
         assert set(store.exists(keys, over)) <= nothing
         assert set(store.put([(keys[0], [b"new"])], over)) <= nothing
         assert {one.outcome for one in store.get(keys, memoryview(bytearray(9)), over)} <= nothing
+        assert not store.delete(keys, over)
         assert read_all(store, keys) == dict.fromkeys(range(4), b"value")
 
     def test_nothing_to_do_is_done(self, store: RemoteStore) -> None:
         assert store.exists([], soon()) == store.put([], soon()) == []
         assert not [*store.get([], memoryview(bytearray(1)), soon())]
-        store.delete([], soon())
+        assert store.delete([], soon())
 
     def test_a_closed_store_is_down(self, store: RemoteStore) -> None:
         keys = some_keys(1)
@@ -128,3 +129,4 @@ class RemoteConformance:
             store.exists(keys, soon()) == store.put([(keys[0], [b"x"])], soon()) == [Outcome.DOWN]
         )
         assert read_all(store, keys) == {0: Outcome.DOWN}
+        assert not store.delete(keys, soon())

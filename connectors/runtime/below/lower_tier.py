@@ -14,6 +14,7 @@ from dataclasses import replace
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
+from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
@@ -95,7 +96,9 @@ class LowerTier:
         self._pause_s = FIRST_PAUSE_S
         self._given_up: dict[OrderId, float] = {}
         self._doubt = Doubt()
-        self._serves = not spec.shared or (lasting and not facts.narrow)
+        kinds = [group.reach.kind for group in facts.groups]
+        self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
+        self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)  # these tell its end
         self._events = SHARED_EVENTS if spec.shared else {}
         self._backlog: deque[PageKey] = deque()
         self._runs: dict[PageKey, PageKey] = {}  # of the backlog
@@ -189,7 +192,7 @@ class LowerTier:
         order = self._book.plan_lookup(self.store, keys, deadline_s)
         if order is None:
             return None
-        if self.spec.in_runs:
+        if self._in_runs:
             runs = runs_of(context)
             order = replace(order, runs=tuple(runs[key] for key in order.keys))
         self._lookups.append(order)
@@ -246,7 +249,7 @@ class LowerTier:
         room = most_waiting(self._index.num_slots) - len(self._backlog)
         self.counters.add("pages_not_shared", max(0, len(fresh) - max(0, room)))
         fresh = fresh[: max(0, room)]
-        if self.spec.in_runs:
+        if self._in_runs:
             runs = runs_of(mine)
             self._runs.update((key, runs[key]) for key in fresh)
         self._backlog += fresh
@@ -289,7 +292,7 @@ class LowerTier:
             runs = {key: run for key in keys if (run := self._runs.pop(key, None)) is not None}
             order = self._book.plan_demote(self.store, keys, NOW)
             if order is not None:
-                if self.spec.in_runs:
+                if self._in_runs:
                     order = replace(order, runs=tuple(runs.get(key, key) for key in order.keys))
                 self._demotes.append(order)
 

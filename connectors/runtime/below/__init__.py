@@ -1,0 +1,1 @@
+"""Tiers below CPU memory: the orders to their stores, and what these have."""

@@ -1,0 +1,153 @@
+"""Lookups: stores that others write to as well are asked for what a turn's prompt wants and is
+nowhere.
+
+The first pages are asked for first, the others once all of these are there. Groups that need not
+all of a context have pages at some boundaries only, and which these are only the engine knows that
+made them. They are asked for last, before the end of what there is of the other groups: the end of
+the context that was left is not far from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.below.sources import PageSources
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import PageKey
+from tiered_kv.kv_reach import KvKind
+from tiered_kv.orders import OrderId
+from tiered_kv.policies.cache.lookup import LOOKUPS, MOST_BOUNDARIES, answer_wait_s, pages_asked
+from tiered_kv.policies.pricing.estimators import PrefillFit
+from tiered_kv.tiers import Knowledge, StoreId
+
+from .hits import HitFinder, There, run_of
+
+
+class _Question(NamedTuple):
+    """Pages that a tier is asked for.
+
+    Attributes:
+        context: pages of their group from the beginning, as far as there are any.
+        start, tokens: tokens before the pages; tokens that they may spare.
+    """
+
+    tier: LowerTier
+    keys: Sequence[PageKey]
+    context: Sequence[PageKey]
+    start: int
+    tokens: int
+
+
+class Lookups:
+    """Asks stores for turns.
+
+    Args:
+        tiers: the tiers, fastest first.
+        sources: tells where pages are.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[StoreId, LowerTier],
+        sources: PageSources,
+        facts: EngineFacts,
+        finder: HitFinder,
+        clock: Callable[[], float],
+    ) -> None:
+        asked = Knowledge.ASKED
+        self._tiers = [tier for tier in tiers.values() if tier.spec.knowledge is asked]
+        self._sources = sources
+        self._facts = facts
+        self._finder = finder
+        self._clock = clock
+
+    def ask(self, turn: Turn, in_vram: Callable[[Turn, int], int], prefill: PrefillFit) -> bool:
+        """Ask for pages that are nowhere; True if the turn waits for an answer.
+
+        Args:
+            in_vram: gives the tokens that VRAM holds of the first so many of a prompt.
+        """
+        state = turn.tiers
+        beginning = state.lookups < LOOKUPS
+        ends = self._facts.narrow and not state.ends_asked
+        if not self._tiers or not (beginning or ends):
+            return False
+        vram, somewhere = in_vram(turn, turn.request.num_tokens - 1), self._sources.somewhere()
+        orders, waits = set[OrderId](), 0.0
+        if beginning:
+            orders, waits = self._put(self._beginning(turn, vram, somewhere), prefill)
+            state.lookups += bool(orders)
+        if ends and not orders:
+            orders, waits = self._put(self._ends(turn, vram, somewhere), prefill)
+            state.ends_asked = bool(orders)
+        if not orders:
+            return False
+        state.asking = True
+        state.awaits |= orders
+        state.answers_until = self._clock() + waits
+        return True
+
+    def _put(
+        self, questions: Iterator[_Question], prefill: PrefillFit
+    ) -> tuple[set[OrderId], float]:
+        """Put the questions; gives the orders and the longest wait for their answers, seconds."""
+        orders, waits = set[OrderId](), 0.0
+        for tier, keys, context, start, tokens in questions:
+            compute_s = prefill.seconds(start, tokens) if prefill.measured else None
+            wait_s = answer_wait_s(compute_s)
+            order = tier.ask(keys, context, wait_s)
+            if order is not None:
+                orders.add(order)
+                waits = max(waits, wait_s)
+        return orders, waits
+
+    def _answering(self) -> Iterator[tuple[LowerTier, int]]:
+        """Tiers that may be asked, and their groups."""
+        return ((tier, tier.store.group) for tier in self._tiers if tier.answers)
+
+    def _beginning(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
+        """Pages of the groups that keep all of a context, behind the first that is nowhere."""
+        limit = turn.request.num_tokens - 1
+        for tier, at in self._answering():
+            group, keys = self._facts.groups[at], turn.page_keys(at)
+            if group.reach.kind is not KvKind.FULL:
+                continue
+            size = group.block_size
+            stop, end = min(len(keys), limit // size + 1), vram // size
+            while end < stop and somewhere(keys[end]):
+                end += 1
+            if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
+                continue  # the next one is known not to be there: those behind it are of no use
+            unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
+            if unknown:
+                yield _Question(tier, unknown, keys, end * size, len(unknown) * size)
+
+    def _ends(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
+        """Pages of the other groups at boundaries before the end of what there is of those."""
+        limit, unit = turn.request.num_tokens - 1, self._facts.hit_tokens
+        runs = [
+            run_of(somewhere)(keys := turn.page_keys(at), 0, len(keys)) * group.block_size
+            for at, group in enumerate(self._facts.groups)
+            if group.reach.kind is KvKind.FULL
+        ]
+        found = self._finder.find(turn, vram, limit, somewhere, run_of(somewhere))
+        had = max(vram, found.tokens if found is not None else 0)
+        top = min([limit, *runs]) // unit * unit if runs else 0
+        boundaries = [*range(top, had, -unit)][:MOST_BOUNDARIES]
+        if not boundaries:
+            return
+        for tier, at in self._answering():
+            group = self._facts.groups[at]
+            if group.reach.kind is KvKind.STATE:
+                states = (turn.state_key(at, tokens) for tokens in boundaries)
+                keys: Sequence[PageKey] = [key for key in states if key is not None]
+            elif group.reach.kind is not KvKind.FULL:
+                first, stop = group.needs(boundaries[-1]).start, group.needs(top).stop
+                keys = turn.page_keys(at)[first:stop]
+            else:
+                continue
+            yield _Question(tier, keys, (), had, top - had)

@@ -1,0 +1,1 @@
+"""A folder that many machines mount, as a remote store."""

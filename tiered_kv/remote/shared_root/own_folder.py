@@ -1,0 +1,320 @@
+"""The folder that one process writes under a shared root; others only read it.
+
+    root/<host>.<n>/lock, index, 00000001.pack, 00000002.pack …
+
+Values are added to packs, and an index tells where. The name of the host stands in the folder's,
+so that its lock need not reach beyond the host, which it does not on every mount. When room is
+short the folders of processes that are long gone are deleted, then this one's oldest packs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_bytes
+
+from tiered_kv.remote.base import Outcome, Parts
+from tiered_kv.storage.disk.files import FOLDER_MODE, open_plain
+from tiered_kv.storage.store.locks import LOCK_NAME, try_lock
+
+from .folder_contents import INDEX_NAME, FolderContents, FolderReader, pack_name
+from .index_entries import NUMBER_BYTES, Entry, Kind, Place, head_of, pack_entries
+
+PACK_BYTES = 64 << 20
+LEAST_PACKS = 8
+"""Size of a pack, about, which is deleted at a time; and the least that a folder has room for."""
+KEPT_FREE = 0.1
+"""Share of the file system that is left to others."""
+SIGN_OF_LIFE_S = 60.0
+GONE_S = 24 * 3600.0
+"""Seconds without a sign of life after which a folder may be deleted: if its process comes back
+all the same, it begins another."""
+LOOK_FOR_GONE_S = 60.0
+MOST_STALE = 1024
+"""Entries of an index that count no more, beside as many as do, before it is written anew."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_NEW_INDEX = "index.new"
+_PACK = re.compile(r"(\d{8,})\.pack")
+
+
+class OwnFolder:
+    """A folder to write.
+
+    Args:
+        root: an existing folder.
+        most_bytes: size of all packs together.
+
+    Raises:
+        OSError: there cannot be one.
+    """
+
+    def __init__(self, root: Path, most_bytes: int) -> None:
+        self._root = root
+        self._most_bytes = most_bytes
+        self._pack_bytes = min(PACK_BYTES, most_bytes // LEAST_PACKS)
+        self.folder, self._lock = _first_free(root)
+        self._alive_at = self._looked_at = -GONE_S
+        try:
+            reader = FolderReader(self.folder)
+            reader.refresh()
+            self.contents: FolderContents = reader.contents
+            self._packs = _packs_in(self.folder)
+            for place in set(self.contents.places.values()):
+                if place.offset + place.nbytes > self._packs.get(place.pack, 0):
+                    self.contents.drop_pack(place.pack)  # lost with the power
+            self._rewrite()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._next = max(self._packs, default=0) + 1
+
+    @property
+    def lost(self) -> bool:
+        """True if somebody deleted the folder."""
+        try:
+            return os.fstat(self._lock).st_nlink == 0
+        except OSError:
+            return True
+
+    def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
+        """Add values: STORED, FULL or LATE for each.
+
+        Raises:
+            OSError: any of them may have been added.
+        """
+        self._show_life()
+        self._spare = self._spare_bytes()
+        outcomes: list[Outcome] = []
+        added: list[Entry] = []
+        files = _OpenPacks(self.folder)
+        with contextlib.closing(files):
+            for name, parts in values:
+                nbytes = sum(len(part) for part in parts)
+                if time.monotonic() >= deadline:
+                    outcomes.append(Outcome.LATE)
+                elif not self._has_room(nbytes, {entry.place.pack for entry in added}):
+                    outcomes.append(Outcome.FULL)
+                else:
+                    try:
+                        place = self._add(files, parts, nbytes)
+                    except OSError as error:
+                        if error.errno not in FULL:
+                            raise
+                        outcomes.append(Outcome.FULL)
+                        continue
+                    added.append(Entry(Kind.VALUE, name, place))
+                    outcomes.append(Outcome.STORED)
+            files.sync()
+        # A reader that sees the entries must find the bytes: they are on the server by now.
+        self._note(added)
+        return outcomes
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """Have these values count no more.
+
+        Raises:
+            OSError: any of them may still count.
+        """
+        places, nowhere = self.contents.places, Place(0, 0, 0)
+        self._note([Entry(Kind.DELETED, name, nowhere) for name in names if name in places])
+
+    def close(self) -> None:
+        """Give the folder up, and delete it if it has no values."""
+        if not self.contents.places and not self.lost:
+            _delete_folder(self.folder)
+        os.close(self._lock)
+
+    # -- packs ----------------------------------------------------------------------
+
+    def _add(self, files: _OpenPacks, parts: Parts, nbytes: int) -> Place:
+        pack = self._next - 1
+        if self._packs.get(pack, self._pack_bytes) >= self._pack_bytes:
+            pack, self._next = self._next, self._next + 1
+            self._packs[pack] = 0
+        place = Place(pack, self._packs[pack], nbytes)
+        self._packs[pack] += nbytes  # also if it fails: what was written stays a hole
+        self._spare -= nbytes
+        files.write(pack, parts, place.offset)
+        return place
+
+    def _spare_bytes(self) -> int:
+        """Bytes of the file system that may be taken."""
+        disk = os.statvfs(self._root)
+        if not disk.f_blocks:  # one that does not say
+            return sys.maxsize
+        return (disk.f_bavail - int(KEPT_FREE * disk.f_blocks)) * disk.f_frsize
+
+    def _has_room(self, nbytes: int, busy: set[int]) -> bool:
+        """Make room for a value, if there is none.
+
+        Args:
+            busy: packs that are not deleted.
+        """
+        if nbytes > self._spare:
+            self._spare += self._delete_gone()
+        while True:
+            mine = sum(self._packs.values())
+            if nbytes <= min(self._spare, self._most_bytes - mine):
+                return True
+            oldest = min(self._packs, default=None)
+            if oldest is None or oldest in busy:
+                return False
+            self._spare += self._packs[oldest]
+            self._delete_pack(oldest)
+
+    def _delete_pack(self, pack: int) -> None:
+        self._note([Entry(Kind.PACK_GONE, b"", Place(pack, 0, 0))])
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / pack_name(pack)).unlink()
+        del self._packs[pack]
+
+    def _delete_gone(self) -> int:
+        """Delete the folders of processes that are long gone; bytes that this gave."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_FOR_GONE_S:
+            return 0
+        self._looked_at = now
+        freed = 0
+        since = os.fstat(self._lock).st_mtime - GONE_S  # both times are the file server's
+        for folder in folders_in(self._root):
+            with contextlib.suppress(OSError):
+                if folder != self.folder and (folder / LOCK_NAME).stat().st_mtime < since:
+                    freed += sum(_packs_in(folder).values())
+                    _delete_folder(folder)
+        return freed
+
+    def _show_life(self) -> None:
+        now = time.monotonic()
+        if now - self._alive_at >= SIGN_OF_LIFE_S:
+            os.utime(self._lock)
+            self._alive_at = now
+
+    # -- the index --------------------------------------------------------------------
+
+    def _note(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            return
+        self.contents.apply(entries)
+        self._entries += len(entries)
+        if self._torn or self._entries > 2 * len(self.contents.places) + MOST_STALE:
+            self._rewrite()
+            return
+        self._torn = True
+        added = pack_entries(entries, self._number)
+        fd = open_plain(self.folder / INDEX_NAME, os.O_WRONLY)
+        try:
+            _write(fd, [added], self._index_bytes)
+        finally:
+            os.close(fd)
+        self._index_bytes += len(added)
+        self._torn = False
+
+    def _rewrite(self) -> None:
+        """Write the index anew, with nothing that counts no more."""
+        self._torn = True  # until it is whole
+        self._number = token_bytes(NUMBER_BYTES)
+        places = self.contents.places
+        entries = [Entry(Kind.VALUE, name, place) for name, place in places.items()]
+        path = self.folder / _NEW_INDEX
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            _write(fd, [head_of(self._number), pack_entries(entries, self._number)], 0)
+            os.fdatasync(fd)
+            self._index_bytes = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        path.replace(self.folder / INDEX_NAME)
+        self._entries = len(entries)
+        self._torn = False
+
+
+class _OpenPacks:
+    """Packs that are being written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[int, int] = {}
+
+    def write(self, pack: int, parts: Parts, offset: int) -> None:
+        """Write a value."""
+        if (fd := self._fds.get(pack)) is None:
+            fd = open_plain(self._folder / pack_name(pack), os.O_WRONLY | os.O_CREAT)
+            self._fds[pack] = fd
+        _write(fd, parts, offset)
+
+    def sync(self) -> None:
+        """Have the file server, or the disk, take what was written. This engine has the pages in
+        memory: the page cache need not have them as well."""
+        for fd in self._fds.values():
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def folders_in(root: Path) -> list[Path]:
+    """Writers' folders under a root.
+
+    Raises:
+        OSError: the root cannot be read.
+    """
+    with os.scandir(root) as entries:
+        return [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _first_free(root: Path) -> tuple[Path, int]:
+    """The first folder of this host that no process has, and the descriptor of its lock."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64] or "host"
+    for number in itertools.count():
+        folder = root / f"{host}.{number}"
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        try:
+            fd = open_plain(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # of another user
+            continue
+        if try_lock(fd) and os.fstat(fd).st_nlink:
+            return folder, fd
+        os.close(fd)
+    raise AssertionError
+
+
+def _packs_in(folder: Path) -> dict[int, int]:
+    """Sizes of a folder's packs by their numbers, the oldest first."""
+    with os.scandir(folder) as entries:
+        found = [
+            (int(match[1]), entry.stat(follow_symlinks=False).st_size)
+            for entry in entries
+            if (match := _PACK.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
+        ]
+    return dict(sorted(found))
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a writer's folder, as far as it can be, and nothing in it that no writer makes."""
+    with contextlib.suppress(OSError):
+        for name in (INDEX_NAME, _NEW_INDEX, *map(pack_name, _packs_in(folder)), LOCK_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).unlink()
+        folder.rmdir()
+
+
+def _write(fd: int, parts: Parts, offset: int) -> None:
+    for part in parts:
+        left = memoryview(part).cast("B")
+        while left:
+            written = os.pwrite(fd, left, offset)
+            left, offset = left[written:], offset + written

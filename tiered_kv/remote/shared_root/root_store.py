@@ -1,0 +1,253 @@
+"""Remote store in a folder that many machines mount: each process writes a folder, and reads all.
+
+Nothing is ever changed in place, so that a reader needs no lock. What a writer deletes while it is
+read is a miss. A file system that does not answer cannot be left by a deadline: the thread waits
+for it, and turns go on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
+from tiered_kv.remote.breaker import Breaker
+from tiered_kv.storage.disk.files import open_plain
+
+from .folder_contents import GONE, FolderReader, pack_name
+from .index_entries import Place
+from .own_folder import OwnFolder, folders_in
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 0.5
+"""Seconds for which what was read of indexes is taken to be all."""
+AHEAD = 8
+"""Values that the system is told to read before they are asked for."""
+
+
+class SharedRoot:
+    """A shared folder as a ``RemoteStore``.
+
+    Args:
+        root: the folder, which must exist: if it is a mount that is missing, nothing should fill
+            the disk below it.
+        most_bytes: size of what this process writes.
+    """
+
+    def __init__(self, root: Path, most_bytes: int) -> None:
+        self._root = root
+        self._most_bytes = most_bytes
+        self._own: OwnFolder | None = None
+        self._others: dict[Path, FolderReader] = {}
+        self._unread: deque[Path] = deque()
+        self._refreshed_at = -REFRESH_S
+        self._breaker = Breaker()
+        self._said: set[str] = set()
+        self._closed = False
+
+    def check(self, deadline: float) -> None:
+        """Begin this process's folder.
+
+        Raises:
+            OSError: the root is missing, or cannot be written.
+        """
+        self._written()
+
+    def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
+        """See ``RemoteStore``."""
+        if (outcome := self._not_now(deadline)) is not None:
+            return [outcome] * len(keys)
+        try:
+            self._refresh(deadline)
+            self._breaker.worked()
+        except OSError as error:
+            return [self._lost(error)] * len(keys)
+        having = [places for _, places in self._folders()]
+        return [
+            Outcome.HIT if any(key.name in places for places in having) else Outcome.MISS
+            for key in keys
+        ]
+
+    def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
+        """See ``RemoteStore``."""
+        if (outcome := self._not_now(deadline)) is not None:
+            yield from (Got(at, outcome) for at in range(len(keys)))
+            return
+        at = 0
+        with contextlib.ExitStack() as stack:
+            try:
+                if any(not self._where(key.name) for key in keys):
+                    self._refresh(deadline)
+                files = _PacksToRead(stack)
+                for at, key in enumerate(keys):
+                    if at % AHEAD == 0:
+                        self._read_ahead(files, keys[at : at + 2 * AHEAD])
+                    if time.monotonic() >= deadline:
+                        yield Got(at, Outcome.LATE)
+                    else:
+                        yield self._read(files, at, key.name, buffer)
+                self._breaker.worked()
+            except OSError as error:
+                outcome = self._lost(error)
+                yield from (Got(late, outcome) for late in range(at, len(keys)))
+
+    def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
+        """See ``RemoteStore``."""
+        if (outcome := self._not_now(deadline)) is not None:
+            return [outcome] * len(values)
+        try:
+            outcomes = self._written().put([(key.name, parts) for key, parts in values], deadline)
+            self._breaker.worked()
+        except OSError as error:
+            return [self._lost(error)] * len(values)
+        return outcomes
+
+    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
+        """Delete what this process has put, and forget what others have."""
+        for _, places in self._folders():
+            for key in keys if self._own is None or places is not self._own.contents.places else ():
+                places.pop(key.name, None)
+        if not keys or self._not_now(deadline) is not None:
+            return not keys
+        try:
+            self._written().delete([key.name for key in keys])
+        except OSError as error:
+            self._lost(error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """See ``RemoteStore``."""
+        self._closed = True
+        own, self._own = self._own, None
+        self._others.clear()
+        if own is not None:
+            own.close()
+
+    # -- folders ----------------------------------------------------------------------
+
+    def _not_now(self, deadline: float) -> Outcome | None:
+        """Outcome of a call that is not made; None if it is."""
+        now = time.monotonic()
+        if self._closed or not self._breaker.lets_through(now):
+            return Outcome.DOWN
+        return Outcome.LATE if now >= deadline else None
+
+    def _written(self) -> OwnFolder:
+        """This process's folder; a new one if somebody deleted it."""
+        if self._own is not None and self._own.lost:
+            self._own.close()
+            self._own = None
+        if self._own is None:
+            self._own = OwnFolder(self._root, self._most_bytes)
+            self._others.pop(self._own.folder, None)
+        return self._own
+
+    def _folders(self) -> list[tuple[Path, dict[bytes, Place]]]:
+        """Folders and the places of their values, one's own first."""
+        own = self._own
+        mine = [] if own is None else [(own.folder, own.contents.places)]
+        return mine + [(path, one.contents.places) for path, one in self._others.items()]
+
+    def _refresh(self, deadline: float) -> None:
+        """Read what others have added. What there is no time for comes first the next time.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        now = time.monotonic()
+        if not self._unread:
+            if now - self._refreshed_at < REFRESH_S:
+                return
+            self._refreshed_at = now
+            mine = self._own.folder if self._own is not None else None
+            there = [folder for folder in folders_in(self._root) if folder != mine]
+            self._others = {path: self._others.get(path) or FolderReader(path) for path in there}
+            self._unread.extend(there)
+        while self._unread and time.monotonic() < deadline:
+            reader = self._others.get(self._unread.popleft())
+            if reader is None:
+                continue
+            try:
+                reader.refresh()
+            except OSError as error:
+                reader.contents.clear()
+                self._say(f"the folder {reader.folder} cannot be read ({error.strerror})")
+
+    # -- values -----------------------------------------------------------------------
+
+    def _where(self, name: bytes) -> list[tuple[Path, Place]]:
+        return [(folder, places[name]) for folder, places in self._folders() if name in places]
+
+    def _read(self, files: _PacksToRead, at: int, name: bytes, buffer: memoryview) -> Got:
+        for folder, place in self._where(name):
+            if place.nbytes > len(buffer):
+                return Got(at, Outcome.BAD)
+            try:
+                if files.read(folder, place, buffer):
+                    return Got(at, Outcome.HIT, place.nbytes)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+            self._forget(folder, name)
+        return Got(at, Outcome.MISS)
+
+    def _forget(self, folder: Path, name: bytes) -> None:
+        for path, places in self._folders():
+            if path == folder:
+                places.pop(name, None)
+
+    def _read_ahead(self, files: _PacksToRead, keys: Sequence[RemoteKey]) -> None:
+        for key in keys:
+            for folder, place in self._where(key.name)[:1]:
+                with contextlib.suppress(OSError):
+                    files.read_ahead(folder, place)
+
+    # -- trouble ------------------------------------------------------------------------
+
+    def _lost(self, error: OSError) -> Outcome:
+        self._breaker.failed(time.monotonic())
+        what = "is no folder: create it" if error.errno == errno.ENOENT else str(error)
+        self._say(f"the shared folder {self._root} does not serve ({what})")
+        return Outcome.DOWN
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning("%s: KV that it has is computed meanwhile", sentence)
+
+
+class _PacksToRead:
+    """Packs that a call reads, opened once each and closed with the stack."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._fds: dict[tuple[Path, int], int] = {}
+
+    def read(self, folder: Path, place: Place, buffer: memoryview) -> bool:
+        """Read a value; False if it is cut short."""
+        left, offset = buffer[: place.nbytes], place.offset
+        while left:
+            count = os.preadv(self._fd(folder, place.pack), [left], offset)
+            if count == 0:
+                return False
+            left, offset = left[count:], offset + count
+        return True
+
+    def read_ahead(self, folder: Path, place: Place) -> None:
+        """Have the system read a value meanwhile."""
+        fd = self._fd(folder, place.pack)
+        os.posix_fadvise(fd, place.offset, place.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _fd(self, folder: Path, pack: int) -> int:
+        if (fd := self._fds.get((folder, pack))) is None:
+            fd = self._fds[folder, pack] = open_plain(folder / pack_name(pack), os.O_RDONLY)
+            self._stack.callback(os.close, fd)
+        return fd
