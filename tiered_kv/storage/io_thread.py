@@ -347,7 +347,8 @@ class IoThread:
     def _go_on(self, flight: _Flight, queue: deque[_Flight]) -> None:
         """Move one group; the rest of the order goes to the head of its queue again.
 
-        A promotion ends with its first page that fails: those behind it are of no use without it.
+        A promotion ends with its first group of which nothing came: the store is late, or lacks
+        the rest as well.
         """
         order, start, up = flight.order, flight.done, queue is self._promotions
         whole = up and self.store.group_bytes is None
@@ -364,7 +365,7 @@ class IoThread:
                 self._rest_until = time.monotonic() + self.store.rest_s
         finally:
             flight.failed |= {start + i for i in bad}
-            if up and bad and stop < len(order.keys):
+            if up and len(bad) == len(pages) and stop < len(order.keys):
                 flight.failed.update(range(stop, len(order.keys)))
                 stop = len(order.keys)
             flight.seconds += time.perf_counter() - began
