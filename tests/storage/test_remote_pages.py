@@ -46,6 +46,12 @@ SITE = StoreSite(FINGERPRINT, 0, 1, 0, True, PAGE_FORMAT, 1)
 BANDWIDTH = 1e9
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is late."""
+    monkeypatch.setattr(remote_pages, "CALL_S", 60.0)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ValkeyServer]:
     with ValkeyServer(tmp_path) as server:

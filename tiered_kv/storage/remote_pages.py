@@ -138,27 +138,27 @@ class RemotePages(PageStore):
         everything = frozenset(range(len(pages)))
         if self._closed or not pages:
             return everything
-        deadline = time.monotonic() + CALL_S
+        newest = {key: at for at, (key, _) in enumerate(pages)}
+        encoded: list[tuple[int, EncodedPage]] = []
+        for at in newest.values():
+            _, page = pages[at]
+            if page is not None:
+                done = page if isinstance(page, EncodedPage) else codec.encode(page)
+                encoded.append((at, done))
+        deadline = time.monotonic() + CALL_S  # of the store alone
         table = self._tables.publish(codec, deadline)
         if table is None:
             self._unanswered += 1
             return everything
-        newest = {key: at for at, (key, _) in enumerate(pages)}
         values: list[tuple[RemoteKey, Parts]] = []
-        where: list[int] = []
-        for key, at in newest.items():
-            _, page = pages[at]
-            if page is None:
-                continue
-            encoded = page if isinstance(page, EncodedPage) else codec.encode(page)
-            record = PageRecord(codec.codec_id, table, encoded)
+        for at, coded in encoded:
+            key, record = pages[at][0], PageRecord(codec.codec_id, table, coded)
             values.append((self._key(key), pack_record(self._name(key), self._format, record)))
-            where.append(at)
         began = time.monotonic()
         outcomes = self._store.put(values, deadline)
         self._rest_s = (time.monotonic() - began) * (1 / SHARE_OF_LINK - 1)
         stored = set[PageKey]()
-        for at, (_, parts), outcome in zip(where, values, outcomes, strict=True):
+        for (at, _), (_, parts), outcome in zip(encoded, values, outcomes, strict=True):
             if outcome is Outcome.STORED:
                 stored.add(pages[at][0])
                 self._written += sum(len(part) for part in parts)
