@@ -49,7 +49,7 @@ def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
     for _ in range(2000):
         rig.step()
         rig.wait_for_worker()
-        rig.now += 0.001
+        rig.now += 1e-6  # here computing takes no time, and nobody waits longer than it takes
         if not rig.scheduler.has_requests():
             if not rig.half.pages.dispatch.under_way:
                 break
@@ -86,12 +86,12 @@ def test_jobs_that_change_engines_all_the_time_get_the_same_answers(
 ) -> None:
     engines = [open_engine(make_rig, groups, servers) for _ in range(2)]
     context, found = list(PROMPT), []
-    for turn in range(6):
+    for turn in range(4):
         rig = engines[turn % 2]
         before = rig.count("prompt_tokens_remote")
         answer = ask(rig, f"t{turn}", context, 9 + 5 * turn)
         found.append(rig.count("prompt_tokens_remote") - before)
-        context += answer + text(11 + 13 * turn, seed=turn)
+        context += answer + text(61 + 13 * turn, seed=turn)
     assert all(tokens > 0 for tokens in found[1:]), found
     for rig in engines:
         rig.check_clean()
@@ -116,7 +116,10 @@ def test_a_store_without_windows_and_states_costs_a_moment(
                 server.talk(b"DEL", name)
     second = open_engine(make_rig, groups, servers)
     ask(second, "t2", PROMPT + answer + text(30, seed=2), 4)
-    assert second.count("prompt_tokens_remote") == 0
+    # At the begin of a chunk nothing but the other group is needed.
+    chunks = [group.span for group in groups if group.kind is KvKind.CHUNK]
+    usable = sum((len(PROMPT) + ANSWER) // span * span for span in chunks)
+    assert second.count("prompt_tokens_remote") == usable
     second.check_clean()
 
 
