@@ -40,7 +40,10 @@ def open_engine(
 ) -> Rig:
     url = "valkey://" + ",".join(str(one.server) for one in servers)
     extra = {"cpu_gib": 0.01, "codec": "raw", "policy": "lru", "remote": url}
-    return make_rig(groups=tuple(groups), blocks=200, extra=extra)
+    # Many steps a prompt: nobody asks for what is computed in one.
+    return make_rig(
+        groups=tuple(groups), blocks=200, max_batched_tokens=32, max_num_seqs=8, extra=extra
+    )
 
 
 def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -49,7 +52,9 @@ def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
     for _ in range(2000):
         rig.step()
         rig.wait_for_worker()
-        rig.now += 1e-6  # here computing takes no time, and nobody waits longer than it takes
+        rig.now += (
+            0.001 if rig.scheduler.running else 1e-5
+        )  # computing takes time, waiting hardly any
         if not rig.scheduler.has_requests():
             if not rig.half.pages.dispatch.under_way:
                 break
