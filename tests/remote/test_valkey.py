@@ -16,10 +16,9 @@ import pytest
 
 from tests.remote.conftest import MakeServer, keys
 from tiered_kv.remote.address import parse_address
-from tiered_kv.remote.base import Outcome, RemoteKey, RemoteStore
+from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey, RemoteStore
 from tiered_kv.remote.breaker import FIRST_PAUSE_S
 from tiered_kv.remote.rendezvous import server_of
-from tiered_kv.remote.valkey.client import RefusedError
 from tiered_kv.remote.valkey.servers import ValkeyStore
 from tiered_kv.testing.conformance.remote import RemoteConformance, soon
 from tiered_kv.testing.valkey import ValkeyServer

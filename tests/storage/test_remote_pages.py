@@ -18,20 +18,20 @@ from tiered_kv.config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.remote.address import parse_address
-from tiered_kv.remote.make_store import make_store
 from tiered_kv.remote.page_record import HEADER_BYTES, table_name
-from tiered_kv.remote.shared_root.folder_contents import (
-    FolderContents,
-    FolderReader,
-    pack_name,
-)
 from tiered_kv.remote.valkey.servers import ValkeyStore
 from tiered_kv.storage import codec_tables, remote_pages
 from tiered_kv.storage.base import PageStore, StoreSite
 from tiered_kv.storage.codec_tables import TABLE_PREFIX
 from tiered_kv.storage.late_deletion import THREAD_NAME
+from tiered_kv.storage.make_store import make_store
 from tiered_kv.storage.remote_pages import PAGE_PREFIX, NoPages, RemotePages
 from tiered_kv.storage.remote_tier import RemoteTier, measure_link
+from tiered_kv.storage.shared_root.folder_contents import (
+    FolderContents,
+    FolderReader,
+    pack_name,
+)
 from tiered_kv.testing.conformance.store import (
     FINGERPRINT,
     PAGE_FORMAT,

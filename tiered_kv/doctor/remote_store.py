@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tiered_kv.remote.address import RemoteAddress
 from tiered_kv.remote.base import RefusedError
-from tiered_kv.remote.make_store import make_store
+from tiered_kv.storage.make_store import make_store
 from tiered_kv.storage.remote_tier import SLOWEST, measure_link
 
 from .finding import Finding, fail, ok, warn

@@ -14,12 +14,12 @@ from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.remote.address import RemoteAddress
 from tiered_kv.remote.base import Outcome, Parts, RefusedError, RemoteKey, RemoteStore
-from tiered_kv.remote.make_store import make_store
 from tiered_kv.storage.disk.probe import DiskSpeed
 from tiered_kv.tiers import REMOTE, Knowledge, TierSpec
 
 from .base import PageStore, StoreSite
 from .codec_choice import choose_codec
+from .make_store import make_store
 from .remote_pages import NoPages, RemotePages
 
 logger = logging.getLogger(__name__)

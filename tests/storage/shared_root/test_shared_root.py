@@ -5,28 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.remote.conftest import keys
 from tiered_kv.remote.base import Outcome, RemoteStore
-from tiered_kv.remote.shared_root import own_folder, root_store
-from tiered_kv.remote.shared_root.folder_contents import INDEX_NAME, FolderContents
-from tiered_kv.remote.shared_root.index_entries import (
-    Entry,
-    Kind,
-    Place,
-    head_of,
-    number_in,
-    pack_entries,
-    parse_entries,
-)
-from tiered_kv.remote.shared_root.root_store import SharedRoot
+from tiered_kv.storage.shared_root import own_folder, root_store
+from tiered_kv.storage.shared_root.folder_contents import INDEX_NAME
+from tiered_kv.storage.shared_root.root_store import SharedRoot
 from tiered_kv.testing.conformance.remote import (
     HIT,
     MISS,
@@ -374,59 +363,3 @@ def test_what_is_no_folder_of_ours_is_passed_over(root: Path, open_store: Open) 
     ours, theirs = open_store(), open_store()
     put_all(ours, keys("page"), [b"value"])
     assert theirs.exists(keys("page"), soon()) == [HIT]
-
-
-# -- the index ----------------------------------------------------------------------
-
-ENTRIES = st.lists(
-    st.builds(
-        Entry,
-        st.sampled_from(Kind),
-        st.binary(max_size=80),
-        st.builds(
-            Place, st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)
-        ),
-    ),
-    max_size=20,
-)
-
-
-@given(ENTRIES, st.binary(max_size=60))
-def test_entries_are_read_up_to_the_first_that_is_not_whole(
-    entries: Sequence[Entry], tail: bytes
-) -> None:
-    data = pack_entries(entries, NUMBER)
-    found, nbytes = parse_entries(data + tail, NUMBER)
-    assert found[: len(entries)] == entries
-    assert nbytes >= len(data)
-    for cut in range(0, len(data), 13):
-        found, nbytes = parse_entries(data[:cut], NUMBER)
-        assert found == entries[: len(found)]
-        assert nbytes <= cut
-
-
-@given(st.binary(max_size=400))
-def test_any_bytes_are_read(data: bytes) -> None:
-    entries, nbytes = parse_entries(data, NUMBER)
-    assert pack_entries(entries, NUMBER) == data[:nbytes]
-    number_in(data[:32])
-
-
-def test_entries_of_another_index_count_for_nothing() -> None:
-    entry = Entry(Kind.VALUE, b"page", Place(1, 0, 5))
-    assert parse_entries(pack_entries([entry], NUMBER), bytes(16)) == ([], 0)
-    assert number_in(head_of(NUMBER)) == NUMBER
-
-
-@given(ENTRIES)
-def test_the_newest_entry_of_a_name_holds(entries: Sequence[Entry]) -> None:
-    contents, expected = FolderContents(), dict[bytes, Place]()
-    contents.apply(entries)
-    for kind, name, place in entries:
-        if kind is Kind.VALUE:
-            expected[name] = place
-        elif kind is Kind.DELETED:
-            expected.pop(name, None)
-        else:
-            expected = {n: p for n, p in expected.items() if p.pack != place.pack}
-    assert contents.places == expected

@@ -1,11 +1,11 @@
-"""The store of an address."""
+"""The remote store of an address."""
 
 from __future__ import annotations
 
-from .address import RemoteAddress
-from .base import RemoteStore
-from .shared_root.root_store import SharedRoot
-from .valkey.servers import ValkeyStore
+from tiered_kv.remote.address import RemoteAddress
+from tiered_kv.remote.base import RemoteStore
+from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.storage.shared_root.root_store import SharedRoot
 
 
 def make_store(address: RemoteAddress) -> RemoteStore:
