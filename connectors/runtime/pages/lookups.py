@@ -144,10 +144,10 @@ class Lookups:
             group = self._facts.groups[at]
             if group.reach.kind is KvKind.STATE:
                 states = (turn.state_key(at, tokens) for tokens in boundaries)
-                keys: Sequence[PageKey] = [key for key in states if key is not None]
+                wanted: Sequence[PageKey] = [key for key in states if key is not None]
             elif group.reach.kind is not KvKind.FULL:
                 first, stop = group.needs(boundaries[-1]).start, group.needs(top).stop
-                keys = turn.page_keys(at)[first:stop]
+                wanted = turn.page_keys(at)[first:stop]
             else:
                 continue
-            yield _Question(tier, keys, (), had, top - had)
+            yield _Question(tier, wanted, (), had, top - had)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.remote.conftest import keys
 from tiered_kv.remote.base import Outcome, RemoteStore
+from tiered_kv.remote.breaker import Breaker
 from tiered_kv.storage.shared_root import own_folder, root_store
 from tiered_kv.storage.shared_root.folder_contents import INDEX_NAME
 from tiered_kv.storage.shared_root.root_store import SharedRoot
@@ -152,7 +153,7 @@ def test_when_there_is_no_time_the_next_look_goes_on(
         put_all(store, keys(f"page {at}"), [b"value"])
     reader, wanted = open_store(), keys(*(f"page {at}" for at in range(4)))
     clock = iter(range(10_000))
-    monkeypatch.setattr(root_store.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     seen = []
     for _ in range(4):
         now = next(clock)
@@ -195,7 +196,7 @@ def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
         free = 1000 - used // 1000
         return os.statvfs_result((1000, 1000, 1000, free, free, 0, 0, 0, 0, 255))
 
-    monkeypatch.setattr(own_folder.os, "statvfs", statvfs)
+    monkeypatch.setattr(os, "statvfs", statvfs)
     more = some_keys(20)
     for key in more[:5]:
         put_all(ours, [key], [bytes(140_000)])
@@ -252,7 +253,7 @@ def test_an_index_that_is_torn_hides_nothing_that_is_added_later(
 def test_an_index_that_could_not_be_written_is_written_anew(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(root_store.Breaker, "lets_through", lambda *_: True)
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     ours, theirs = open_store(), open_store()
     put_all(ours, keys("first"), [b"value"])
     real, torn = os.pwrite, [True]
@@ -325,7 +326,7 @@ def test_a_disk_that_fails_is_left_alone_and_then_used_again(
 def test_a_root_that_is_missing_is_down_and_is_not_made(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(root_store.Breaker, "lets_through", lambda *_: True)
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     root.rmdir()
     store, down = open_store(), Outcome.DOWN
     assert store.exists(keys("page"), soon()) == [down]

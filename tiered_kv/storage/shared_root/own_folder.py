@@ -62,6 +62,10 @@ class OwnFolder:
         self._pack_bytes = min(PACK_BYTES, most_bytes // LEAST_PACKS)
         self.folder, self._lock = _first_free(root)
         self._alive_at = self._looked_at = -GONE_S
+        self._number = b""
+        self._entries = self._index_bytes = 0  # of the index
+        self._torn = True  # until it is whole
+        self._spare = 0
         try:
             reader = FolderReader(self.folder)
             reader.refresh()
@@ -219,7 +223,7 @@ class OwnFolder:
 
     def _rewrite(self) -> None:
         """Write the index anew, with nothing that counts no more."""
-        self._torn = True  # until it is whole
+        self._torn = True
         self._number = token_bytes(NUMBER_BYTES)
         places = self.contents.places
         entries = [Entry(Kind.VALUE, name, place) for name, place in places.items()]
