@@ -186,10 +186,14 @@ def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
     for at, store in enumerate((gone, idle, ours)):
         put_all(store, keys(f"page {at}"), [bytes(100_000)])
     (root / "notes.txt").write_text("of somebody else")
-    (root / "folder of somebody else").mkdir()
     folders = sorted(path for path in root.iterdir() if (path / "lock").exists())
+    theirs = root / "folder of somebody else"
+    theirs.mkdir()
+    for name in ("lock", INDEX_NAME, "00000001.pack"):
+        (theirs / name).write_bytes(b"of theirs")
     long_ago = time.time() - 2 * own_folder.GONE_S
-    os.utime(folders[0] / "lock", (long_ago, long_ago))
+    for folder in (folders[0], theirs):
+        os.utime(folder / "lock", (long_ago, long_ago))
 
     def statvfs(path: Path) -> os.statvfs_result:
         used = sum(file.stat().st_size for file in pack_files(root))
@@ -203,7 +207,7 @@ def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
     assert not folders[0].exists()
     assert folders[1].exists()
     assert (root / "notes.txt").exists()
-    assert (root / "folder of somebody else").exists()
+    assert len(list(theirs.iterdir())) == 3
     assert ours.exists([*keys("page 0", "page 1", "page 2"), *more[:5]], soon()) == [
         MISS,
         HIT,

@@ -24,6 +24,19 @@ def pack_name(number: int) -> str:
     return f"{number:08}.pack"
 
 
+def is_writers(folder: Path) -> bool:
+    """True if a writer made the folder, and not somebody else for something else.
+
+    Raises:
+        OSError: that cannot be told.
+    """
+    fd = open_plain(folder / INDEX_NAME, os.O_RDONLY)
+    try:
+        return number_in(os.pread(fd, HEAD_BYTES, 0)) is not None
+    finally:
+        os.close(fd)
+
+
 class FolderContents:
     """Values of one folder, by name. Entries later in the index hold."""
 

@@ -25,7 +25,7 @@ from tiered_kv.remote.base import Outcome, Parts
 from tiered_kv.storage.disk.files import FOLDER_MODE, open_plain
 from tiered_kv.storage.store.locks import LOCK_NAME, try_lock
 
-from .folder_contents import INDEX_NAME, FolderContents, FolderReader, pack_name
+from .folder_contents import INDEX_NAME, FolderContents, FolderReader, is_writers, pack_name
 from .index_entries import NUMBER_BYTES, Entry, Kind, Place, head_of, pack_entries
 
 PACK_BYTES = 64 << 20
@@ -190,7 +190,8 @@ class OwnFolder:
         since = os.fstat(self._lock).st_mtime - GONE_S  # both times are the file server's
         for folder in folders_in(self._root):
             with contextlib.suppress(OSError):
-                if folder != self.folder and (folder / LOCK_NAME).stat().st_mtime < since:
+                old = folder != self.folder and (folder / LOCK_NAME).stat().st_mtime < since
+                if old and is_writers(folder):
                     freed += sum(_packs_in(folder).values())
                     _delete_folder(folder)
         return freed
