@@ -19,11 +19,6 @@ from .turns import Answer, ask, shared_pages
 ANSWER = 8
 ADDED = 40
 RECOVERY_S = 150.0
-TRIED_WITH = 400
-"""Tokens of contexts that tell whether the store is used again."""
-TRIES_AT_ONCE, BETWEEN_S = 3, 8.0
-"""Tries without a wait, and the seconds between later ones: what failed often is left alone for up
-to a minute."""
 LOOKUPS_S = 0.1
 """Longest wait for answers of the store: twice 50 ms."""
 SLACK_S = 0.02
@@ -196,12 +191,12 @@ def mend(
     for at, prompt in enumerate(prompts):
         tell("the store works again")
         job = f"mended {began} {at}"
-        ask(first.client, job, prompt[:TRIED_WITH])
+        ask(first.client, job, prompt)
         shared_pages(first.client)
-        found = ask(second.client, job, prompt[: TRIED_WITH + ADDED])
+        found = ask(second.client, job, [*prompt, *prompt[50 : 50 + ADDED]])
         if found.sources.get("remote_tokens", 0):
             return time.monotonic() - began
         if time.monotonic() - began > RECOVERY_S:
             break
-        time.sleep(1.0 if at < TRIES_AT_ONCE else BETWEEN_S)
+        time.sleep(1.0)
     raise TimeoutError("the store works again, and is not used")
