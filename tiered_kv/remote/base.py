@@ -68,7 +68,7 @@ class RemoteStore(Protocol):
     """
 
     def check(self, deadline: float) -> None:
-        """Try the way.
+        """Try to reach the store.
 
         Raises:
             RefusedError: the store does not let us in.

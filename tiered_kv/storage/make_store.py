@@ -9,7 +9,7 @@ from tiered_kv.storage.shared_root.root_store import SharedRoot
 
 
 def make_store(address: RemoteAddress) -> RemoteStore:
-    """Make a way to the place; it is gone there with the first call."""
+    """Make the store. Nothing is connected or opened before its first call."""
     if address.folder is not None:
         return SharedRoot(address.folder, address.most_bytes)
     return ValkeyStore(address)

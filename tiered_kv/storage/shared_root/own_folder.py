@@ -291,8 +291,12 @@ def _first_free(root: Path) -> tuple[Path, int]:
             fd = open_plain(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         except PermissionError:  # of another user
             continue
-        if try_lock(fd) and os.fstat(fd).st_nlink:
-            return folder, fd
+        try:
+            if try_lock(fd) and os.fstat(fd).st_nlink:
+                return folder, fd
+        except BaseException:  # a mount without locks
+            os.close(fd)
+            raise
         os.close(fd)
     raise AssertionError
 

@@ -111,9 +111,9 @@ class SharedRoot:
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
         """Delete what this process has put, and forget what others have."""
-        for _, places in self._folders():
-            for key in keys if self._own is None or places is not self._own.contents.places else ():
-                places.pop(key.name, None)
+        for reader in self._others.values():
+            for key in keys:
+                reader.contents.places.pop(key.name, None)
         if not keys or self._not_now(deadline) is not None:
             return not keys
         try:
@@ -187,7 +187,9 @@ class SharedRoot:
         return [(folder, places[name]) for folder, places in self._folders() if name in places]
 
     def _read(self, files: _PacksToRead, at: int, name: bytes, buffer: memoryview) -> Got:
-        for folder, place in self._where(name):
+        for folder, places in self._folders():
+            if (place := places.get(name)) is None:
+                continue
             if place.nbytes > len(buffer):
                 return Got(at, Outcome.BAD)
             try:
@@ -196,13 +198,8 @@ class SharedRoot:
             except OSError as error:
                 if error.errno not in GONE:
                     raise
-            self._forget(folder, name)
+            del places[name]
         return Got(at, Outcome.MISS)
-
-    def _forget(self, folder: Path, name: bytes) -> None:
-        for path, places in self._folders():
-            if path == folder:
-                places.pop(name, None)
 
     def _read_ahead(self, files: _PacksToRead, keys: Sequence[RemoteKey]) -> None:
         for key in keys:
