@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from tiered_kv.bench.common.load import read_clock
 from tiered_kv.testing.valkey import ValkeyServer
 from tiered_kv.trace.trace_reader import TraceReader
 
@@ -23,8 +24,9 @@ LOOKUPS_S = 0.1
 """Longest wait for answers of the store: twice 50 ms."""
 SLACK_S = 0.02
 TOLD_S = 10.0
-QUIET_S = 0.5
-"""Seconds after an answer, for what goes on behind it: both replicas have one core."""
+LOOK_S, BUSY_SHARE, MOST_BUSY_S = 0.3, 0.1, 60.0
+"""A replica is at rest if it used less than this share of a core in so many seconds. vLLM's worker
+spins for a second after each step, and steps go on until all orders are over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ class Trouble:
             takes, and 20 ms.
         p95_ratio: P95 of first tokens over that without a store.
         p50_ratio: the same of medians.
+        first_ms, alone_ms: the first tokens themselves, with a store and without.
     """
 
     right: bool
@@ -95,6 +98,8 @@ class Trouble:
     in_time: bool
     p95_ratio: float
     p50_ratio: float
+    first_ms: list[int]
+    alone_ms: list[int]
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
@@ -129,7 +134,7 @@ def suffer(
         pair = [(second, ours), (alone, theirs)]
         for replica, answers in pair if at % 2 == 0 else pair[::-1]:
             answers.append(ask(replica.client, f"{fault} {at}", prompt))
-            time.sleep(QUIET_S)
+            _rest(replica)
     for at, prompt in enumerate(longer):
         tell(f"{fault}: answers compared")
         both = [
@@ -148,7 +153,28 @@ def suffer(
         in_time=len(waits) >= len(prompts) and max(waits) <= most_s,
         p95_ratio=ratios[0],
         p50_ratio=ratios[1],
+        first_ms=[round(one) for one in ms[0]],
+        alone_ms=[round(one) for one in ms[1]],
     )
+
+
+def _rest(replica: Replica) -> None:
+    """Wait until nothing goes on behind an answer: the other replica has the same core.
+
+    Raises:
+        TimeoutError: the replica does not rest.
+    """
+    pid = replica.server.pid
+    until = time.monotonic() + MOST_BUSY_S
+    while pid is not None and time.monotonic() < until:
+        before = read_clock(pid)
+        time.sleep(LOOK_S)
+        now = read_clock(pid)
+        if before is None or now is None:
+            return
+        if now.own - before.own < BUSY_SHARE * (now.wall - before.wall):
+            return
+    raise TimeoutError(f"a replica without requests was busy for {MOST_BUSY_S:g} s")
 
 
 def _waits(replica: Replica, fault: str, jobs: int) -> list[float]:

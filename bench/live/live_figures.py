@@ -26,17 +26,20 @@ def live_rows(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
     """One row for every load and server, over all rounds; times in seconds.
 
     ``hit_ratio`` is the share of prompt tokens that the server had, by what its answers say, and
-    ``hits_by_counter`` by its own counters; None where it does not tell. ``turns_per_s`` and
-    ``tokens_per_s`` (of prompts and answers) are over the time from a run's begin to its end.
+    ``hits_by_counter`` by its own counters; None where it does not tell. ``tpot`` is of turns,
+    the mean time from one token of an answer to the next. ``turns_per_s`` and ``tokens_per_s``
+    (of prompts and answers) are over the time from a run's begin to its end.
     """
     return [_row(load, server, own) for load, server, own in _grouped(runs)]
 
 
 def live_pairs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
-    """Every server against the first, by load: paired ratios of completion times over rounds.
+    """Every server against the first, by load: paired ratios over rounds.
 
-    In a round count the jobs that finished on both. ``paired_difference`` is the ratio less one, in
-    per cent; it is told with its interval where there are two rounds or more.
+    In a round count the jobs that finished on both; for tokens a second all that was answered.
+    ``paired_difference`` is the ratio of completion times less one, in per cent; it is told with
+    its interval where there are two rounds or more. ``tpot_ratio`` is left out where a server sends
+    answers of one piece.
     """
     servers = list(dict.fromkeys(run.server for run in runs))
     found = []
@@ -65,8 +68,12 @@ def _pair(by_round: dict[tuple[str, int], LiveRun], first: str, server: str) -> 
         two = np.array([theirs[job] for job in common])
         means["mean"].append((float(one.mean()), float(two.mean())))
         means["p90"].append((float(np.quantile(one, 0.9)), float(np.quantile(two, 0.9))))
-        ttft = [_mean(turn.ttft_s for turn in _turns(each, common)) for each in (run, other)]
-        means["ttft"].append((ttft[0], ttft[1]))
+        turns = [_turns(each, common) for each in (run, other)]
+        means["ttft"].append(_both(_mean(turn.ttft_s for turn in own) for own in turns))
+        tpot = _both(_mean(_tpots(own)) for own in turns)
+        if all(one > 0 for one in tpot):
+            means["tpot"].append(tpot)
+        means["tokens_per_s"].append(_both(_tokens_per_s(each) for each in (run, other)))
     if not means:
         return None
     ratios = {
@@ -109,6 +116,7 @@ def _row(load: Load, server: str, runs: Sequence[LiveRun]) -> dict[str, Any]:
         "median_duration": float(np.median(times)),
         **{f"percentile_{at}": float(np.percentile(times, at)) for at in PERCENTILES},
         "ttft": _distribution([turn.ttft_s for turn in turns]),
+        "tpot": _distribution(_tpots(turns)),
         "by_turn": _by_turn(job for run in runs for job in run.jobs),
         "hit_ratio": sum(turn.cached_tokens for turn in turns) / prompt if tells else None,
         "hits_by_counter": _counted(runs),
@@ -173,9 +181,30 @@ def _turns(run: LiveRun, names: Sequence[str]) -> list[TurnDone]:
     return [turn for job in run.jobs if job.name in wanted for turn in job.turns]
 
 
+def _tpots(turns: Iterable[TurnDone]) -> list[float]:
+    """Seconds a token after the first, of every answer that has more than one."""
+    return [
+        (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
+        for turn in turns
+        if turn.output_tokens > 1
+    ]
+
+
+def _tokens_per_s(run: LiveRun) -> float:
+    jobs = (*run.jobs, *run.agents)
+    return sum(turn.prompt_tokens + turn.output_tokens for job in jobs for turn in job.turns) / (
+        _span(run)
+    )
+
+
 def _span(run: LiveRun) -> float:
     return max(job.ended_s for job in run.jobs)
 
 
 def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
+    return float(np.mean(list(values) or [np.nan]))
+
+
+def _both(values: Iterable[float]) -> tuple[float, float]:
+    ours, theirs = values
+    return ours, theirs

@@ -19,7 +19,8 @@ def table(result: Mapping[str, Any]) -> Table:
     made = Table(title="Jobs on running servers", title_justify="left")
     for column in ("load", "server"):
         made.add_column(column)
-    for column in ("jobs", "mean", "P50", "P90", "P95", "P99", "TTFT", "P90", "hits", "tokens/s"):
+    times = ("mean", "P50", "P90", "P95", "P99", "TTFT", "P90", "TPOT ms")
+    for column in ("jobs", *times, "hits", "tokens/s"):
         made.add_column(column, justify="right")
     for row in result["servers"]:
         made.add_row(
@@ -30,6 +31,7 @@ def table(result: Mapping[str, Any]) -> Table:
             *(f"{row[f'percentile_{at}']:.1f}" for at in (50, 90, 95, 99)),
             f"{row['ttft']['mean']:.2f}",
             f"{row['ttft']['p90']:.2f}",
+            f"{1e3 * row['tpot']['mean']:.0f}",
             _hits(row),
             f"{row['tokens_per_s']:,.0f}",
         )

@@ -164,6 +164,31 @@ def test_a_promotion_ends_with_the_group_of_which_nothing_came(grouped: Bench) -
     assert grouped.store.log.count(("get", 8)) == 3, "one with a page that lacks goes on"
 
 
+def test_a_demotion_ends_with_the_group_of_which_nothing_was_stored(grouped: Bench) -> None:
+    """An engine steps until it hears of its orders, and each group that a store does not answer
+    takes seconds."""
+    puts: list[int] = []
+    put = grouped.store.put
+
+    def put_first_only(pages: Any) -> frozenset[int]:
+        puts.append(len(pages))
+        return put(pages) if len(puts) == 1 else frozenset(range(len(pages)))
+
+    grouped.store.put = put_first_only  # type: ignore[method-assign]
+    down = grouped.demote(range(40))
+    report = grouped.reports()[down.order_id]
+    assert report.failed == frozenset(range(8, 40))
+    assert report.nbytes == 8 * FORMAT.page_bytes
+    assert puts == [8, 8], "the other three groups were not tried"
+
+
+def test_a_demotion_ends_with_a_group_that_raises(grouped: Bench) -> None:
+    grouped.store.fail = True
+    down = grouped.demote(range(40))
+    assert grouped.reports()[down.order_id].failed == frozenset(range(40))
+    assert grouped.io.failures == 1
+
+
 def test_a_reset_fails_the_rest_of_a_promotion(grouped: Bench) -> None:
     grouped.demote(range(40))
     grouped.reports()

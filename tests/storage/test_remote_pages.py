@@ -320,6 +320,19 @@ def test_three_quarters_of_the_link_are_for_restores(server: ValkeyServer) -> No
     pages.close()
 
 
+def test_nothing_rests_after_a_write_that_failed(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next order would wait for its report all that time, and the engine with it."""
+    monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
+    pages, key = open_pages(server), page_key(1)
+    server.pause()
+    assert pages.put([(key, page_bytes(key))]) == {0}
+    assert pages.rest_s == 0.0
+    server.go_on()
+    pages.close()
+
+
 # -- the tier ---------------------------------------------------------------------
 
 

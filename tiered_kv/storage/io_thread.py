@@ -347,25 +347,25 @@ class IoThread:
     def _go_on(self, flight: _Flight, queue: deque[_Flight]) -> None:
         """Move one group; the rest of the order goes to the head of its queue again.
 
-        A promotion ends with its first group of which nothing came: the store is late, or lacks
-        the rest as well.
+        It ends with the first group of which nothing came or went: the store is late, full, or
+        lacks the rest as well. An engine may be kept stepping until it hears of the order.
         """
         order, start, up = flight.order, flight.done, queue is self._promotions
         whole = up and self.store.group_bytes is None
         flight.done = stop = len(order.keys) if whole else start + self._group
         pages = list(zip(order.keys[start:stop], order.slots[start:stop], strict=True))
-        bad, began = frozenset(range(len(pages))), time.perf_counter()
+        bad, asked, began = frozenset(range(len(pages))), len(pages), time.perf_counter()
         try:
             if isinstance(order, PromoteOrder):
                 bad = self.store.get([(key, self._slots[slot]) for key, slot in pages])
             else:
                 if order.runs:
                     self.store.place(order.keys[start:stop], order.runs[start:stop])
-                bad, _ = self._put(pages)
+                bad, asked = self._put(pages)
                 self._rest_until = time.monotonic() + self.store.rest_s
         finally:
             flight.failed |= {start + i for i in bad}
-            if up and len(bad) == len(pages) and stop < len(order.keys):
+            if asked and len(bad) == len(pages):  # of pages that are gone here it says nothing
                 flight.failed.update(range(stop, len(order.keys)))
                 stop = len(order.keys)
             flight.seconds += time.perf_counter() - began

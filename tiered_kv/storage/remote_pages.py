@@ -156,12 +156,14 @@ class RemotePages(PageStore):
             values.append((self._key(key), pack_record(self._name(key), self._format, record)))
         began = time.monotonic()
         outcomes = self._store.put(values, deadline)
-        self._rest_s = (time.monotonic() - began) * (1 / SHARE_OF_LINK - 1)
+        seconds = time.monotonic() - began
         stored = set[PageKey]()
         for (at, _), (_, parts), outcome in zip(encoded, values, outcomes, strict=True):
             if outcome is Outcome.STORED:
                 stored.add(pages[at][0])
                 self._written += sum(len(part) for part in parts)
+        # After one that failed the scheduler pauses, and nothing is written for longer.
+        self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._remember(stored)
         return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)

@@ -89,6 +89,28 @@ def test_servers_are_told_against_the_first_over_the_jobs_that_finished_on_both(
     assert found["percent"] == pytest.approx(100 * (middle - 1))
     assert found["low"] < 10 < 30 < found["high"], "three rounds are not many"
     assert pair["ttft_ratio"]["value"] == pytest.approx(1.0)
+    assert pair["tpot_ratio"]["value"] == pytest.approx(1.0)
+
+
+def test_throughput_and_the_time_between_tokens_are_paired_too() -> None:
+    quick = JobDone("x", 0.0, 10.0, (TurnDone(1, 0.0, 2.0, 10.0, 180, 0, 20),))
+    slow = JobDone("x", 0.0, 20.0, (TurnDone(1, 0.0, 1.0, 20.0, 180, 0, 20),))
+    (row, other) = live_rows([run("a", 0, quick), run("b", 0, slow)])
+    assert row["tpot"]["mean"] == pytest.approx(8 / 19)
+    assert other["tpot"]["p90"] == pytest.approx(1.0)
+    (pair,) = live_pairs([run("a", 0, quick), run("b", 0, slow)])
+    assert pair["tpot_ratio"]["value"] == pytest.approx(19 / 8)
+    assert pair["tokens_per_s_ratio"]["value"] == pytest.approx(0.5)
+
+
+def test_answers_that_come_in_one_piece_have_no_time_between_tokens() -> None:
+    whole = JobDone("x", 0.0, 10.0, (TurnDone(1, 0.0, 10.0, 10.0, 180, 0, 20),))
+    short = JobDone("x", 0.0, 10.0, (TurnDone(1, 0.0, 10.0, 10.0, 180, 0, 1),))
+    assert math.isnan(live_rows([run("a", 0, short)])[0]["tpot"]["mean"])
+    for one in (whole, short):
+        (pair,) = live_pairs([run("a", 0, one), run("b", 0, job("x", 2.0))])
+        assert "tpot_ratio" not in pair
+        assert pair["ttft_ratio"]["value"] == pytest.approx(0.05)
 
 
 def test_one_round_has_a_difference_and_no_interval() -> None:
