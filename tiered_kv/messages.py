@@ -117,18 +117,35 @@ class StoredPages:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptedBundle:
+    """Pages that are compressed together in a rank's CPU memory, from an engine before.
+
+    Attributes:
+        slots: slots that they fill together, in their order.
+        keys: their keys.
+        saved: times at which every rank had them, nanoseconds since 1970, as many.
+    """
+
+    slots: tuple[int, ...]
+    keys: tuple[PageKey, ...]
+    saved: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AdoptedPages:
     """Pages that a rank's CPU memory has from an engine before.
 
     Attributes:
-        slots: their slots.
+        slots: slots of those that have one each.
         keys: their keys, as many.
         saved: times at which every rank had them, nanoseconds since 1970, as many.
+        bundles: the others.
     """
 
     slots: tuple[int, ...] = ()
     keys: tuple[PageKey, ...] = ()
     saved: tuple[int, ...] = ()
+    bundles: tuple[AdoptedBundle, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PackOrder, PromoteOrder, SaveOrder
-from tiered_kv.pages.cpu_index import PageIndex, cold_place
+from tiered_kv.pages.cold_pages import cold_place
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.cold import Waits, cold_settings, settle
+from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.engine import halves
 from tiered_kv.testing.engine import rig as engine_rig
+from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions
 
 BLOCK = 16
@@ -71,4 +74,50 @@ def test_pages_are_found_that_both_ranks_have(
     with rig(killed) as second:
         assert second.ask("b", prompt) == expected(prompt, 4)
         assert least <= second.count("prompt_tokens_cpu") <= most
+        second.check_clean()
+
+
+def test_compressed_pages_are_found_that_both_ranks_have(
+    tmp_path: Path, small_bundles: None
+) -> None:
+    """Each rank's bundles have sizes of their own, and the next engine goes on with them."""
+    block, jobs = 128, 10
+    extra = cold_settings(48, 2 * LAYERS * block * CELL)
+
+    @contextmanager
+    def cold_rig(folder: Path) -> Iterator[TwoRankRig]:
+        options = RigOptions(
+            blocks=30,
+            block_size=block,
+            max_model_len=1024,
+            extra={"cpu_path": str(folder), "admission": "off", **extra},
+        )
+        with TwoRankRig(options) as made:
+            made.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+            made.policy = Waits()
+            yield made
+
+    def ask(made: TwoRankRig, job: int) -> None:
+        made.now += 1.0
+        prompt = text(4 * block + 20, seed=job)
+        name = f"{job} at {made.steps}"
+        assert made.ask(name, prompt, params={"job_id": f"{job}"}) == expected(prompt, 4)
+        settle(made)
+        for worker in (made.ranks.worker, made.ranks.second):
+            assert worker.lasting.wait_idle(30.0)
+            worker.compressor.drain()
+
+    with cold_rig(tmp_path / "memory") as first:
+        for job in range(jobs):
+            ask(first, job)
+        cold = len(first.index.cold)
+        assert len({tuple(sizes) for sizes in first.ranks.filled.values()}) > 1
+        shutil.copytree(tmp_path / "memory", tmp_path / "killed")
+    with cold_rig(tmp_path / "killed") as second:
+        assert cold // 2 <= len(second.index.cold) <= cold
+        second.check_clean()
+        for job in range(jobs):
+            ask(second, job)
+        assert second.count("pages_decompressed") > 0
+        assert second.count("restore_failures") == 0
         second.check_clean()

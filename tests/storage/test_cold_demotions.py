@@ -14,7 +14,7 @@ from tiered_kv.codecs.raw import NOTHING
 from tiered_kv.codecs.registry import parse
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport
-from tiered_kv.pages.cpu_index import cold_place
+from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.storage import io_thread, last_write
 from tiered_kv.storage.base import Pages
 from tiered_kv.storage.io_thread import IoThread

@@ -182,13 +182,6 @@ def test_a_demotion_ends_with_the_group_of_which_nothing_was_stored(grouped: Ben
     assert puts == [8, 8], "the other three groups were not tried"
 
 
-def test_a_demotion_ends_with_a_group_that_raises(grouped: Bench) -> None:
-    grouped.store.fail = True
-    down = grouped.demote(range(40))
-    assert grouped.reports()[down.order_id].failed == frozenset(range(40))
-    assert grouped.io.failures == 1
-
-
 def test_a_reset_fails_the_rest_of_a_promotion(grouped: Bench) -> None:
     grouped.demote(range(40))
     grouped.reports()

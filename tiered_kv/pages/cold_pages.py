@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from tiered_kv.keys import PageKey
 
 
+def cold_place(place: int) -> int:
+    """Place of a cold page, below 0, from the first slot of its bundle; and the other way."""
+    return -1 - place
+
+
 @dataclass(slots=True, eq=False)
 class Bundle:
     """Pages that are compressed together.
@@ -74,6 +79,11 @@ class ColdPages:
         self._bundles[slots[0]] = bundle
         self.num_slots += len(slots)
         self._of.update(dict.fromkeys(keys, bundle))
+
+    def adopt(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """Take over a bundle of an engine before."""
+        self.begin(keys, slots)
+        self.finish(slots[0], len(slots))
 
     def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
         """A bundle is compressed on every rank: it fills its first ``kept`` slots.

@@ -19,16 +19,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from tiered_kv.keys import PageKey
+from tiered_kv.messages import AdoptedBundle
 
 from .base import EvictionOrder
-from .cold_pages import Bundle, ColdPages
+from .cold_pages import Bundle, ColdPages, cold_place
 from .promoted import PromotedPages
 from .turnover import Turnover
-
-
-def cold_place(place: int) -> int:
-    """Place of a cold page, below 0, from the first slot of its bundle; and the other way."""
-    return -1 - place
 
 
 @dataclass(slots=True)
@@ -101,13 +97,17 @@ class PageIndex:
         self.num_slots = min(self.num_slots, num_slots)
         self._free = list(range(self.num_slots - 1, -1, -1))
 
-    def adopt(self, pages: Mapping[PageKey, int]) -> None:
-        """Take over pages with their slots, oldest first. After ``limit``, before any page."""
+    def adopt(self, pages: Mapping[PageKey, int], bundles: Iterable[AdoptedBundle] = ()) -> None:
+        """Take over pages with their slots, and compressed ones, oldest first. After ``limit``,
+        before any page. No page is there twice, nor any slot."""
         kept = {key: slot for key, slot in pages.items() if slot < self.num_slots}
-        taken = frozenset(kept.values())
+        for bundle in bundles:
+            if max(bundle.slots) < self.num_slots:
+                self.cold.adopt(bundle.keys, bundle.slots)
+        taken = {*kept.values(), *self.cold.slots}
         self._free = [slot for slot in self._free if slot not in taken]
         self._cpu.update(kept)
-        self._eviction.added_all(list(kept))
+        self._eviction.added_all([*self.cold.pages, *kept])
 
     def holds(self, key: PageKey, slot: int) -> bool:
         """True if the page is readable in that slot, and not compressed."""

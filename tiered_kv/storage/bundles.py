@@ -5,7 +5,8 @@ the other over the slots, of which the last ones are no longer needed. Pages tha
 as they are. Records cross from one slot to the next, wherever that lies.
 
 Nothing tells what a slot holds but the table of bundles, here and in the index of the scheduler
-half. So each record has a digest, and a page that is read is the page that was packed, or none.
+half; where memory outlives its engine, a note in the bundle as well. So each record has a digest,
+and a page that is read is the page that was packed, or none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ Map = Callable[[Callable[[Bytes], EncodedPage], Iterable[Bytes]], Iterable[Encod
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class Record:
     """A page of a bundle.
 
     Attributes:
@@ -49,7 +51,7 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bundle:
+class Bundle:
     """Pages that were packed together.
 
     Attributes:
@@ -58,7 +60,34 @@ class _Bundle:
 
     slots: tuple[int, ...]
     codec: Codec | None
-    records: dict[PageKey, _Record]
+    records: dict[PageKey, Record]
+
+
+class Note(Protocol):
+    """Note of a bundle in its own slots, by which a later engine finds its pages."""
+
+    def room(self, codec: Codec, pages: int) -> int:
+        """Bytes to be left free at the begin of the first slot.
+
+        Args:
+            pages: number of pages that are packed.
+        """
+
+    def write(self, bundle: Bundle) -> None:
+        """Write it, once the bundle's pages are in place. Does not raise."""
+
+
+class NoNote(Note):
+    """Absence of a note: the bundle ends with its engine."""
+
+    def room(self, codec: Codec, pages: int) -> int:
+        return 0
+
+    def write(self, bundle: Bundle) -> None:
+        """Do nothing."""
+
+
+NO_NOTE = NoNote()
 
 
 class Bundles:
@@ -72,24 +101,29 @@ class Bundles:
         codec: codec of bundles, which is trained on the first pages.
 
     Attributes:
+        page_format: format of the pages.
         page_bytes: size of a page.
     """
 
     def __init__(self, slots: NDArray[np.uint8], codec: Codec) -> None:
+        self.page_format = codec.page_format
         self.page_bytes = codec.page_format.page_bytes
         self._training = CodecTraining(codec)
         self._preferred: Callable[[], Codec | None] = lambda: None
         self._slots = slots
-        self._bundles: dict[int, _Bundle] = {}
-        self._in_slot: dict[int, _Bundle] = {}  # the same, by each of their slots
+        self._bundles: dict[int, Bundle] = {}
+        self._in_slot: dict[int, Bundle] = {}  # the same, by each of their slots
         self._scratch = Scratch()
         self._has_failed = False
 
-    def pack(self, keys: Sequence[PageKey], slots: Sequence[int], each: Map) -> int:
+    def pack(
+        self, keys: Sequence[PageKey], slots: Sequence[int], each: Map, note: Note = NO_NOTE
+    ) -> int:
         """Compress the pages ``keys[i]`` in ``slots[i]`` into the first of these slots.
 
         Args:
             each: encodes the pages.
+            note: note of the bundle.
 
         Returns:
             The number of slots that are needed; all of them if the pages do not shrink, or cannot
@@ -98,15 +132,15 @@ class Bundles:
         page_bytes, slot_bytes = self.page_bytes, self._slots.shape[1]
         pages = [self._slots[slot, :page_bytes] for slot in slots]
         codec, encoded = self._encoded(pages, each)
-        needed = -(-sum(one.nbytes for one in encoded) // int(slot_bytes))
-        records = dict[PageKey, _Record]()
+        offset = note.room(codec, len(keys)) if codec is not None else 0
+        needed = -(-(offset + sum(one.nbytes for one in encoded)) // int(slot_bytes))
+        records = dict[PageKey, Record]()
         if codec is None or needed >= len(slots):
             for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
                 digest = payload_digest(page.data)
-                records[key] = _Record(i * slot_bytes, page_bytes, 0, digest)
-            self._keep(_Bundle(tuple(slots), None, records))
-            return len(slots)
-        offset, used = 0, tuple(slots[:needed])
+                records[key] = Record(i * slot_bytes, page_bytes, 0, digest)
+            return self._kept(Bundle(tuple(slots), None, records), note)
+        used = tuple(slots[:needed])
         for key, one in zip(keys, encoded, strict=True):
             begin = offset
             for part in (one.plane, one.frame):
@@ -117,11 +151,21 @@ class Bundles:
                 offset += part.nbytes
             stored = self._bytes(used, begin, one.nbytes)
             digest = payload_digest(stored.data)
-            records[key] = _Record(begin, one.plane.nbytes, one.frame.nbytes, digest)
-        self._keep(_Bundle(used, codec, records))
-        return needed
+            records[key] = Record(begin, one.plane.nbytes, one.frame.nbytes, digest)
+        return self._kept(Bundle(used, codec, records), note)
 
-    def _keep(self, bundle: _Bundle) -> None:
+    def _kept(self, bundle: Bundle, note: Note) -> int:
+        self._keep(bundle)
+        note.write(bundle)
+        return len(bundle.slots)
+
+    def adopt(self, bundle: Bundle) -> None:
+        """Take over a bundle of an engine before. Before the first page is packed."""
+        self._keep(bundle)
+        if bundle.codec is not None:
+            self._training.adopt(bundle.codec)
+
+    def _keep(self, bundle: Bundle) -> None:
         """Note a bundle, in place of those of which it fills a slot."""
         for slot in bundle.slots:
             if (old := self._in_slot.get(slot)) is not None:

@@ -354,18 +354,20 @@ class IoThread:
         whole = up and self.store.group_bytes is None
         flight.done = stop = len(order.keys) if whole else start + self._group
         pages = list(zip(order.keys[start:stop], order.slots[start:stop], strict=True))
-        bad, asked, began = frozenset(range(len(pages))), len(pages), time.perf_counter()
+        bad, asked, began = frozenset(range(len(pages))), up, time.perf_counter()
         try:
             if isinstance(order, PromoteOrder):
                 bad = self.store.get([(key, self._slots[slot]) for key, slot in pages])
             else:
                 if order.runs:
                     self.store.place(order.keys[start:stop], order.runs[start:stop])
-                bad, asked = self._put(pages)
+                bad, given = self._put(pages)
+                asked = given > 0
                 self._rest_until = time.monotonic() + self.store.rest_s
         finally:
             flight.failed |= {start + i for i in bad}
-            if asked and len(bad) == len(pages):  # of pages that are gone here it says nothing
+            # Pages that are gone here, or a page that an error came of, say nothing of the store.
+            if asked and len(bad) == len(pages):
                 flight.failed.update(range(stop, len(order.keys)))
                 stop = len(order.keys)
             flight.seconds += time.perf_counter() - began

@@ -13,7 +13,7 @@ from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.settlements import Settlements
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
-from tiered_kv.transfer.memory_file.agreement import agreed
+from tiered_kv.transfer.memory_file.agreement import agreed, agreed_bundles
 
 from .cpu_compression import Compression
 from .failed_restores import FailedRestores
@@ -82,9 +82,11 @@ class OrderDispatch:
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]
-        if len(ranks) == self._ranks and (found := agreed([one.adopted for one in ranks])):
-            book.index.adopt(found)
-            logger.info("CPU memory has %d pages from before", book.index.raw_pages)
+        if len(ranks) == self._ranks:
+            adopted = [one.adopted for one in ranks]
+            book.index.adopt(agreed(adopted), agreed_bundles(adopted))
+            if len(book.index):
+                logger.info("CPU memory has %d pages from before", len(book.index))
         self._compression.on_handshake(said)
         self._tiers.on_handshake(said)
 

@@ -29,9 +29,9 @@ from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.machine.affinity import CORES, spare_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
-from tiered_kv.pages.cpu_index import cold_place
+from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.policies.cache.compression import staging_slots, worth_compressing
-from tiered_kv.storage.bundles import Bundles
+from tiered_kv.storage.bundles import NO_NOTE, Bundles, Note
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 
 logger = logging.getLogger(__name__)
@@ -81,16 +81,16 @@ class Compressor:
 
     # -- packing ----------------------------------------------------------------------
 
-    def pack(self, order: PackOrder) -> None:
+    def pack(self, order: PackOrder, note: Note = NO_NOTE) -> None:
         """Begin to pack a bundle."""
-        self._packs.submit(self._pack, order)
+        self._packs.submit(self._pack, order, note)
 
-    def _pack(self, order: PackOrder) -> None:
+    def _pack(self, order: PackOrder, note: Note) -> None:
         began, slots = time.perf_counter(), 0
         bundles = self.groups.get(order.group)
         try:
             if bundles is not None:
-                slots = bundles.pack(order.keys, order.slots, self._encoders.map)
+                slots = bundles.pack(order.keys, order.slots, self._encoders.map, note)
         except Exception:
             logger.exception("%d pages are lost: they cannot be compressed", len(order.slots))
         failed = frozenset[int]() if slots else frozenset(range(len(order.slots)))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tiered_kv.config import TierConfig
@@ -17,12 +18,15 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint
 from tiered_kv.machine.affinity import usable_cores
 from tiered_kv.messages import AdoptedPages, Orders
-from tiered_kv.orders import OrderId, PromoteOrder, SaveOrder
+from tiered_kv.orders import OrderId, PackOrder, PromoteOrder, SaveOrder
+from tiered_kv.storage.bundles import NO_NOTE, Bundles, Note
 from tiered_kv.transfer.memory_file.found_file import memory_path
 from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
 from tiered_kv.transfer.memory_file.memory_format import Geometry, contents_of
 from tiered_kv.transfer.memory_file.opening import open_memory
 from tiered_kv.transfer.memory_file.validation import LandedPage, Validation
+
+from .lasting_bundles import PackNote, adopt_bundles
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,15 @@ class LastingPages:
     def overwrite(self, slots: Sequence[int]) -> None:
         """Take note that something is about to be written to these slots."""
         self._memory.invalidate(slots)
+
+    def packing(self, order: PackOrder) -> Note:
+        """Take note that pages are about to be compressed in their slots."""
+        return PackNote(self._memory, order)
+
+    def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
+        """Take over compressed pages from before (see ``lasting_bundles``)."""
+        found = adopt_bundles(self._memory, groups, num_slots, trusted)
+        self.adopted = replace(self.adopted, bundles=found)
 
     def begin(self, order: SaveOrder | PromoteOrder) -> None:
         """Take note of an order that fills slots; its settlement is told later."""
@@ -94,6 +107,12 @@ class NoLastingPages:
     adopted = AdoptedPages()
 
     def overwrite(self, slots: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def packing(self, order: PackOrder) -> Note:
+        return NO_NOTE
+
+    def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
         """Do nothing."""
 
     def begin(self, order: SaveOrder | PromoteOrder) -> None:

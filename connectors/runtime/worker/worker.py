@@ -152,6 +152,7 @@ class WorkerHalf:
                 self.snapshots = SnapshotWorker(self._facts, self._rank, pool.slots, bundles)
             tiers = make_tiers(self._config)
             self.lasting.overwrite(range(self._slots(), slots))  # decoded pages pass through
+            self.lasting.adopt_bundles(bundles, self._slots(), codec)
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
                 for i, fingerprint in enumerate(fingerprints):
@@ -256,11 +257,11 @@ class WorkerHalf:
                 self.backend.submit(job)
 
         for pack in orders.packs:
-            self.lasting.overwrite(pack.slots)
+            note = self.lasting.packing(pack)
             for tier in self.stores.values():
                 tier.packed(pack)
             if self.compressor is not None:
-                self.compressor.pack(pack)
+                self.compressor.pack(pack, note)
 
     def _load_cold(self, order: LoadOrder) -> None:
         """Begin a restore of which some pages are compressed, if not all."""

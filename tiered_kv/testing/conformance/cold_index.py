@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.cpu_index import PageIndex, cold_place
+from tiered_kv.pages.cold_pages import cold_place
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.testing.single_pages import PageState
 
 from .index import ALL, CheckedIndex

@@ -8,7 +8,8 @@ Whoever uses it keeps four rules, so that no page is ever found that is not the 
   that is reported as done may be one whose blocks were given up under way.
 - It is made valid with the ticket that it had when its bytes landed, so that a validation that
   comes late says nothing of the bytes that came since.
-- Pages from before are checked before anything reads them (``check_adopted``).
+- Pages from before are checked before anything reads them (``check_adopted``); those of bundles
+  whenever they are read, as always.
 
 Hashing a page of 256 KiB that is not in the cache takes 16 to 18 µs (xxh3-128 on one core of a
 Xeon, 15 GB/s, as fast as it copies memory), and writing its header 3 µs. That is a twelfth of a
@@ -33,10 +34,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.storage.disk.files import BLOCK
+from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.store.locks import unlock
 
+from .bundle_note import BundleNote, pack_note, parse_note
 from .late_copies import Rest
-from .memory_format import ENTRY_BYTES, FileHeader, SlotHeader
+from .memory_format import ENTRY_BYTES, BundleHeader, FileHeader, SlotHeader
 from .slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,8 @@ _open: weakref.WeakSet[LastingMemory] = weakref.WeakSet()
 class LastingMemory:
     """The slots of a memory file that is open and locked (see ``opening``).
 
-    ``validate``, ``ticket`` and ``digest`` may be called by any thread, the rest by one thread.
+    ``validate``, ``validate_bundle``, ``ticket`` and ``digest`` may be called by any thread, the
+    rest by one thread.
 
     Args:
         path: the file.
@@ -58,7 +62,9 @@ class LastingMemory:
 
     Attributes:
         keep: as given; may be changed until this is closed.
+        slot_bytes: size of a slot.
         adopted: pages from before, by slot.
+        bundles: bundles from before, by their notes.
         rest: slots that must not be written to yet, and until when.
     """
 
@@ -79,7 +85,7 @@ class LastingMemory:
         self.keep = keep
         self._fd = lock
         self._map = mapped
-        self._slot_bytes = geometry.slot_bytes
+        self.slot_bytes = geometry.slot_bytes
         whole: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         end = geometry.slots_at + geometry.slots * geometry.slot_bytes
         self.view: NDArray[np.uint8] = whole[geometry.slots_at : end]
@@ -91,12 +97,46 @@ class LastingMemory:
             self._table.invalidate(torn)
         self.adopted: Mapping[int, SlotHeader] = found
         self.rest = Rest.begin(self._table.invalid(), now)
+        self.bundles = self._find_bundles()
         # A slot's bytes have one number, and get another before they change.
         self._tickets: NDArray[np.uint64] = np.zeros(geometry.slots, np.uint64)
         self._changing = threading.Lock()
         _open.add(self)
 
+    def _find_bundles(self) -> list[BundleNote]:
+        """Notes of whole bundles. What is left of others is made invalid; that is nothing odd."""
+        found, stray = self._table.bundles()
+        notes = list[BundleNote]()
+        for header, slots in found:
+            try:
+                notes.append(self._read_note(header, slots))
+            except FormatError as error:
+                logger.warning("%s: a bundle of %d slots is left: %s", self.path, len(slots), error)
+                stray += slots
+        self._table.invalidate(stray)
+        return notes
+
+    def _read_note(self, header: BundleHeader, slots: Sequence[int]) -> BundleNote:
+        start = slots[0] * self.slot_bytes
+        packed = self.view[start : start + header.note_bytes].tobytes()
+        if xxhash.xxh3_128_digest(packed) != header.digest:
+            raise FormatError("its note is damaged")
+        note = parse_note(packed, self.slot_bytes)
+        if note.slots[0] != slots[0] or sorted(note.slots) != sorted(slots):
+            raise FormatError("its note is of other slots")
+        return note
+
     # -- headers ------------------------------------------------------------------
+
+    def valid(self, slots: Sequence[int]) -> dict[int, SlotHeader]:
+        """Pages in those of the slots that are valid."""
+        found = dict[int, SlotHeader]()
+        with self._changing:
+            for slot in slots if self._fd >= 0 else ():
+                with suppress(FormatError):
+                    if (page := self._table.read(slot)) is not None:
+                        found[slot] = page
+        return found
 
     def invalidate(self, slots: Sequence[int]) -> None:
         """Make slots invalid: their bytes are about to change, or must not be found again."""
@@ -112,7 +152,7 @@ class LastingMemory:
             return
         with self._changing:
             self._tickets += np.uint64(1)
-            self._table.invalidate_valid()
+            self._table.invalidate_all()
 
     def ticket(self, slot: int) -> int:
         """Number of the bytes that a slot holds now; another one from the next ``invalidate`` on.
@@ -134,9 +174,35 @@ class LastingMemory:
             self._table.validate(slot, header)
         return True
 
+    def validate_bundle(self, note: BundleNote, tickets: Sequence[int]) -> bool:
+        """Write a bundle's note and make its slots valid, if they still hold the bytes of the
+        tickets. Before the slots are anybody else's.
+
+        Args:
+            tickets: a ticket for each slot of the note.
+
+        Returns:
+            True if they are valid now.
+
+        Raises:
+            ValueError: a key is longer than a note can say, or there are no pages.
+        """
+        packed = pack_note(note)
+        newest = max(page.saved for page in note.pages)
+        digest = xxhash.xxh3_128_digest(packed)
+        header = BundleHeader(len(packed), len(note.pages), len(note.slots), newest, digest)
+        slots = list(note.slots)
+        with self._changing:
+            if self._fd < 0 or self._tickets[slots].tolist() != list(tickets):
+                return False
+            start = slots[0] * self.slot_bytes
+            self.view[start : start + len(packed)] = np.frombuffer(packed, np.uint8)
+            self._table.validate_bundle(slots, header)
+        return True
+
     def digest(self, slot: int, nbytes: int) -> bytes:
         """xxh3-128 of the first bytes of a slot; releases the interpreter lock."""
-        start = slot * self._slot_bytes
+        start = slot * self.slot_bytes
         return xxhash.xxh3_128_digest(self.view[start : start + nbytes].data)
 
     def check_adopted(self, threads: int) -> None:

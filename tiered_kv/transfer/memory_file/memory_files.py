@@ -34,7 +34,7 @@ class MemoryFile:
         owner: words of that process about itself, or of the last one; empty if unknown.
         header: its header; None if it cannot be used.
         damage: reason for that; empty if there is a header.
-        pages: number of valid slots.
+        pages: number of pages in valid slots, compressed ones included.
         torn: number of slots with torn headers; 0 for a file in use, which changes while it is
             read.
         newest: time of the newest page, nanoseconds since 1970; 0 without pages.
@@ -106,16 +106,19 @@ def _describe(path: Path) -> MemoryFile:
         blocks = np.zeros(geometry.slots_at - BLOCK, np.uint8)
         read_exactly(RealFiles(), fd, [blocks.data], BLOCK)
         table = blocks[: geometry.slots * ENTRY_BYTES]
-        found, torn = SlotTable(table, header.nonce, geometry.slot_bytes).valid()
+        slots = SlotTable(table, header.nonce, geometry.slot_bytes)
+        (found, torn), (bundles, _) = slots.valid(), slots.bundles()
+        compressed = [bundle for bundle, _ in bundles]
+        times = [page.saved for page in found.values()] + [one.saved for one in compressed]
         return MemoryFile(
             path=path,
             nbytes=size,
             locked=locked,
             owner=owner,
             header=header,
-            pages=len(found),
+            pages=len(found) + sum(bundle.pages for bundle in compressed),
             torn=0 if locked else len(torn),
-            newest=max((page.saved for page in found.values()), default=0),
+            newest=max(times, default=0),
         )
     finally:
         os.close(fd)

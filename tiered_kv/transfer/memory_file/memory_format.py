@@ -21,13 +21,21 @@
 
     table     of each slot a header of 128 bytes, two cache lines:
 
-              state          u32  0 never used, 1 invalid, 2 valid
+              state          u32  0 never used, 1 invalid, 2 valid, 3 the first slot of a
+                                  bundle, 4 a further one
               page bytes     u32  of the page, from the slot's first byte on
               key bytes      u32
               saved          u64  nanoseconds since 1970, when every rank had it
               digest         16   xxh3-128 of the page's bytes
               key            76   zeros behind it
               own digest     16   xxh3-128 of nonce, number of the slot (u64), and all before it
+
+    bundle    pages that are compressed together fill several slots, the first of which begins with
+              a note (``bundle_note``). Their headers have the note's size for the page's, its
+              digest, the time of the newest page, no key bytes, and in place of the key:
+
+              pages          u32
+              slots          u32
 
 Little-endian throughout. A key with vLLM's own hash has 48 bytes, so that a header does not fit
 into 64. Beside pages of 256 KiB the table takes one byte in 2,000.
@@ -60,6 +68,7 @@ MAX_KEY_BYTES = 76
 
 _FILE = struct.Struct("<8sII16sQQIIIIQQQQQ")
 _ENTRY = struct.Struct("<IIIQ16s76s")
+_COUNTS = struct.Struct("<II")
 _WHERE = struct.Struct("<QQ")
 
 
@@ -73,6 +82,8 @@ class State(IntEnum):
     NEVER_USED = 0
     INVALID = 1
     VALID = 2
+    BUNDLE = 3
+    PART = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +145,25 @@ class SlotHeader:
 
     key: PageKey
     nbytes: int
+    saved: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BundleHeader:
+    """Pages that are compressed together, as the header of each of their slots tells of them.
+
+    Attributes:
+        note_bytes: size of the note that the first slot begins with.
+        pages: number of pages that the note tells of.
+        slots: number of slots.
+        saved: ``saved`` of the newest page.
+        digest: xxh3-128 of the note.
+    """
+
+    note_bytes: int
+    pages: int
+    slots: int
     saved: int
     digest: bytes
 
@@ -231,6 +261,29 @@ def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> S
     ):
         raise FormatError("the header of the slot has impossible values")
     return SlotHeader(PageKey(key[:key_bytes]), nbytes, saved, digest)
+
+
+def pack_bundle_header(nonce: int, slot: int, header: BundleHeader, state: State) -> bytes:
+    """Pack the header of a slot of a bundle: its first one, or a part."""
+    counts = _COUNTS.pack(header.pages, header.slots)
+    body = _ENTRY.pack(state, header.note_bytes, 0, header.saved, header.digest, counts)
+    return body + _own_digest(nonce, slot, body)
+
+
+def parse_bundle_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> BundleHeader:
+    """Parse the header of a slot that says that it is of a bundle.
+
+    Raises:
+        FormatError: it is torn, damaged, or of another slot or file.
+    """
+    body, own = entry[: _ENTRY.size], entry[_ENTRY.size :]
+    if len(entry) != ENTRY_BYTES or _own_digest(nonce, slot, body) != own:
+        raise FormatError("the header of the slot is torn")
+    state, note_bytes, key_bytes, saved, digest, counts = _ENTRY.unpack(body)
+    pages, slots = _COUNTS.unpack_from(counts)
+    if state not in (State.BUNDLE, State.PART) or key_bytes or not 0 < note_bytes <= slot_bytes:
+        raise FormatError("the header of the slot has impossible values")
+    return BundleHeader(note_bytes, pages, slots, saved, digest)
 
 
 def _own_digest(nonce: int, slot: int, body: bytes) -> bytes:

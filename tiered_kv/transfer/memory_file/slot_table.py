@@ -22,9 +22,12 @@ from tiered_kv.storage.segment.format import FormatError
 
 from .memory_format import (
     ENTRY_BYTES,
+    BundleHeader,
     SlotHeader,
     State,
+    pack_bundle_header,
     pack_slot_header,
+    parse_bundle_header,
     parse_slot_header,
 )
 
@@ -51,9 +54,9 @@ class SlotTable:
         """Make slots invalid: their bytes are about to change."""
         self._states[list(slots)] = State.INVALID
 
-    def invalidate_valid(self) -> None:
-        """Make every valid slot invalid."""
-        self._states[self._states == State.VALID] = State.INVALID
+    def invalidate_all(self) -> None:
+        """Make every slot invalid that holds something."""
+        self._states[self._states > State.INVALID] = State.INVALID
 
     def forget_invalid(self) -> None:
         """Have slots that are invalid count as never used."""
@@ -65,10 +68,20 @@ class SlotTable:
         Raises:
             ValueError: the key or the page is longer than a header can say.
         """
-        entry = np.frombuffer(pack_slot_header(self._nonce, slot, header), np.uint8)
+        self._write(slot, pack_slot_header(self._nonce, slot, header), State.VALID)
+
+    def validate_bundle(self, slots: Sequence[int], header: BundleHeader) -> None:
+        """Make the slots of a bundle valid, the first one last: the others are nothing without."""
+        for slot in slots[1:]:
+            packed = pack_bundle_header(self._nonce, slot, header, State.PART)
+            self._write(slot, packed, State.PART)
+        packed = pack_bundle_header(self._nonce, slots[0], header, State.BUNDLE)
+        self._write(slots[0], packed, State.BUNDLE)
+
+    def _write(self, slot: int, packed: bytes, state: State) -> None:
         self._states[slot] = State.INVALID
-        self._rows[slot, 4:] = entry[4:]
-        self._states[slot] = State.VALID
+        self._rows[slot, 4:] = np.frombuffer(packed, np.uint8)[4:]
+        self._states[slot] = state
 
     def read(self, slot: int) -> SlotHeader | None:
         """The page in a slot; None if the slot is not valid.
@@ -92,9 +105,34 @@ class SlotTable:
                 torn.append(slot)
         return found, torn
 
+    def bundles(self) -> tuple[list[tuple[BundleHeader, list[int]]], list[int]]:
+        """Whole bundles with their slots, of which the first is first; and the slots of those that
+        are not whole. Some of these were given to others since, or never written."""
+        by_note, stray = dict[bytes, list[int]](), list[int]()
+        headers = dict[int, BundleHeader]()
+        first_ones = self._states == State.BUNDLE
+        for slot in np.flatnonzero(first_ones | (self._states == State.PART)).tolist():
+            entry = self._rows[slot].tobytes()
+            try:
+                header = parse_bundle_header(self._nonce, slot, entry, self._slot_bytes)
+            except FormatError:
+                stray.append(slot)
+                continue
+            headers[slot] = header
+            by_note.setdefault(header.digest, []).append(slot)
+        found = list[tuple[BundleHeader, list[int]]]()
+        for slots in by_note.values():
+            slots.sort(key=lambda slot: not first_ones[slot])
+            header = headers[slots[0]]
+            if sum(first_ones[slots]) == 1 and len(slots) == header.slots:
+                found.append((header, slots))
+            else:
+                stray += slots
+        return found, stray
+
     def invalid(self) -> list[int]:
         """Slots that somebody was about to write, or whose page was discarded."""
         return list(np.flatnonzero(self._states == State.INVALID).tolist())
 
     def _slots_in_no_state(self) -> list[int]:
-        return list(np.flatnonzero(self._states > State.VALID).tolist())
+        return list(np.flatnonzero(self._states > State.PART).tolist())
