@@ -17,6 +17,7 @@ from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
+from tiered_kv.transfer.memory_file.validation import Validation
 
 pytestmark = pytest.mark.usefixtures("small_bundles")
 
@@ -70,6 +71,24 @@ def test_the_next_engine_finds_compressed_contexts(tmp_path: Path) -> None:
             settle(second)
         assert second.count("pages_decompressed") >= cold
         assert second.count("restore_failures") == 0
+        second.check_clean()
+
+
+def test_pages_that_are_compressed_before_they_are_hashed_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under pressure a page is packed in the step that tells the worker that it is whole."""
+    monkeypatch.setattr(Validation, "landed", lambda *_: None)
+    with rig(tmp_path / "memory") as first:
+        for job in range(JOBS):
+            first.now += 1.0
+            first.ask(f"job{job}", prompt(job), params={"job_id": f"job{job}"})
+            at_rest(first)
+        cold = len(first.index.cold)
+        assert cold >= 3 * PAGES
+        shutil.copytree(tmp_path / "memory", tmp_path / "killed")
+    with rig(tmp_path / "killed") as second:
+        assert (len(second.index.cold), len(second.index)) == (cold, cold)
         second.check_clean()
 
 

@@ -1,7 +1,7 @@
 """Compressed pages in memory that outlives its engine: noted when they are packed, and found again.
 
-A page is noted if it could have been found before it was packed. So it is known to be whole on
-every rank, like any other there.
+A page is noted if the scheduler has said that it is whole on every rank, hashed or not: the records
+of a bundle have digests of their own. Under pressure pages are packed as soon as they are saved.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 
 from tiered_kv.codecs.base import Codec
 from tiered_kv.codecs.registry import from_table
+from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
 from tiered_kv.orders import PackOrder
 from tiered_kv.storage.bundles import Bundle, Bundles, Note
 from tiered_kv.transfer.memory_file.bundle_note import BundleNote, NotedPage, note_bytes
 from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
+from tiered_kv.transfer.memory_file.memory_format import SlotHeader
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +28,30 @@ class PackNote(Note):
 
     Args:
         order: what is about to be packed.
+        saved: for pages that are known to be whole on every rank, since when, nanoseconds since
+            1970.
     """
 
-    def __init__(self, memory: LastingMemory, order: PackOrder) -> None:
+    def __init__(
+        self, memory: LastingMemory, order: PackOrder, saved: Mapping[PageKey, int]
+    ) -> None:
         self._memory = memory
         self._group = order.group
         self._num_slots = len(order.slots)
-        self._pages = memory.valid(order.slots)
+        self._saved = saved
         memory.invalidate(order.slots)
         self._tickets = {slot: memory.ticket(slot) for slot in order.slots}
         self._room = 0
 
     def room(self, codec: Codec, pages: int) -> int:
         wanted = note_bytes(codec.table, self._num_slots, pages)
-        self._room = wanted if self._pages and wanted <= self._memory.slot_bytes else 0
+        self._room = wanted if self._saved and wanted <= self._memory.slot_bytes else 0
         return self._room
 
     def write(self, bundle: Bundle) -> None:
         try:
             if bundle.codec is None:  # the pages are where they were
-                for slot, page in self._pages.items():
-                    self._memory.validate(slot, self._tickets[slot], page)
+                self._validate(bundle)
             elif self._room:
                 note = self._note(bundle, bundle.codec)
                 if note.pages:
@@ -54,12 +59,18 @@ class PackNote(Note):
         except Exception:  # pages that are not found again are no reason to lose them now
             logger.exception("compressed pages cannot be noted")
 
+    def _validate(self, bundle: Bundle) -> None:
+        for slot, (key, record) in zip(bundle.slots, bundle.records.items(), strict=True):
+            if key in self._saved:
+                digest = self._memory.digest(slot, record.nbytes)
+                page = SlotHeader(key, record.nbytes, self._saved[key], digest)
+                self._memory.validate(slot, self._tickets[slot], page)
+
     def _note(self, bundle: Bundle, codec: Codec) -> BundleNote:
-        saved = {page.key: page.saved for page in self._pages.values()}
         noted = [
-            NotedPage(key, saved[key], record)
+            NotedPage(key, self._saved[key], record)
             for key, record in bundle.records.items()
-            if key in saved
+            if key in self._saved
         ]
         return BundleNote(self._group, codec.codec_id, codec.table, bundle.slots, tuple(noted))
 

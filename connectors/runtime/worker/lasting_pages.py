@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.keys import Fingerprint
+from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.machine.affinity import usable_cores
 from tiered_kv.messages import AdoptedPages, Orders
 from tiered_kv.orders import OrderId, PackOrder, PromoteOrder, SaveOrder
@@ -48,6 +48,7 @@ class LastingPages:
         self._page_bytes = page_bytes
         self._validation = Validation(memory)
         self._unsettled: dict[OrderId, SaveOrder | PromoteOrder] = {}
+        self._landed: dict[int, LandedPage] = {}  # by slot, until it is overwritten
         found = memory.adopted
         self.adopted = AdoptedPages(
             tuple(found),
@@ -58,10 +59,17 @@ class LastingPages:
     def overwrite(self, slots: Sequence[int]) -> None:
         """Take note that something is about to be written to these slots."""
         self._memory.invalidate(slots)
+        for slot in slots:
+            self._landed.pop(slot, None)
 
     def packing(self, order: PackOrder) -> Note:
         """Take note that pages are about to be compressed in their slots."""
-        return PackNote(self._memory, order)
+        saved = dict[PageKey, int]()
+        for slot, key in zip(order.slots, order.keys, strict=True):
+            page = self._landed.pop(slot, None) or self._memory.valid(slot)
+            if page is not None and page.key == key:
+                saved[key] = page.saved
+        return PackNote(self._memory, order, saved)
 
     def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
         """Take over compressed pages from before (see ``lasting_bundles``)."""
@@ -78,6 +86,7 @@ class LastingPages:
         if orders.reset:  # keys of a new generation are nobody else's
             self._memory.clear()
             self._unsettled.clear()
+            self._landed.clear()
         landed = list[LandedPage]()
         for settlement in orders.settled:
             order = self._unsettled.pop(settlement.order_id, None)
@@ -90,6 +99,7 @@ class LastingPages:
                 if i not in settlement.bad
             )
         if landed:
+            self._landed.update((page.slot, page) for page in landed)
             self._validation.landed(landed)
 
     def wait_idle(self, timeout_s: float) -> bool:

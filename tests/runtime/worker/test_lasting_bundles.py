@@ -63,7 +63,9 @@ class Engine:
 
     def note(self, slots: Sequence[int], names: Sequence[int]) -> PackNote:
         order = PackOrder(OrderId(1), 0, tuple(slots), tuple(map(key_of, names)))
-        return PackNote(self.memory, order)
+        pages = map(self.memory.valid, slots)
+        saved = {page.key: page.saved for page in pages if page is not None}
+        return PackNote(self.memory, order, saved)
 
     def pack(self, slots: Sequence[int], names: Sequence[int]) -> int:
         """Pack pages, and have what is free written by others."""
@@ -172,7 +174,7 @@ def test_a_page_of_which_nobody_knows_yet_whether_it_is_whole_is_not_noted(
     engine: Engine, tmp_path: Path
 ) -> None:
     engine.save(range(6), range(6))
-    engine.memory.invalidate([2])  # as if it had not been hashed
+    engine.memory.invalidate([2])
     engine.pack(range(6), range(6))
     engine.save(range(10, 14), range(10, 14))
     engine.memory.invalidate(range(10, 14))
@@ -275,4 +277,4 @@ def test_a_memory_that_is_closed_takes_no_note(engine: Engine) -> None:
     slots = engine.slots.copy()
     engine.close()
     assert Bundles(slots, engine.codec("zstd")).pack(keys, range(5), map, note) < 5
-    assert memory.valid([0]) == {}
+    assert memory.valid(0) is None

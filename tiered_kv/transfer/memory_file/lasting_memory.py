@@ -128,15 +128,11 @@ class LastingMemory:
 
     # -- headers ------------------------------------------------------------------
 
-    def valid(self, slots: Sequence[int]) -> dict[int, SlotHeader]:
-        """Pages in those of the slots that are valid."""
-        found = dict[int, SlotHeader]()
-        with self._changing:
-            for slot in slots if self._fd >= 0 else ():
-                with suppress(FormatError):
-                    if (page := self._table.read(slot)) is not None:
-                        found[slot] = page
-        return found
+    def valid(self, slot: int) -> SlotHeader | None:
+        """The page in a slot; None if the slot is not valid."""
+        with self._changing, suppress(FormatError):
+            return self._table.read(slot) if self._fd >= 0 else None
+        return None
 
     def invalidate(self, slots: Sequence[int]) -> None:
         """Make slots invalid: their bytes are about to change, or must not be found again."""
