@@ -29,8 +29,8 @@ CONTEXT = PAGES * BLOCK
 
 
 @contextmanager
-def rig(folder: Path, slots: int = SLOTS) -> Iterator[SecondRig]:
-    extra = {"cpu_path": str(folder), "admission": "off", **cold_settings(slots, PAGE)}
+def rig(folder: Path) -> Iterator[SecondRig]:
+    extra = {"cpu_path": str(folder), "admission": "off", **cold_settings(SLOTS, PAGE)}
     options = RigOptions(blocks=30, block_size=BLOCK, max_model_len=1024, extra=extra)
     with SecondRig(options) as made:
         made.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
@@ -96,7 +96,7 @@ def test_compressed_contexts_go_on_being_found_over_several_lives(tmp_path: Path
     """Killed at random moments, with pages under way and being compressed."""
     chance, folder, restored = random.Random(3), tmp_path / "0", 0
     for life in range(4):
-        with rig(folder, SLOTS) as one:
+        with rig(folder) as one:
             asked = dict[str, int]()
             for number in range(20):
                 job = chance.randrange(JOBS + 4)

@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.transfer.memory_file.made_memory import GEOMETRY, PAGE, as_killed, key_of, open_in
-from tiered_kv.codecs.base import Codec, ElementType, PageFormat
+from tiered_kv.codecs.base import Codec, CodecError, ElementType, PageFormat
 from tiered_kv.codecs.registry import parse
+from tiered_kv.connectors.runtime.worker import lasting_bundles
 from tiered_kv.connectors.runtime.worker.lasting_bundles import PackNote, adopt_bundles
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
@@ -215,7 +216,10 @@ def test_a_note_that_does_not_fit_into_a_slot_costs_no_page(engine: Engine, tmp_
 
 
 def test_what_this_engine_cannot_read_is_left(
-    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.save(range(5), range(5))
     engine.pack([4, 3, 2, 1, 0], [4, 3, 2, 1, 0])
@@ -224,8 +228,24 @@ def test_what_this_engine_cannot_read_is_left(
     folder = tmp_path / "memory"
     memory = open_in(folder)
     assert adopt_bundles(memory, {}, GEOMETRY.slots, "raw") == (), "nothing is compressed now"
+    memory.keep = True
     memory.close()
-    assert Engine(folder, num_slots=4).adopted == (), "its first slot is not for pages any more"
+    fewer = Engine(folder, num_slots=4)
+    assert fewer.adopted == (), "its first slot is not for pages any more"
+    fewer.close()
+
+    def unknown(*_: object) -> Codec:
+        raise CodecError("codec 99 is not known here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lasting_bundles, "from_table", unknown)
+        stranger = Engine(folder)
+    assert stranger.adopted == ()
+    assert "cannot be read: codec 99 is not known here" in caplog.text
+    stranger.close()
+    knows = Engine(folder)
+    assert knows.found() == all_good(*range(5)), "whoever can finds it still"
+    knows.close()
 
 
 def test_whenever_it_is_killed_no_wrong_page_is_found(

@@ -64,8 +64,8 @@ def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
 
 
 def _common(ranks: Sequence[AdoptedBundle]) -> AdoptedBundle | None:
-    """What bundles of every rank, which begin in one slot, have in common; None if that is nothing,
-    or if they are not of one order."""
+    """Common pages of bundles that begin in one slot, one of each rank; None if there are none, or
+    if the bundles are not of one order."""
     slots = max((one.slots for one in ranks), key=len)
     if any(slots[: len(one.slots)] != one.slots for one in ranks):
         return None
