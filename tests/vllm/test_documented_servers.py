@@ -47,15 +47,16 @@ def test_there_are_servers_in_the_documents() -> None:
 
 @pytest.mark.parametrize("block", [*servers(), *deployed()])
 def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: Path) -> None:
-    line = next(line for line in block.split("\n") if line.startswith("vllm serve "))
-    parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(line)[2:])
-    cli_args.validate_parsed_serve_args(parsed)
-    transfer = parsed.kv_transfer_config
-    if transfer is not None:
-        assert transfer.kv_connector == "TieredContinuumConnector"
-    if isinstance(parsed.scheduler_cls, str):
-        module, _, name = parsed.scheduler_cls.rpartition(".")
-        assert hasattr(importlib.import_module(module), name)
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
+    for line in (line for line in block.split("\n") if line.startswith("vllm serve ")):
+        parsed = parser.parse_args(shlex.split(line, comments=True)[2:])
+        cli_args.validate_parsed_serve_args(parsed)
+        transfer = parsed.kv_transfer_config
+        if transfer is not None:
+            assert transfer.kv_connector == "TieredContinuumConnector"
+        if isinstance(parsed.scheduler_cls, str):
+            module, _, name = parsed.scheduler_cls.rpartition(".")
+            assert hasattr(importlib.import_module(module), name)
     here = block
     for folder in ("/nvme", "=/pages", STATE):
         here = here.replace(folder, folder.partition("/")[0] + str(tmp_path))
