@@ -7,7 +7,7 @@ written and read as the I/O thread does, a context at a time, and checked. ``get
 medians over rounds of their speed over that of one TCP stream between two Python processes in the
 same round. ``lookups_per_s``: keys looked up, of 100,000 of which half are there. ``scheduler_ms``:
 time of the scheduler's thread that a request of 3,000 tokens costs more with a remote store that
-is asked and written than without one.
+is asked and written than without one; ``asked_ms``: its part until the answer is there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,10 @@ CONTEXT_PAGES = 64
 ROUNDS = 7
 LOOKUPS = 100_000
 REQUESTS = 40
+STEP_TOKENS, STEP_S, ANSWER_S = 256, 0.02, 0.003
+"""A step's tokens and seconds on the engine's clock, and the seconds that the store's thread really
+has for each."""
+HOOKS = ("on_arrived", "match", "on_allocated", "build_orders", "on_reports", "on_finished")
 CONTEXT_TOKENS = 3_000
 FINGERPRINT = bytes(range(16))
 PAGE_FORMAT = PageFormat(ElementType.OPAQUE, PAGE_BYTES, 16)
@@ -158,60 +163,105 @@ def look_up(store: RemotePages, there: Sequence[PageKey]) -> float:
     return len(keys) / seconds
 
 
-def scheduler_ms(url: str, folder: Path) -> float:
-    """Milliseconds of the scheduler's thread a request, with a store less without."""
-    from tiered_kv.testing.checked_kv import CELL, text
-    from tiered_kv.testing.vllm.rig import Rig, RigOptions
+@dataclass(frozen=True, slots=True)
+class OnThread:
+    """Time of the scheduler's thread that a request takes, milliseconds.
 
-    block = 16
-    slots = 2 * CONTEXT_TOKENS // block
-    spent: dict[str, list[float]] = {"": [], url: []}
+    Attributes:
+        asked_ms: until its pages are asked for, and the answer is there, if anybody is asked.
+        whole_ms: all of it, with what its pages take afterwards.
+    """
 
-    def timed(call: Callable[..., Any], total: list[float]) -> Callable[..., Any]:
+    asked_ms: float
+    whole_ms: float
+
+
+class TimedRig:
+    """An engine whose hooks are timed.
+
+    Args:
+        url: of the store; empty for none.
+
+    Attributes:
+        lookups: times that the store was asked.
+    """
+
+    def __init__(self, url: str, folder: Path) -> None:
+        from tiered_kv.testing.checked_kv import CELL
+        from tiered_kv.testing.vllm.rig import Rig, RigOptions
+
+        block = 16
+        slots = 2 * CONTEXT_TOKENS // block
+        extra = {"cpu_gib": slots * block * CELL / (1 << 30), "codec": "raw", "admission": "off"}
+        self._rig = Rig(
+            folder / "model",
+            RigOptions(
+                extra={**extra, **({"remote": url} if url else {})},
+                blocks=4 * CONTEXT_TOKENS // block,
+                max_model_len=2 * CONTEXT_TOKENS,
+                max_batched_tokens=STEP_TOKENS,
+            ),
+        )
+        self.lookups = 0
+        self._spent = self._at_allocation = 0.0
+        for name in HOOKS:
+            self._time(name)
+
+    def _time(self, name: str) -> None:
+        call = getattr(self._rig.half, name)
+
         def run(*args: Any, **named: Any) -> Any:
             began = time.thread_time()
             try:
-                return call(*args, **named)
+                given = call(*args, **named)
             finally:
-                total[0] += time.thread_time() - began
+                self._spent += time.thread_time() - began
+            if name == "build_orders":
+                self.lookups += sum(len(one.lookups) for one in given.stores.values())
+            if name == "on_allocated":
+                self._at_allocation = self._spent
+            return given
 
-        return run
+        setattr(self._rig.half, name, run)
 
-    for remote, times in spent.items():
-        extra = {"cpu_gib": slots * block * CELL / (1 << 30), "codec": "raw", "admission": "off"}
-        rig = Rig(
-            folder / "model",
-            RigOptions(
-                extra={**extra, **({"remote": remote} if remote else {})},
-                blocks=4 * CONTEXT_TOKENS // block,
-                max_model_len=2 * CONTEXT_TOKENS,
-                max_batched_tokens=2 * CONTEXT_TOKENS,
-            ),
-        )
-        total = [0.0]
-        for name in (
-            "on_arrived",
-            "match",
-            "on_allocated",
-            "build_orders",
-            "on_reports",
-            "on_finished",
-        ):
-            setattr(rig.half, name, timed(getattr(rig.half, name), total))
-        try:
-            for number in range(REQUESTS):
-                before = total[0]
-                name = f"turn {number}"
-                rig.add(name, text(CONTEXT_TOKENS, seed=number), params={"job_id": name})
-                while rig.scheduler.has_requests():
-                    rig.step()
-                    rig.wait_for_worker()
-                    rig.now += 0.001
-                times.append((total[0] - before) * 1e3)
-        finally:
-            rig.close()
-    half = REQUESTS // 2  # the first ones warm up
-    return statistics.median(spent[url][half:]) - statistics.median(spent[""][half:])
+    def ask(self, number: int) -> OnThread:
+        """Time a request."""
+        from tiered_kv.testing.checked_kv import text
+
+        rig, self._spent = self._rig, 0.0
+        name = f"turn {number}"
+        rig.add(name, text(CONTEXT_TOKENS, seed=number), params={"job_id": name})
+        while rig.scheduler.has_requests():
+            rig.step()
+            rig.wait_for_worker()
+            time.sleep(ANSWER_S)  # for the thread that asks
+            rig.now += STEP_S
+        return OnThread(1e3 * self._at_allocation, 1e3 * self._spent)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._rig.close()
+
+
+def on_thread(url: str, folder: Path) -> OnThread:
+    """Time of the scheduler's thread a request, with a store less without: medians of pairs.
+
+    Raises:
+        RuntimeError: the store was not asked for each of them.
+    """
+    with_store, without = TimedRig(url, folder), TimedRig("", folder)
+    try:
+        pairs = [(with_store.ask(number), without.ask(number)) for number in range(REQUESTS)]
+    finally:
+        with_store.close()
+        without.close()
+    if with_store.lookups != REQUESTS:
+        raise RuntimeError(f"the store was asked {with_store.lookups} times, not {REQUESTS}")
+    pairs = pairs[REQUESTS // 4 :]  # the first ones warm up
+    return OnThread(
+        statistics.median(one.asked_ms - other.asked_ms for one, other in pairs),
+        statistics.median(one.whole_ms - other.whole_ms for one, other in pairs),
+    )
 
 
 def main(
@@ -243,7 +293,7 @@ def main(
             lookups = look_up(store, keys)
             store.close()
             bar.update(task, description="the scheduler's thread")
-            on_thread = scheduler_ms(server.url, Path(name))
+            thread = on_thread(server.url, Path(name))
     measured = np.array(speeds[1:])  # the first one warms up
     stream_put, stream_get, put, get = (float(x) / 1e6 for x in np.median(measured, axis=0))
     result = {
@@ -254,7 +304,8 @@ def main(
         "stream_put_mbs": stream_put,
         "stream_get_mbs": stream_get,
         "lookups_per_s": lookups,
-        "scheduler_ms": on_thread,
+        "scheduler_ms": thread.whole_ms,
+        "asked_ms": thread.asked_ms,
     }
     show("Pages in a remote store", result, as_json)
 

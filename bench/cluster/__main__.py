@@ -38,7 +38,7 @@ from tiered_kv.testing.valkey import ValkeyServer
 
 JOBS = 6
 COLD = 3
-FAULT_JOBS = 5
+FAULT_JOBS = 8
 FAULT_TOKENS = 1_500
 MENDING = 12
 PLACED_JOBS = 6

@@ -125,6 +125,8 @@ def suffer(
         tell(f"{fault}: first turns")
         ask(first.client, f"{fault} {at}", prompt)
     shared_pages(first.client)
+    for replica in replicas:
+        _rest(replica)
     FAULTS[fault](store)
     ours: list[Answer] = []
     theirs: list[Answer] = []

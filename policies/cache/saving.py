@@ -5,9 +5,9 @@ Looking at every running request in every step would cost more than the saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import filterfalse, islice
 
 from tiered_kv.keys import PageKey
 
@@ -66,18 +66,18 @@ def is_tail_worth_a_slot(blocks: int, *, of_job: bool) -> bool:
 
 
 def worth_a_slot(
-    pages: Mapping[PageKey, int], stored: Callable[[PageKey], bool], free: int
+    pages: Mapping[PageKey, int], lacking: Sequence[PageKey], free: int
 ) -> Mapping[PageKey, int]:
     """The pages to save: those that no tier below has, and as many of the others as slots are free
     besides. What VRAM and a tier below both hold is worth no page that CPU memory alone has.
 
     Args:
         pages: pages that CPU memory lacks, and their blocks.
-        stored: tells whether a tier below has a page.
+        lacking: those of the pages that no tier below has.
         free: free slots of CPU memory.
     """
-    lacking = {key: block for key, block in pages.items() if not stored(key)}
     if len(lacking) == len(pages):
         return pages
-    others = ((key, block) for key, block in pages.items() if key not in lacking)
-    return {**lacking, **dict(islice(others, max(0, free - len(lacking))))}
+    others = filterfalse({*lacking}.__contains__, pages)
+    wanted = [*lacking, *islice(others, max(0, free - len(lacking)))]
+    return {key: pages[key] for key in wanted}

@@ -5,8 +5,7 @@ Mutation is in two phases. ``reserve_all`` gives pages slots while their bytes t
 slot back. Only a page in state CPU can be read or evicted, and only while nobody
 reads it: ``acquire``/``release`` bracket a restore.
 
-Lives on the scheduler thread and takes no locks. Nothing blocks; every method is
-O(1) per page.
+Lives on the scheduler thread and takes no locks. Every method is O(1) per page.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, filterfalse, islice
 
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
@@ -117,6 +116,11 @@ class PageIndex:
         """True if the page is in CPU memory, whole."""
         return key in self._cpu or key in self.cold
 
+    @property
+    def is_readable(self) -> Callable[[PageKey], bool]:
+        """``readable`` for many pages at once: a test that is good until the next change."""
+        return self.readable if self.cold else self._cpu.__contains__
+
     def held(self, key: PageKey) -> bool:
         """True if the page is readable, or will be once it is compressed."""
         return key in self._cpu or key in self.cold.pages
@@ -134,7 +138,7 @@ class PageIndex:
 
     def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of readable pages that begins at ``start``, at most ``stop``."""
-        there = self.readable if self.cold else self._cpu.__contains__
+        there = self.is_readable
         for at in range(start, stop, 256):
             part = keys[at : min(at + 256, stop)]
             if not all(map(there, part)):
@@ -150,8 +154,7 @@ class PageIndex:
             keys: distinct, and none of them known.
 
         Returns:
-            A slot for each of the first pages; fewer than ``keys`` when no more can be had
-            (all are being read or written).
+            A slot for each of the first pages; fewer where all others are read or written.
         """
         count = len(keys)
         slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
@@ -232,8 +235,7 @@ class PageIndex:
         """``acquire`` for each page; either for all of them or, if it raises, for none."""
         slots = [slot for key in keys if (slot := self._cpu.get(key)) is not None]
         if len(slots) < len(keys):
-            lacking = next((key for key in keys if not self.readable(key)), None)
-            if lacking is not None:
+            for lacking in filterfalse(self.readable, keys):
                 self.acquire(lacking)  # says what is wrong
             return [self.acquire(key) for key in keys]
         readers, once = self._readers, dict.fromkeys(keys, 1)
@@ -324,8 +326,7 @@ class PageIndex:
         self._gone(lost)
 
     def stay_s(self) -> float:
-        """Seconds that a page stays in CPU memory at the present rate before it is evicted;
-        infinite while none is."""
+        """Seconds that a page stays here at the present rate; infinite while none is evicted."""
         per_s = self._turnover.per_s(self.taken)
         if not per_s or (self._free and not self.cold):
             return math.inf
@@ -393,8 +394,7 @@ class PageIndex:
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
         states = [*self._saving, *self._cpu, *self.cold.pages]
         assert len(set(states)) == len(states), "a page in two states"
-        pages = {*self._cpu, *self.cold.pages}
-        assert set(self._in_order()) == pages, "eviction order and pages disagree"
+        assert set(self._in_order()) == {*self._cpu, *self.cold.pages}, "pages not in the order"
         assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
         assert all(count > 0 for count in self._readers.values()), "released too often"
         self.cold.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -47,6 +48,13 @@ class Settled:
     failed: frozenset[int]
     abandoned: bool
     seconds: float
+
+    @property
+    def good(self) -> Sequence[PageKey]:
+        """The pages whose copy failed nowhere, in the same order."""
+        if not self.failed:
+            return self.keys
+        return [key for i, key in enumerate(self.keys) if i not in self.failed]
 
 
 def learned(bandwidth: float, order: CopyOrder, report: OrderReport, page_bytes: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, filterfalse
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
@@ -146,7 +146,13 @@ class OrderBook:
 
     def stored(self, key: PageKey) -> bool:
         """True if some tier below has the page."""
-        return any(key in tier.index for tier in self.stores.values())
+        return not self.stored_nowhere((key,))
+
+    def stored_nowhere(self, keys: Iterable[PageKey]) -> list[PageKey]:
+        """The ones of these pages that no tier below has, in the same order."""
+        for tier in self.stores.values():
+            keys = tier.index.absent(keys)
+        return list(keys)
 
     # -- planning -----------------------------------------------------------------
 
@@ -207,13 +213,8 @@ class OrderBook:
         They stay readable meanwhile, and are not evicted. None if there are none.
         """
         state = self.stores[store]
-        wanted = tuple(
-            key
-            for key in dict.fromkeys(keys)
-            if not state.index.stored(key)
-            and key not in state.demoting
-            and self.index.readable(key)
-        )
+        there = filter(self.index.is_readable, state.index.unwritten(dict.fromkeys(keys)))
+        wanted = tuple(filterfalse(state.demoting.__contains__, there))
         if not wanted:
             return None
         slots = tuple(self.index.acquire_all(wanted))
@@ -350,7 +351,7 @@ class OrderBook:
         elif isinstance(order, LookupOrder):
             if not flight.abandoned:
                 answers = self.stores[order.store].index
-                answers.answer((k for i, k in enumerate(flight.keys) if i not in failed), True)
+                answers.answer(done.good, True)
                 answers.answer((flight.keys[i] for i in failed), False)
         elif isinstance(order, LoadOrder) and not failed:
             self._read.append((flight.keys, order.slots))
@@ -364,7 +365,7 @@ class OrderBook:
             if not flight.abandoned:
                 tier = self.stores[order.store]
                 tier.demoting.difference_update(flight.keys)
-                tier.index.add(key for i, key in enumerate(flight.keys) if i not in failed)
+                tier.index.add(done.good)
         else:
             self._commit(flight, order, failed)
         return done
@@ -383,7 +384,7 @@ class OrderBook:
         if not isinstance(order, PromoteOrder) or flight.abandoned:
             return
         nbytes = self.page_bytes[order.store.group]
-        self.index.promoted.came_up(filter(self.index.readable, keys), nbytes)
+        self.index.promoted.came_up(filter(self.index.is_readable, keys), nbytes)
         for key in flight.keys:
             self._promoting.pop(key, None)
         tier = self.stores[order.store]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import filterfalse, repeat
 
 from tiered_kv.keys import PageKey
 from tiered_kv.tiers import Knowledge, TierSpec
@@ -41,9 +41,13 @@ class TierIndex:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used
 
-    def stored(self, key: PageKey) -> bool:
-        """True if writing the page again is of no use."""
-        return key in self._used
+    def absent(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
+        """The ones of these pages that cannot be had here, in the same order."""
+        return filterfalse(self._used.__contains__, keys)
+
+    def unwritten(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
+        """The ones of these pages that are worth writing, in the same order."""
+        return filterfalse(self._used.__contains__, keys)
 
     def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
         """Pages of which the store must be asked whether it has them."""
@@ -100,6 +104,10 @@ class AskedIndex(TierIndex):
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used and self._fresh(key)
+
+    def absent(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
+        used = self._used
+        return (key for key in keys if key not in used or not self._fresh(key))
 
     def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
         until, now = self._until.get, self._clock()

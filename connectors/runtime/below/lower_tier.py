@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
@@ -100,8 +101,7 @@ class LowerTier:
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
         self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)  # these tell its end
         self._events = SHARED_EVENTS if spec.shared else {}
-        self._backlog: deque[PageKey] = deque()
-        self._runs: dict[PageKey, PageKey] = {}  # of the backlog
+        self._backlog: deque[tuple[PageKey, PageKey]] = deque()  # pages, and first ones of runs
         self._demotes: list[DemoteOrder] = []
         self._promotes: list[PromoteOrder] = []
         self._lookups: list[LookupOrder] = []
@@ -232,7 +232,7 @@ class LowerTier:
     def demote(self, keys: Sequence[PageKey]) -> None:
         """Order pages down, as far as they are in CPU memory."""
         if self._clock() >= self._pause_until:
-            self._backlog += self._mine(keys)
+            self._backlog += ((key, key) for key in self._mine(keys))
             self._feed()
 
     def share(self, keys: Sequence[PageKey]) -> None:
@@ -244,15 +244,13 @@ class LowerTier:
         """
         if not self._serves or self._clock() < self._pause_until:
             return
-        mine, known = self._mine(keys), self.pages.index.stored
-        fresh = [k for k in mine if not known(k) and k not in self.pages.demoting]
-        room = most_waiting(self._index.num_slots) - len(self._backlog)
-        self.counters.add("pages_not_shared", max(0, len(fresh) - max(0, room)))
-        fresh = fresh[: max(0, room)]
-        if self._in_runs:
-            runs = runs_of(mine)
-            self._runs.update((key, runs[key]) for key in fresh)
-        self._backlog += fresh
+        mine, demoting = self._mine(keys), self.pages.demoting
+        fresh = [*filterfalse(demoting.__contains__, self.pages.index.unwritten(mine))]
+        room = max(0, most_waiting(self._index.num_slots) - len(self._backlog))
+        self.counters.add("pages_not_shared", len(fresh[room:]))
+        del fresh[room:]
+        runs = map(runs_of(mine).__getitem__, fresh) if self._in_runs else fresh
+        self._backlog += zip(fresh, runs, strict=True)
         self._feed()
 
     def _mine(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
@@ -277,8 +275,7 @@ class LowerTier:
         room = look.most_demoting - len(self.pages.demoting)
         if room <= 0 or self._clock() < self._pause_until:
             return
-        stored = self.pages.index.stored
-        victims = self._mine([k for k in index.least_valuable(look.window) if not stored(k)])
+        victims = self._mine([*self.pages.index.unwritten(index.least_valuable(look.window))])
         if len(victims) <= room:
             self._looked_at = taken
         self._ahead += min(len(victims), room)
@@ -288,12 +285,11 @@ class LowerTier:
         """Order the backlog down, but not so much at a time that nothing can be evicted."""
         most = self._look_ahead.most_demoting
         while self._backlog and (room := most - len(self.pages.demoting)) > 0:
-            keys = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
-            runs = {key: run for key in keys if (run := self._runs.pop(key, None)) is not None}
-            order = self._book.plan_demote(self.store, keys, NOW)
+            runs = dict(self._backlog.popleft() for _ in range(min(room, len(self._backlog))))
+            order = self._book.plan_demote(self.store, [*runs], NOW)
             if order is not None:
                 if self._in_runs:
-                    order = replace(order, runs=tuple(runs.get(key, key) for key in order.keys))
+                    order = replace(order, runs=tuple(map(runs.__getitem__, order.keys)))
                 self._demotes.append(order)
 
     # -- reports ------------------------------------------------------------------
@@ -315,10 +311,8 @@ class LowerTier:
             self._count("demotion_seconds", done.seconds)
             if failed and not done.abandoned:
                 self._count("demotion_failures", failed)
-                self._pause_until = self._clock() + self._pause_s
+                self._pause()
                 self._backlog.clear()
-                self._runs.clear()
-                self._pause_s = next_pause_s(self._pause_s)
                 self._lose(done)
             elif good:
                 self._pause_s = FIRST_PAUSE_S
@@ -326,6 +320,14 @@ class LowerTier:
                 self._feed()
         elif done.order.order_id not in self._given_up:
             self._doubt.worked()
+
+    def _pause(self) -> None:
+        """Order nothing down for a while, longer with each failure behind it."""
+        now = self._clock()
+        if now >= self._pause_until:  # several orders may fail at once
+            self._pause_until = now + self._pause_s
+            if not self.spec.shared:  # these leave servers alone themselves
+                self._pause_s = next_pause_s(self._pause_s)
 
     def _count(self, event: str, amount: float) -> None:
         self.counters.add(self._events.get(event, event), amount)
@@ -373,8 +375,7 @@ class LowerTier:
             return
         everywhere = set(lists[0]).intersection(*lists[1:])
         self.pages.index.add(key for key in lists[0] if key in everywhere)
-        partial = set().union(*lists) - everywhere
-        self._lost += sorted(partial)
+        self._lost += sorted(set().union(*lists) - everywhere)
         self._expected_bandwidth = min(stored.bandwidth for stored in ranks.values())
         self.pages.bandwidth = self._expected_bandwidth
         self.stored_bytes.update({rank: stored.stored_bytes for rank, stored in ranks.items()})
@@ -394,7 +395,6 @@ class LowerTier:
             self._book.cancel(order)
         self._clear_orders()
         self._backlog.clear()
-        self._runs.clear()
         self._reclaims.clear()
         self._fingerprint = fingerprint
         self._serves = not self.spec.shared  # no other engine has pages of this generation

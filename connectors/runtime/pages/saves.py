@@ -313,9 +313,10 @@ class Saves:
         """Order saves of pages, by group; the last of these orders."""
         book, index = self._planner, self._planner.index
         if book.stores:
+            unknown = [index.unknown(pages) if pages else {} for pages in filled]
             filled = [
-                worth_a_slot(index.unknown(pages), book.stored, index.free_slots) if pages else {}
-                for pages in filled
+                worth_a_slot(pages, book.stored_nowhere(pages), index.free_slots)
+                for pages in unknown
             ]
         orders = self.capture(filled)
         return orders[-1] if orders else None

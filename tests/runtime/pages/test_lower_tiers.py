@@ -17,6 +17,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.stores import SSD
@@ -221,7 +222,7 @@ def test_a_disk_that_fails_costs_nothing_but_counters(rig: Rig) -> None:
     rig.fill(1)
     assert rig.count("demotion_failures") == failures, "it is left alone for a while"
     target.put = put
-    rig.now += 100.0
+    rig.now += FIRST_PAUSE_S
     rig.fill(2)
     assert rig.count("pages_demoted") > 0
     rig.check_clean()
