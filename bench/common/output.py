@@ -49,7 +49,8 @@ def command_line(text: str) -> typer.Typer:
 def run_benchmark(
     command: Callable[..., None], text: str | None, arguments: Sequence[str] | None = None
 ) -> None:
-    """Run a benchmark as its command line says. Exits on errors and ``--help``.
+    """Run a benchmark as its command line says. Exits on errors and ``--help``. SIGTERM interrupts
+    it as SIGINT does, so that its servers end with it. Main thread only.
 
     Args:
         text: the module's docstring, whose first line is the help.
@@ -57,7 +58,11 @@ def run_benchmark(
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(help=(text or "").partition("\n")[0])(command)
-    app(arguments)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        app(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def progress() -> Progress:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.bench.common.output import run_command
+from tiered_kv.bench.common.output import run_benchmark, run_command
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,3 +57,18 @@ def test_a_signal_that_is_not_named_stays_as_it_is() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert run_command(lambda: 0, (), "stopped", signals=(signal.SIGTERM,)) == 0
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_benchmark_that_is_ended_ends_what_it_began() -> None:
+    ended = list[str]()
+
+    def command() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ended.append("its servers")
+
+    with pytest.raises(SystemExit) as stop:
+        run_benchmark(command, None, [])
+    assert stop.value.code not in (0, None)
+    assert ended
