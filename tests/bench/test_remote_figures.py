@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tiered_kv.bench.remote import REQUESTS, TimedRig, on_thread
+from tiered_kv.bench.remote import TimedRig
 from tiered_kv.testing.valkey import ValkeyServer
 
 
@@ -19,11 +17,3 @@ def test_the_store_is_asked_for_each_request_and_answers(tmp_path: Path) -> None
             rig.close()
     assert rig.lookups == 3
     assert all(0 < one.asked_ms < one.whole_ms for one in times)
-
-
-def test_a_store_that_was_not_asked_has_no_figure(tmp_path: Path) -> None:
-    """Its time would be that of an engine without one."""
-    with ValkeyServer(tmp_path) as server:
-        url = server.url
-    with pytest.raises(RuntimeError, match=f"not {REQUESTS}"):
-        on_thread(url, tmp_path)
