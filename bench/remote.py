@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,12 +249,8 @@ def on_thread(url: str, folder: Path) -> OnThread:
     Raises:
         RuntimeError: the store was not asked for each of them.
     """
-    with_store, without = TimedRig(url, folder), TimedRig("", folder)
-    try:
+    with closing(TimedRig(url, folder)) as with_store, closing(TimedRig("", folder)) as without:
         pairs = [(with_store.ask(number), without.ask(number)) for number in range(REQUESTS)]
-    finally:
-        with_store.close()
-        without.close()
     if with_store.lookups != REQUESTS:
         raise RuntimeError(f"the store was asked {with_store.lookups} times, not {REQUESTS}")
     pairs = pairs[REQUESTS // 4 :]  # the first ones warm up

@@ -10,7 +10,7 @@ from tiered_kv.remote.rendezvous import RUN_PAGES
 
 FIRST_DOUBT_S, LONGEST_DOUBT_S = 1.0, 16.0
 """Seconds for which a tier that gave no answer, or bad pages, is not asked: doubled each time. Then
-one turn tries it, and waits for a tenth of a second in vain at most."""
+one turn tries it, whose first token may be a tenth later for nothing."""
 WAITING_SHARE = 2
 """One slot in this many may hold a page that waits to be written for others. More are not: they
 would be evicted before."""

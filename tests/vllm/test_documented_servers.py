@@ -48,7 +48,9 @@ def test_there_are_servers_in_the_documents() -> None:
 @pytest.mark.parametrize("block", [*servers(), *deployed()])
 def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: Path) -> None:
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
-    for line in (line for line in block.split("\n") if line.startswith("vllm serve ")):
+    lines = [line for line in block.split("\n") if line.startswith("vllm serve ")]
+    assert lines
+    for line in lines:
         parsed = parser.parse_args(shlex.split(line, comments=True)[2:])
         cli_args.validate_parsed_serve_args(parsed)
         transfer = parsed.kv_transfer_config

@@ -15,6 +15,8 @@ from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages
+from tiered_kv.orders import DemoteOrder, OrderId
+from tiered_kv.pages.flights import Settled
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S
@@ -225,6 +227,22 @@ def test_a_disk_that_fails_costs_nothing_but_counters(rig: Rig) -> None:
     rig.now += FIRST_PAUSE_S
     rig.fill(2)
     assert rig.count("pages_demoted") > 0
+    rig.check_clean()
+
+
+def test_orders_that_fail_together_are_one_failure(rig: Rig) -> None:
+    rig.ask("first", CONTEXT)
+    keys = tuple(rig.index.least_valuable(5))
+    order = DemoteOrder(OrderId(0), SSD, keys, tuple(range(5)), 0.0)
+    for _ in range(3):
+        rig.tiers.on_settled(Settled(order, keys, frozenset(range(5)), False, 0.0))
+    goes_down = list[bool]()
+    for pause_s in (0.0, FIRST_PAUSE_S):
+        rig.now += pause_s
+        rig.tiers.demote(keys, None)
+        goes_down.append(rig.tiers.unsent)
+    assert goes_down == [False, True], "it is left alone for the first pause, and no longer"
+    rig.run()
     rig.check_clean()
 
 
