@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from tiered_kv.bench.common.openai_client import open_client
 from tiered_kv.bench.common.run_files import RunFileError, RunFiles, read_object, run_paths
 from tiered_kv.bench.replay.ab import HarnessError
@@ -22,6 +24,7 @@ from .live_run import LiveRun
 from .server_page import cached_counts, served, since
 from .targets import NONCE_BYTES, Measured, Target, measure_sizes
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 SAMPLE_CHARACTERS = 4_000
@@ -56,8 +59,8 @@ class Rounds:
         tell: Callable[[str], None] = lambda _: None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
-        self.runs: list[LiveRun] = []
         self.jobs = jobs
+        self._runs: list[LiveRun] = []
         self._targets = list(targets)
         self._loads = list(loads)
         self._rounds = rounds
@@ -74,6 +77,15 @@ class Rounds:
     @property
     def total(self) -> int:
         return len(self._targets) * len(self._loads) * self._rounds
+
+    @property
+    def runs(self) -> list[LiveRun]:
+        """Runs so far, by load and round; servers stand in the order they were named in."""
+        names = [target.name for target in self._targets]
+        return sorted(
+            self._runs,
+            key=lambda run: (self._loads.index(run.load), run.round, names.index(run.server)),
+        )
 
     def prepare(self) -> None:
         """Ask every server for its model, and what texts are worth; the jobs are cut to what all
@@ -114,9 +126,8 @@ class Rounds:
         self._warm_up()
         for load in self._loads:
             for number in range(self._rounds):
-                order = self._targets if number % 2 == 0 else self._targets[::-1]
-                for target in order:
-                    self.runs.append(self._one(target, load, number))
+                for target in in_order(self._targets, self._seed, number):
+                    self._runs.append(self._one(target, load, number))
 
     def _warm_up(self) -> None:
         """The first turns of a job on every server: what a server does once is in no figure."""
@@ -172,6 +183,17 @@ class Rounds:
             model = self._models[target.name]
             chat = ChatClient(client, model, target.api, target.hints, target.plain)
             return await do(LivePlayer(chat, material, self._on_turn))
+
+
+def in_order(servers: Sequence[S], seed: int, number: int) -> list[S]:
+    """Order of the servers in a round: as they are or reversed, by a coin that ``seed`` throws.
+
+    Then equal servers' differences are as likely positive as negative, in every round for itself,
+    whatever the noise is like: the interval of paired differences takes that for granted. An order
+    that alternates puts two runs of one server side by side, where one spell of noise hits both.
+    """
+    reversed_ = bool(np.random.default_rng([seed, number, 3]).integers(2))
+    return list(servers)[::-1] if reversed_ else list(servers)
 
 
 def read_live_runs(folder: Path) -> list[LiveRun]:
