@@ -5,7 +5,7 @@ Looking at every running request in every step would cost more than the saves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import filterfalse, islice
 
@@ -66,7 +66,7 @@ def is_tail_worth_a_slot(blocks: int, *, of_job: bool) -> bool:
 
 
 def worth_a_slot(
-    pages: Mapping[PageKey, int], lacking: Sequence[PageKey], free: int
+    pages: Mapping[PageKey, int], lacking: Collection[PageKey], free: int
 ) -> Mapping[PageKey, int]:
     """The pages to save: those that no tier below has, and as many of the others as slots are free
     besides. What VRAM and a tier below both hold is worth no page that CPU memory alone has.

@@ -214,6 +214,26 @@ def on_ssd(planner: OrderBook, *keys: PageKey) -> None:
         planner.index.forget(key)
 
 
+def test_so_many_pages_go_down_as_may_and_those_on_their_way_do_not_count() -> None:
+    planner = OrderBook(
+        PageIndex(4, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
+    )
+    saved = planner.plan_save({A: 1, B: 2, C: 3})
+    assert saved is not None
+    settle(planner, saved)
+    first = planner.plan_demote(SSD, [A, B, C], due=0.0, most=1)
+    second = planner.plan_demote(SSD, [A, B, C], due=0.0, most=1)
+    assert first is not None
+    assert second is not None
+    assert (first.keys, second.keys) == ((A,), (B,))
+    assert planner.plan_demote(SSD, [C], due=0.0, most=0) is None
+    settle(planner, first)
+    settle(planner, second)
+    rest = planner.plan_demote(SSD, [A, B, C], due=0.0)
+    assert rest is not None
+    assert rest.keys == (C,)
+
+
 def test_a_page_stays_readable_while_it_goes_down() -> None:
     planner = OrderBook(
         PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}

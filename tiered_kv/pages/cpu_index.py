@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, filterfalse, islice
+from itertools import chain, filterfalse, islice, repeat
 
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
@@ -233,8 +233,9 @@ class PageIndex:
 
     def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
         """``acquire`` for each page; either for all of them or, if it raises, for none."""
-        slots = [slot for key in keys if (slot := self._cpu.get(key)) is not None]
-        if len(slots) < len(keys):
+        try:
+            slots = list(map(self._cpu.__getitem__, keys))
+        except KeyError:
             for lacking in filterfalse(self.readable, keys):
                 self.acquire(lacking)  # says what is wrong
             return [self.acquire(key) for key in keys]
@@ -242,19 +243,18 @@ class PageIndex:
         if len(once) == len(keys) and readers.keys().isdisjoint(once):
             readers.update(once)
         else:
-            for key in keys:
-                readers[key] = readers.get(key, 0) + 1
+            readers.update((key, readers.get(key, 0) + 1) for key in keys)
         return slots
 
     def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
         """``release`` for each page."""
-        readers, alone = self._readers, set(map(self._readers.get, keys)) == {1}
-        if not alone or list(map(self._cpu.get, keys)) != list(slots) or len({*keys}) < len(keys):
-            for key, slot in zip(keys, slots, strict=True):  # of others too, or forgotten meanwhile
+        counts = list(map(self._readers.pop, keys, repeat(0)))
+        if counts.count(1) == len(keys) and list(map(self._cpu.get, keys)) == list(slots):
+            self._eviction.touched_all(keys if used else ())
+        else:  # of others too, or forgotten meanwhile
+            self._readers.update((key, n) for key, n in zip(keys, counts, strict=True) if n)
+            for key, slot in zip(keys, slots, strict=True):
                 self.release(key, slot, used=used)
-            return
-        deque(map(readers.__delitem__, keys), maxlen=0)
-        self._eviction.touched_all(keys if used else ())
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """The first ``among`` pages to be evicted, in that order, but for those in use."""

@@ -10,8 +10,8 @@ One thread, no locks, nothing blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, filterfalse
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count, filterfalse, islice
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
@@ -144,15 +144,11 @@ class OrderBook:
             if isinstance(order, PromoteOrder) and store in (None, order.store)
         )
 
-    def stored(self, key: PageKey) -> bool:
-        """True if some tier below has the page."""
-        return not self.stored_nowhere((key,))
-
-    def stored_nowhere(self, keys: Iterable[PageKey]) -> list[PageKey]:
+    def stored_nowhere(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         """The ones of these pages that no tier below has, in the same order."""
         for tier in self.stores.values():
             keys = tier.index.absent(keys)
-        return list(keys)
+        return keys
 
     # -- planning -----------------------------------------------------------------
 
@@ -206,15 +202,18 @@ class OrderBook:
         return order
 
     def plan_demote(
-        self, store: StoreId, keys: Sequence[PageKey], due: float
+        self, store: StoreId, keys: Sequence[PageKey], due: float, most: int | None = None
     ) -> DemoteOrder | None:
         """Order a copy CPU → tier of the pages that are readable and not in the tier already.
 
         They stay readable meanwhile, and are not evicted. None if there are none.
+
+        Args:
+            most: pages at most, the first ones; None: all.
         """
         state = self.stores[store]
         there = filter(self.index.is_readable, state.index.unwritten(dict.fromkeys(keys)))
-        wanted = tuple(filterfalse(state.demoting.__contains__, there))
+        wanted = tuple(islice(filterfalse(state.demoting.__contains__, there), most))
         if not wanted:
             return None
         slots = tuple(self.index.acquire_all(wanted))

@@ -10,7 +10,7 @@ One thread, no locks, O(1) per page.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import filterfalse, repeat
 
@@ -23,7 +23,7 @@ PRESENT_S, ABSENT_S = 5.0, 10.0
 """Ages at which an answer is asked for again: a page that was there may be evicted by others, one
 that was not may be written by others."""
 MOST_ANSWERS = 1 << 20
-"""Answers kept; the oldest goes first."""
+"""Answers kept; those of pages that were asked for longest ago go first."""
 
 
 class TierIndex:
@@ -41,9 +41,9 @@ class TierIndex:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used
 
-    def absent(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
+    def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         """The ones of these pages that cannot be had here, in the same order."""
-        return filterfalse(self._used.__contains__, keys)
+        return [*filterfalse(self._used.__contains__, keys)]
 
     def unwritten(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
         """The ones of these pages that are worth writing, in the same order."""
@@ -100,14 +100,16 @@ class AskedIndex(TierIndex):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
         self._clock = clock
-        self._until: dict[PageKey, float] = {}  # present or absent, oldest answer first
+        self._until: dict[PageKey, float] = {}  # present or absent, in order of first answers
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used and self._fresh(key)
 
-    def absent(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
+    def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         used = self._used
-        return (key for key in keys if key not in used or not self._fresh(key))
+        if used.keys().isdisjoint(keys):  # so it is mostly, and in no time
+            return keys
+        return [key for key in keys if key not in used or not self._fresh(key)]
 
     def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
         until, now = self._until.get, self._clock()
@@ -120,7 +122,8 @@ class AskedIndex(TierIndex):
 
     def discard(self, keys: Iterable[PageKey]) -> None:
         keys = list(keys)
-        super().discard(keys)
+        if not self._used.keys().isdisjoint(keys):
+            super().discard(keys)
         self._answered(keys, ABSENT_S)
 
     def clear(self) -> None:
@@ -132,9 +135,7 @@ class AskedIndex(TierIndex):
         return until is not None and self._clock() < until
 
     def _answered(self, keys: Iterable[PageKey], good_s: float) -> None:
-        answers = dict.fromkeys(keys, self._clock() + good_s)
-        deque(map(self._until.pop, answers, repeat(None)), maxlen=0)  # these are the youngest now
-        self._until.update(answers)
+        self._until.update(zip(keys, repeat(self._clock() + good_s)))
         while len(self._until) > MOST_ANSWERS:
             oldest = next(iter(self._until))
             del self._until[oldest]

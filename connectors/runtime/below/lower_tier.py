@@ -7,7 +7,6 @@ decision says so. Orders are for the workers' I/O threads, which carry them out 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
@@ -26,23 +25,14 @@ from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stall
 from tiered_kv.policies.cache.sharing import Doubt, most_waiting, mostly_failed, runs_of
 from tiered_kv.tiers import Knowledge, StoreId, TierSpec
 
+from .backlog import Backlog, Waiting
+from .event_names import event_names
 from .reclaims import Reclaims
 
 logger = logging.getLogger(__name__)
 
 NOW = 0.0
 """Due at once, on any machine's clock."""
-SHARED_EVENTS = {
-    "pages_promoted": "pages_fetched",
-    "bytes_promoted": "bytes_fetched",
-    "promotion_seconds": "fetch_seconds",
-    "promotion_failures": "fetch_failures",
-    "pages_demoted": "pages_shared",
-    "bytes_demoted": "bytes_shared",
-    "demotion_seconds": "share_seconds",
-    "demotion_failures": "share_failures",
-}
-"""Names of events of a tier that engines share."""
 
 
 class LowerTier:
@@ -100,8 +90,8 @@ class LowerTier:
         kinds = [group.reach.kind for group in facts.groups]
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
         self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)  # these tell its end
-        self._events = SHARED_EVENTS if spec.shared else {}
-        self._backlog: deque[tuple[PageKey, PageKey]] = deque()  # pages, and first ones of runs
+        self._events = event_names(shared=spec.shared)
+        self._backlog = Backlog()
         self._demotes: list[DemoteOrder] = []
         self._promotes: list[PromoteOrder] = []
         self._lookups: list[LookupOrder] = []
@@ -232,7 +222,7 @@ class LowerTier:
     def demote(self, keys: Sequence[PageKey]) -> None:
         """Order pages down, as far as they are in CPU memory."""
         if self._clock() >= self._pause_until:
-            self._backlog += ((key, key) for key in self._mine(keys))
+            self._backlog.add(Waiting(self._mine(keys), {}))
             self._feed()
 
     def share(self, keys: Sequence[PageKey]) -> None:
@@ -244,13 +234,15 @@ class LowerTier:
         """
         if not self._serves or self._clock() < self._pause_until:
             return
-        mine, demoting = self._mine(keys), self.pages.demoting
+        mine, room = self._mine(keys), self._room
+        runs = runs_of(mine) if self._in_runs else {}
+        if not self._backlog and self._order_down(mine, runs, room) < room:
+            return  # that was all of it
+        demoting = self.pages.demoting
         fresh = [*filterfalse(demoting.__contains__, self.pages.index.unwritten(mine))]
-        room = max(0, most_waiting(self._index.num_slots) - len(self._backlog))
-        self.counters.add("pages_not_shared", len(fresh[room:]))
-        del fresh[room:]
-        runs = map(runs_of(mine).__getitem__, fresh) if self._in_runs else fresh
-        self._backlog += zip(fresh, runs, strict=True)
+        left = max(0, most_waiting(self._index.num_slots) - len(self._backlog))
+        self.counters.add("pages_not_shared", len(fresh[left:]))
+        self._backlog.add(Waiting(fresh[:left], runs))
         self._feed()
 
     def _mine(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
@@ -283,14 +275,25 @@ class LowerTier:
 
     def _feed(self) -> None:
         """Order the backlog down, but not so much at a time that nothing can be evicted."""
-        most = self._look_ahead.most_demoting
-        while self._backlog and (room := most - len(self.pages.demoting)) > 0:
-            runs = dict(self._backlog.popleft() for _ in range(min(room, len(self._backlog))))
-            order = self._book.plan_demote(self.store, [*runs], NOW)
-            if order is not None:
-                if self._in_runs:
-                    order = replace(order, runs=tuple(map(runs.__getitem__, order.keys)))
-                self._demotes.append(order)
+        while self._backlog and (room := self._room):
+            self._order_down(*self._backlog.take(room), room)
+
+    @property
+    def _room(self) -> int:
+        """Pages that may be ordered down now."""
+        return max(0, self._look_ahead.most_demoting - len(self.pages.demoting))
+
+    def _order_down(
+        self, keys: Sequence[PageKey], runs: Mapping[PageKey, PageKey], most: int
+    ) -> int:
+        """Order the first of these pages down that the tier lacks; gives their number."""
+        order = self._book.plan_demote(self.store, keys, NOW, most)
+        if order is None:
+            return 0
+        if runs:
+            order = replace(order, runs=tuple(map(runs.__getitem__, order.keys)))
+        self._demotes.append(order)
+        return len(order.keys)
 
     # -- reports ------------------------------------------------------------------
 
@@ -299,18 +302,14 @@ class LowerTier:
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         if isinstance(done.order, PromoteOrder):
-            self._count("pages_promoted", good)
-            self._count("bytes_promoted", nbytes)
-            self._count("promotion_seconds", done.seconds)
-            self._count("promotion_failures", 0 if done.abandoned else failed)
+            self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
+            self._count(promotion_failures=0 if done.abandoned else failed)
             self._judge(done)
             self._lose(done)
         elif isinstance(done.order, DemoteOrder):
-            self._count("pages_demoted", good)
-            self._count("bytes_demoted", nbytes)
-            self._count("demotion_seconds", done.seconds)
+            self._count(pages_demoted=good, bytes_demoted=nbytes, demotion_seconds=done.seconds)
             if failed and not done.abandoned:
-                self._count("demotion_failures", failed)
+                self._count(demotion_failures=failed)
                 self._pause()
                 self._backlog.clear()
                 self._lose(done)
@@ -329,8 +328,9 @@ class LowerTier:
             if not self.spec.shared:  # these leave servers alone themselves
                 self._pause_s = next_pause_s(self._pause_s)
 
-    def _count(self, event: str, amount: float) -> None:
-        self.counters.add(self._events.get(event, event), amount)
+    def _count(self, **amounts: float) -> None:
+        for event, amount in amounts.items():
+            self.counters.add(self._events.get(event, event), amount)
 
     def _judge(self, done: Settled) -> None:
         """Doubt a tier that others write to as well if it had not what it said."""

@@ -224,7 +224,7 @@ class Saves:
         index, book = self._planner.index, self._planner
         stored = sum(len(tier.index) for tier in book.stores.values())
         if len(self._tails) > 2 * (index.num_slots + stored):
-            self._tails.prune(lambda key: index.known(key) or book.stored(key))
+            self._tails.prune(lambda key: index.known(key) or not book.stored_nowhere([key]))
 
     def _remember_prompt_end(self, turn: Turn) -> None:
         """Keep the block in which the prompt ended as a partial tail: the answer has filled it.
@@ -311,15 +311,15 @@ class Saves:
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> SaveOrder | None:
         """Order saves of pages, by group; the last of these orders."""
-        book, index = self._planner, self._planner.index
-        if book.stores:
-            unknown = [index.unknown(pages) if pages else {} for pages in filled]
-            filled = [
-                worth_a_slot(pages, book.stored_nowhere(pages), index.free_slots)
-                for pages in unknown
-            ]
-        orders = self.capture(filled)
+        orders = self.capture([self._worth_a_slot(pages) for pages in filled])
         return orders[-1] if orders else None
+
+    def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
+        book, index = self._planner, self._planner.index
+        if len(book.stored_nowhere(pages)) == len(pages):  # so it is mostly
+            return pages
+        unknown = index.unknown(pages)
+        return worth_a_slot(unknown, book.stored_nowhere(unknown), index.free_slots)
 
     def capture(self, filled: Sequence[Mapping[PageKey, int]]) -> list[SaveOrder]:
         """Order saves of pages, by group, worth a slot or not; as many as have room."""

@@ -1,0 +1,1 @@
+"""Tiers below CPU memory, as the scheduler half drives them."""
