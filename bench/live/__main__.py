@@ -109,7 +109,7 @@ def bench(
     turns: Annotated[
         int | None, typer.Option(min=1, help="Turns of a job at most; all if none.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of a load on a server.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of a load on a server.")] = 6,
     jobs: Annotated[int, typer.Option(min=1, help="Generated jobs, before they come again.")] = 200,
     scale: Annotated[
         float, typer.Option(min=1e-4, help="Factor of all sizes; below 1 for small contexts.")
