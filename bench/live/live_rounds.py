@@ -24,7 +24,6 @@ from .live_run import LiveRun
 from .server_page import cached_counts, served, since
 from .targets import NONCE_BYTES, Measured, Target, measure_sizes
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 SAMPLE_CHARACTERS = 4_000
@@ -126,7 +125,7 @@ class Rounds:
         self._warm_up()
         for load in self._loads:
             for number in range(self._rounds):
-                for target in in_order(self._targets, self._seed, number):
+                for target in drawn_order(self._targets, self._seed, number):
                     self._runs.append(self._one(target, load, number))
 
     def _warm_up(self) -> None:
@@ -185,15 +184,15 @@ class Rounds:
             return await do(LivePlayer(chat, material, self._on_turn))
 
 
-def in_order(servers: Sequence[S], seed: int, number: int) -> list[S]:
+def drawn_order(servers: Sequence[T], seed: int, number: int) -> list[T]:
     """Order of the servers in a round: as they are or reversed, by a coin that ``seed`` throws.
 
     Then equal servers' differences are as likely positive as negative, in every round for itself,
     whatever the noise is like: the interval of paired differences takes that for granted. An order
     that alternates puts two runs of one server side by side, where one spell of noise hits both.
     """
-    reversed_ = bool(np.random.default_rng([seed, number, 3]).integers(2))
-    return list(servers)[::-1] if reversed_ else list(servers)
+    heads = np.random.default_rng([seed, number, 3]).integers(2)
+    return list(reversed(servers)) if heads else list(servers)
 
 
 def read_live_runs(folder: Path) -> list[LiveRun]:

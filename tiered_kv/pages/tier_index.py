@@ -23,7 +23,7 @@ PRESENT_S, ABSENT_S = 5.0, 10.0
 """Ages at which an answer is asked for again: a page that was there may be evicted by others, one
 that was not may be written by others."""
 MOST_ANSWERS = 1 << 20
-"""Answers kept; those of pages that were asked for longest ago go first."""
+"""Answers kept; those of the pages that were asked for first go first."""
 
 
 class TierIndex:
@@ -107,7 +107,7 @@ class AskedIndex(TierIndex):
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         used = self._used
-        if used.keys().isdisjoint(keys):  # so it is mostly, and in no time
+        if used.keys().isdisjoint(keys):  # mostly so, and quickly told
             return keys
         return [key for key in keys if key not in used or not self._fresh(key)]
 

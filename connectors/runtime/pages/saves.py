@@ -316,7 +316,7 @@ class Saves:
 
     def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
         book, index = self._planner, self._planner.index
-        if len(book.stored_nowhere(pages)) == len(pages):  # so it is mostly
+        if len(book.stored_nowhere(pages)) == len(pages):  # mostly so
             return pages
         unknown = index.unknown(pages)
         return worth_a_slot(unknown, book.stored_nowhere(unknown), index.free_slots)

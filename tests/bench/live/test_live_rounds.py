@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from tiered_kv.bench.common.paired import PairedRatio
-from tiered_kv.bench.live.live_rounds import in_order
+from tiered_kv.bench.live.live_rounds import drawn_order
 
 SEEDS = range(400)
 ROUNDS = 4
@@ -36,15 +36,19 @@ def contains_zero(times: list[float], orders: list[list[str]]) -> bool:
 
 def test_a_seed_draws_the_same_orders_and_each_server_is_first_half_of_the_time() -> None:
     servers = ["a", "b", "c"]
-    drawn = [in_order(servers, seed, number) for seed in SEEDS for number in range(ROUNDS)]
-    assert drawn == [in_order(servers, seed, number) for seed in SEEDS for number in range(ROUNDS)]
+    drawn = [drawn_order(servers, seed, number) for seed in SEEDS for number in range(ROUNDS)]
+    assert drawn == [
+        drawn_order(servers, seed, number) for seed in SEEDS for number in range(ROUNDS)
+    ]
     assert {tuple(one) for one in drawn} == {("a", "b", "c"), ("c", "b", "a")}
     first = sum(one[0] == "a" for one in drawn)
     assert abs(first - len(drawn) / 2) < 3 * math.sqrt(len(drawn)) / 2
 
 
 def test_rounds_draw_independently() -> None:
-    same = sum(in_order(["a", "b"], seed, 0) == in_order(["a", "b"], seed, 1) for seed in SEEDS)
+    same = sum(
+        drawn_order(["a", "b"], seed, 0) == drawn_order(["a", "b"], seed, 1) for seed in SEEDS
+    )
     assert abs(same - len(SEEDS) / 2) < 3 * math.sqrt(len(SEEDS)) / 2
 
 
@@ -52,7 +56,7 @@ def test_spells_of_noise_do_not_make_a_server_differ_from_itself() -> None:
     """The interval keeps its promise of 95% with orders that are drawn, not with ones that
     alternate."""
     alternating = [["a", "b"], ["b", "a"], ["a", "b"], ["b", "a"]]
-    drawn = [[in_order(["a", "b"], seed, number) for number in range(ROUNDS)] for seed in SEEDS]
+    drawn = [[drawn_order(["a", "b"], seed, number) for number in range(ROUNDS)] for seed in SEEDS]
     kept = sum(contains_zero(spells(seed), drawn[seed]) for seed in SEEDS)
     assert kept >= 0.93 * len(SEEDS)
     assert sum(contains_zero(spells(seed), alternating) for seed in SEEDS) < 0.85 * len(SEEDS)
