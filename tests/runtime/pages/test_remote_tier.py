@@ -12,7 +12,8 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
-from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S
+from tiered_kv.policies.cache.demotion import LookAhead
+from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S, most_waiting
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.valkey import ValkeyServer
@@ -98,6 +99,25 @@ def test_a_shared_folder_does_the_same_without_a_server(make_rig: MakeRig, tmp_p
     rig = make_rig(extra=settings, max_batched_tokens=64)
     ask(rig, "again", job_id="job")
     assert rig.count("prompt_tokens_remote") >= 304
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("waiting", ["a few", "too many"])
+def test_pages_beyond_those_under_way_wait_and_the_rest_is_counted(
+    make_rig: MakeRig, server: ValkeyServer, waiting: str
+) -> None:
+    slots = 64
+    at_once, more = LookAhead.of(slots, None).most_demoting, most_waiting(slots)
+    unshared = 0 if waiting == "a few" else 3
+    pages = at_once + (more // 2 if waiting == "a few" else more + unshared)
+    prompt = text(16 * pages - 8, seed=7)  # the last block is not full
+    rig = make_rig(
+        extra=remote(server, slots=slots), max_batched_tokens=64, max_model_len=16 * slots
+    )
+    ask(rig, "first", prompt, job_id="job")
+    settle(rig)
+    assert pages_in(server) == pages - unshared
+    assert rig.half.counters.of_tier(REMOTE).totals.get("pages_not_shared", 0) == unshared
     rig.check_clean()
 
 
