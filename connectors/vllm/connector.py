@@ -45,7 +45,7 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
-from tiered_kv.storage.notebook import open_notebook
+from tiered_kv.storage.notebook import open_notebook, writable
 
 from .beside import connector_class, refuse_company
 from .block_pool import VllmBlockPool
@@ -140,7 +140,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: there is no such policy.
         """
         policy = registry.policy(config.policy)
-        saved = PolicyState(policy, config.notes_path, config.policy)
+        notes = writable(config.notes_path)
+        saved = PolicyState(policy, notes, config.policy)
         saved.load()
         return Dependencies(
             facts=facts,
@@ -149,7 +150,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             prefill_work=prefill_work(vllm_config.model_config),
             policy=policy,
             policy_state=saved,
-            notebook=open_notebook(config.notes_path, facts.replica, keep=config.keeps_notes),
+            notebook=open_notebook(notes, facts.replica, keep=config.keeps_notes),
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
             job_forecast=JobForecast(),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hugetlbfs import huge_folder
 from tiered_kv.errors import ConfigError
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
@@ -70,6 +71,20 @@ def test_a_clean_stop_keeps_the_file_only_if_it_is_told_to(tmp_path: Path) -> No
             assert one.ask("a", prompt) == expected(prompt, 4)
             assert from_memory(one) == found
             settle(one)
+
+
+def test_pages_on_hugetlbfs_are_found_though_jobs_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt = text(300, seed=1)
+    with huge_folder() as folder:
+        for found in (0, 288):  # the last tokens, which fill no block, are noted with the job
+            with rig(folder, keep=True) as one:
+                assert one.ask("a", prompt, params={"job_id": "a"}) == expected(prompt, 4)
+                assert from_memory(one) == found
+                assert one.worker_half.lasting.wait_idle(30.0)
+    assert len([said for said in caplog.messages if "takes no notes" in said]) == 2
+    assert not any("cannot be" in said for said in caplog.messages)
 
 
 def test_another_engine_at_the_same_time_is_refused(tmp_path: Path) -> None:

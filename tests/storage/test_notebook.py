@@ -9,8 +9,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.hugetlbfs import huge_folder
 from tiered_kv.storage import notebook
-from tiered_kv.storage.notebook import NoNotebook, Notebook, open_notebook
+from tiered_kv.storage.notebook import NoNotebook, Notebook, open_notebook, writable
 
 
 def book(path: Path, *, keep: bool = True) -> Notebook:
@@ -162,6 +163,22 @@ def test_a_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
     assert type(open_notebook(None, 0, keep=True)) is NoNotebook
     made.note("a", {})
     made.close()
+
+
+def test_hugetlbfs_takes_no_notes_and_the_operator_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert writable(tmp_path / "disk") == tmp_path / "disk"
+    assert writable(None) is None
+    (tmp_path / "file").touch()
+    elsewhere = tmp_path / "file" / "folder"
+    assert writable(elsewhere) == elsewhere, "whoever opens it says what is wrong"
+    assert not caplog.messages
+    with huge_folder() as huge:
+        assert writable(huge / "memory") is None
+        assert not any((huge / "memory").iterdir())
+    (said,) = caplog.messages
+    assert "TIERED_KV_SSD_PATH" in said
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ Nothing is synced: what the process wrote outlives it, but perhaps not the machi
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import queue
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -185,6 +187,27 @@ class Notebook(NoNotebook):
         os.close(self._fd)
         self._fd = fd
         return len(data)
+
+
+def writable(folder: Path | None) -> Path | None:
+    """A folder for notes; None, with a warning, if it is on hugetlbfs, whose files are written
+    through mapped memory alone. Makes it if it is missing."""
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b" ")
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            logger.warning(
+                "%s is on hugetlbfs, which takes no notes: the next engine will find pages there, "
+                "but not which jobs there were and what was learned. Set TIERED_KV_SSD_PATH to "
+                "keep these as well",
+                folder,
+            )
+            return None
+    return folder
 
 
 def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNotebook:

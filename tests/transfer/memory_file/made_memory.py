@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,25 @@ def save(memory: LastingMemory, slot: int, name: int) -> PageKey:
     digest = memory.digest(slot, PAGE)
     assert memory.validate(slot, ticket, SlotHeader(key, PAGE, name, digest))
     return key
+
+
+def huge(folder: Path) -> bool:
+    """True on hugetlbfs, whose files are whole huge pages."""
+    return os.statvfs(folder).f_bsize > BLOCK
+
+
+def write_file(path: Path, content: bytes | bytearray) -> None:
+    """Write a file. On hugetlbfs, which takes no writes but to mapped memory, zeros follow as far
+    as its last page goes."""
+    if not huge(path.parent):
+        path.write_bytes(content)
+        return
+    block, size = os.statvfs(path.parent).f_bsize, memoryview(content).nbytes
+    with path.open("wb+") as file:
+        file.truncate(-(-size // block) * block)
+        if size:
+            with mmap.mmap(file.fileno(), 0) as mapped:
+                mapped[:size] = content
 
 
 def as_killed(memory: LastingMemory, folder: Path) -> Path:

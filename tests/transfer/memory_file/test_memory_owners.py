@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.transfer.memory_file.made_memory import (
     keys_in,
     open_in,
     save,
+    write_file,
 )
 from tiered_kv.storage.store.locks import try_lock
 from tiered_kv.transfer.memory_file.file_lock import MemoryBusyError, lock_file
@@ -37,7 +39,7 @@ def test_memory_of_ranks_that_are_no_more_is_deleted(folder: Path) -> None:
     for rank in (1, 2):
         open_in(folder, rank=rank, ranks=4).close()
     open_in(folder, replica=1, rank=2, ranks=4).close()
-    (folder / "0-9.slots").write_bytes(b"a diary")
+    write_file(folder / "0-9.slots", b"a diary")
     open_in(folder, ranks=2).close()
     found = {path.name for path in folder.iterdir()}
     assert found == {NAME, "0-1.slots", "0-3.slots", "1-2.slots", "0-9.slots"}
@@ -135,17 +137,19 @@ def test_who_waits_while_the_file_is_made_is_told_whose_it_is(
 ) -> None:
     """To take a hundred GiB takes a minute."""
     said, real = list[str](), os.posix_fallocate
+    slots = 300  # more than a huge page
+    most = replace(GEOMETRY, slots=slots).nbytes
 
     def slow(fd: int, offset: int, nbytes: int) -> None:
-        if nbytes >= GEOMETRY.nbytes:
+        if nbytes >= most:
             with pytest.raises(MemoryBusyError) as busy:
                 lock_file(folder / NAME, make=True)
             said.append(str(busy.value))
         real(fd, offset, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
-    open_in(folder).close()
-    open_in(folder).close()
+    open_in(folder, slots=slots).close()
+    open_in(folder, slots=slots).close()
     assert len(said) == 2
     assert all(f"process {os.getpid()} on" in one for one in said)
 

@@ -13,12 +13,14 @@ import pytest
 from tests.transfer.memory_file.made_memory import (
     GEOMETRY,
     as_killed,
+    huge,
     key_of,
     keys_in,
     open_in,
     page_of,
     save,
     slot_of,
+    write_file,
 )
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import BLOCK
@@ -74,10 +76,10 @@ def test_a_clean_stop_removes_the_file_unless_told_to_keep_it(folder: Path) -> N
 def test_a_file_that_somebody_removed_is_not_missed(folder: Path) -> None:
     memory = open_in(folder, keep=False)
     (folder / NAME).unlink()
-    (folder / NAME).write_bytes(b"another's")
+    write_file(folder / NAME, b"another's")
     save(memory, 1, 1)
     memory.close()
-    assert (folder / NAME).read_bytes() == b"another's"
+    assert (folder / NAME).read_bytes().rstrip(b"\0") == b"another's"
 
 
 # -- what is there already ----------------------------------------------------------
@@ -86,20 +88,21 @@ def test_a_file_that_somebody_removed_is_not_missed(folder: Path) -> None:
 @pytest.mark.parametrize("content", [b"a diary", bytes(BLOCK) + b"a diary", b"TKVSEG\0\0" * 999])
 def test_a_foreign_file_stays_and_the_start_is_refused(folder: Path, content: bytes) -> None:
     folder.mkdir()
-    (folder / NAME).write_bytes(content)
+    write_file(folder / NAME, content)
     with pytest.raises(ConfigError, match="no memory file of tiered-kv: remove it") as said:
         open_in(folder)
     assert str(folder / NAME) in str(said.value)
-    assert (folder / NAME).read_bytes() == content
+    assert (folder / NAME).read_bytes().rstrip(b"\0") == content.rstrip(b"\0")
 
 
 def test_what_is_no_plain_file_stays(folder: Path) -> None:
     folder.mkdir()
-    (folder / "mine").write_bytes(MAGIC)
-    (folder / NAME).symlink_to(folder / "mine")
-    with pytest.raises(ConfigError, match="no plain file"):
-        open_in(folder)
-    (folder / NAME).unlink()
+    if not huge(folder):  # hugetlbfs has no links
+        (folder / "mine").write_bytes(MAGIC)
+        (folder / NAME).symlink_to(folder / "mine")
+        with pytest.raises(ConfigError, match="no plain file"):
+            open_in(folder)
+        (folder / NAME).unlink()
     (folder / NAME).mkdir()
     with pytest.raises(ConfigError, match="no plain file"):
         open_in(folder)
@@ -189,9 +192,12 @@ def test_a_damaged_file_of_ours_is_made_anew(
     save(memory, 0, 0)
     memory.close()
     content = bytearray((folder / NAME).read_bytes())
+    size = len(content)
     assert callable(spoil)
     spoil(content)
-    (folder / NAME).write_bytes(content)
+    if huge(folder) and len(content) < size:
+        pytest.skip("a file of one huge page cannot be shorter")
+    write_file(folder / NAME, content)
     again = open_in(folder)
     assert not again.adopted
     assert why in caplog.text
@@ -202,7 +208,7 @@ def test_a_damaged_file_of_ours_is_made_anew(
 @pytest.mark.parametrize("size", [0, 1, BLOCK])
 def test_what_a_maker_left_that_was_killed_at_once_is_made_anew(folder: Path, size: int) -> None:
     folder.mkdir()
-    (folder / NAME).write_bytes(bytes(size))
+    write_file(folder / NAME, bytes(size))
     memory = open_in(folder)
     save(memory, 0, 0)
     memory.close()
@@ -218,7 +224,7 @@ def test_a_torn_header_costs_its_page_alone(folder: Path, caplog: pytest.LogCapt
     content[BLOCK + 2 * 128 + 127] ^= 1  # in its own digest
     content[BLOCK + 3 * 128] = 77  # no state
     content[BLOCK + 4 * 128 : BLOCK + 5 * 128] = content[BLOCK : BLOCK + 128]  # another slot's
-    (folder / NAME).write_bytes(content)
+    write_file(folder / NAME, content)
     again = open_in(folder)
     assert keys_in(again) == {0: key_of(0), 5: key_of(5)}
     assert "4 slots have torn headers" in caplog.text
@@ -232,7 +238,7 @@ def test_a_file_with_holes_is_filled_before_it_is_used(folder: Path) -> None:
     save(memory, 0, 0)
     memory.close()
     content = (folder / NAME).read_bytes()
-    (folder / NAME).write_bytes(content[: 2 * BLOCK])
+    write_file(folder / NAME, content[: 2 * BLOCK])
     os.truncate(folder / NAME, len(content))
     again = open_in(folder)
     there = (folder / NAME).stat()

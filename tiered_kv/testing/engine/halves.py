@@ -17,7 +17,7 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.policies.jobs.hints import read_hints
-from tiered_kv.storage.notebook import open_notebook
+from tiered_kv.storage.notebook import open_notebook, writable
 
 from .engine import Engine
 from .offload import Loads, Offload
@@ -54,7 +54,8 @@ class Halves(Offload):
         self.worker = make_worker_half(facts, config, 0, lambda: (fingerprint,), clock)
         self.worker.register([engine.model.cache])
         policy = registry.policy(config.policy)
-        state = PolicyState(policy, config.notes_path, config.policy)
+        notes = writable(config.notes_path)
+        state = PolicyState(policy, notes, config.policy)
         state.load()
         given = Dependencies(
             facts=facts,
@@ -63,7 +64,7 @@ class Halves(Offload):
             prefill_work=None,
             policy=policy,
             policy_state=state,
-            notebook=open_notebook(config.notes_path, facts.replica, keep=config.keeps_notes),
+            notebook=open_notebook(notes, facts.replica, keep=config.keeps_notes),
             eviction=registry.eviction(config.eviction),
             restore_policy=FasterRestore(),
             job_forecast=JobForecast(),

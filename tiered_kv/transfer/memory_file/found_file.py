@@ -37,10 +37,11 @@ def header_of(fd: int, size: int) -> FileHeader | None:
         ForeignError: it is not ours.
         FormatError: it is ours, and of no use.
     """
-    start = os.pread(fd, BLOCK, 0)
-    if size <= max(block_of(fd), BLOCK) and not any(start):
+    block = max(block_of(fd), BLOCK)
+    start = os.pread(fd, min(size, block), 0)
+    if size <= block and not start.strip(b"\0"):
         return None
-    header = parse_file_header(start)
+    header = parse_file_header(start[:BLOCK])
     if size != header.size:
         raise FormatError(f"it has {size} bytes and should have {header.size}")
     return header
