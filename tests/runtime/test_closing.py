@@ -10,6 +10,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, tiers
 from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
+from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
@@ -45,6 +46,22 @@ def test_a_copy_under_way_is_waited_for_and_flushed(
     second = make_rig(extra=tiers(tmp_path, slots=200))
     ask_again(second)
     assert second.count("prompt_tokens_ssd") >= 304
+
+
+def test_a_jobs_last_tokens_are_found_on_ssd_by_the_next_engine(
+    rig: Rig, make_rig: MakeRig, tmp_path: Path
+) -> None:
+    job = {"job_id": "job"}
+    prompt = CONTEXT + text(9, seed=2)
+    answer = rig.ask("t1", prompt, params=job)
+    rig.close()
+
+    second = make_rig(extra=tiers(tmp_path, slots=200))
+    longer = prompt + answer + text(20, seed=3)
+    assert second.ask("t2", longer, params=job) == expected(longer, 4)
+    assert second.count("prompt_tokens_ssd") == len(prompt + answer) - 1
+    second.pins.release_all()
+    second.check_clean()
 
 
 def test_the_slab_is_given_back(rig: Rig) -> None:
