@@ -45,7 +45,7 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
-from tiered_kv.storage.notebook import open_notebook, writable
+from tiered_kv.storage.notebook import folder_for_notes, open_notebook
 
 from .beside import connector_class, refuse_company
 from .block_pool import VllmBlockPool
@@ -140,7 +140,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: there is no such policy.
         """
         policy = registry.policy(config.policy)
-        notes = writable(config.notes_path)
+        notes = folder_for_notes(config.notes_path)
         saved = PolicyState(policy, notes, config.policy)
         saved.load()
         return Dependencies(

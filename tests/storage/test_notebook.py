@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.hugetlbfs import huge_folder
 from tiered_kv.storage import notebook
-from tiered_kv.storage.notebook import NoNotebook, Notebook, open_notebook, writable
+from tiered_kv.storage.notebook import NoNotebook, Notebook, folder_for_notes, open_notebook
 
 
 def book(path: Path, *, keep: bool = True) -> Notebook:
@@ -168,16 +170,29 @@ def test_a_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
 def test_hugetlbfs_takes_no_notes_and_the_operator_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert writable(tmp_path / "disk") == tmp_path / "disk"
-    assert writable(None) is None
+    assert folder_for_notes(tmp_path / "disk") == tmp_path / "disk"
+    assert folder_for_notes(None) is None
     (tmp_path / "file").touch()
     elsewhere = tmp_path / "file" / "folder"
-    assert writable(elsewhere) == elsewhere, "whoever opens it says what is wrong"
+    assert folder_for_notes(elsewhere) == elsewhere, "whoever opens it says what is wrong"
     assert not caplog.messages
     with huge_folder() as huge:
-        assert writable(huge / "memory") is None
+        assert folder_for_notes(huge / "memory") is None
         assert not any((huge / "memory").iterdir())
     (said,) = caplog.messages
+    assert "TIERED_KV_SSD_PATH" in said
+
+
+def test_a_folder_without_writes_is_told_where_there_is_no_hugetlbfs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EINVAL, "as hugetlbfs says")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert folder_for_notes(tmp_path) is None
+    (said,) = caplog.messages
+    assert str(tmp_path) in said
     assert "TIERED_KV_SSD_PATH" in said
 
 

@@ -189,7 +189,7 @@ class Notebook(NoNotebook):
         return len(data)
 
 
-def writable(folder: Path | None) -> Path | None:
+def folder_for_notes(folder: Path | None) -> Path | None:
     """A folder for notes; None, with a warning, if it is on hugetlbfs, whose files are written
     through mapped memory alone. Makes it if it is missing."""
     if folder is None:

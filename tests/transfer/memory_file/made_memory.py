@@ -57,7 +57,7 @@ def save(memory: LastingMemory, slot: int, name: int) -> PageKey:
     return key
 
 
-def huge(folder: Path) -> bool:
+def on_hugetlbfs(folder: Path) -> bool:
     """True on hugetlbfs, whose files are whole huge pages."""
     return os.statvfs(folder).f_bsize > BLOCK
 
@@ -65,7 +65,7 @@ def huge(folder: Path) -> bool:
 def write_file(path: Path, content: bytes | bytearray) -> None:
     """Write a file. On hugetlbfs, which takes no writes but to mapped memory, zeros follow as far
     as its last page goes."""
-    if not huge(path.parent):
+    if not on_hugetlbfs(path.parent):
         path.write_bytes(content)
         return
     block, size = os.statvfs(path.parent).f_bsize, memoryview(content).nbytes

@@ -13,9 +13,9 @@ import pytest
 from tests.transfer.memory_file.made_memory import (
     GEOMETRY,
     as_killed,
-    huge,
     key_of,
     keys_in,
+    on_hugetlbfs,
     open_in,
     page_of,
     save,
@@ -25,6 +25,7 @@ from tests.transfer.memory_file.made_memory import (
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.memory_file import found_file
 from tiered_kv.transfer.memory_file.late_copies import REST_S
 from tiered_kv.transfer.memory_file.memory_format import MAGIC
 from tiered_kv.transfer.memory_file.opening import open_memory
@@ -77,9 +78,10 @@ def test_a_file_that_somebody_removed_is_not_missed(folder: Path) -> None:
     memory = open_in(folder, keep=False)
     (folder / NAME).unlink()
     write_file(folder / NAME, b"another's")
+    there = (folder / NAME).read_bytes()
     save(memory, 1, 1)
     memory.close()
-    assert (folder / NAME).read_bytes().rstrip(b"\0") == b"another's"
+    assert (folder / NAME).read_bytes() == there
 
 
 # -- what is there already ----------------------------------------------------------
@@ -89,15 +91,25 @@ def test_a_file_that_somebody_removed_is_not_missed(folder: Path) -> None:
 def test_a_foreign_file_stays_and_the_start_is_refused(folder: Path, content: bytes) -> None:
     folder.mkdir()
     write_file(folder / NAME, content)
+    there = (folder / NAME).read_bytes()
     with pytest.raises(ConfigError, match="no memory file of tiered-kv: remove it") as said:
         open_in(folder)
     assert str(folder / NAME) in str(said.value)
-    assert (folder / NAME).read_bytes().rstrip(b"\0") == content.rstrip(b"\0")
+    assert (folder / NAME).read_bytes() == there
+
+
+def test_a_foreign_file_that_begins_with_zeros_stays_where_blocks_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found_file, "block_of", lambda fd: 2 << 20)  # as on hugetlbfs
+    (tmp_path / NAME).write_bytes(bytes(BLOCK) + b"a diary")
+    with pytest.raises(ConfigError, match="no memory file of tiered-kv: remove it"):
+        open_in(tmp_path)
 
 
 def test_what_is_no_plain_file_stays(folder: Path) -> None:
     folder.mkdir()
-    if not huge(folder):  # hugetlbfs has no links
+    if not on_hugetlbfs(folder):  # hugetlbfs has no links
         (folder / "mine").write_bytes(MAGIC)
         (folder / NAME).symlink_to(folder / "mine")
         with pytest.raises(ConfigError, match="no plain file"):
@@ -195,7 +207,7 @@ def test_a_damaged_file_of_ours_is_made_anew(
     size = len(content)
     assert callable(spoil)
     spoil(content)
-    if huge(folder) and len(content) < size:
+    if on_hugetlbfs(folder) and len(content) < size:
         pytest.skip("a file of one huge page cannot be shorter")
     write_file(folder / NAME, content)
     again = open_in(folder)

@@ -17,7 +17,7 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.policies.jobs.hints import read_hints
-from tiered_kv.storage.notebook import open_notebook, writable
+from tiered_kv.storage.notebook import folder_for_notes, open_notebook
 
 from .engine import Engine
 from .offload import Loads, Offload
@@ -54,7 +54,7 @@ class Halves(Offload):
         self.worker = make_worker_half(facts, config, 0, lambda: (fingerprint,), clock)
         self.worker.register([engine.model.cache])
         policy = registry.policy(config.policy)
-        notes = writable(config.notes_path)
+        notes = folder_for_notes(config.notes_path)
         state = PolicyState(policy, notes, config.policy)
         state.load()
         given = Dependencies(

@@ -37,11 +37,11 @@ def header_of(fd: int, size: int) -> FileHeader | None:
         ForeignError: it is not ours.
         FormatError: it is ours, and of no use.
     """
-    block = max(block_of(fd), BLOCK)
-    start = os.pread(fd, min(size, block), 0)
-    if size <= block and not start.strip(b"\0"):
+    start = os.pread(fd, BLOCK, 0)
+    one_block = size <= max(block_of(fd), BLOCK)
+    if one_block and not any(start) and not os.pread(fd, size, 0).strip(b"\0"):
         return None
-    header = parse_file_header(start[:BLOCK])
+    header = parse_file_header(start)
     if size != header.size:
         raise FormatError(f"it has {size} bytes and should have {header.size}")
     return header
