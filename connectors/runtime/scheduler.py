@@ -382,12 +382,12 @@ class SchedulerHalf:
                 turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until copies under way are reported.
+        """Keep an otherwise idle engine stepping until copies from and to VRAM are reported.
 
         An engine that has just started makes one step: gauges are exported with steps only.
         """
         self.gaps.manager.on_idle()
-        return not self.step or self.snapshots.under_way or self.pages.dispatch.under_way
+        return not self.step or self.snapshots.under_way or self.pages.dispatch.needs_steps
 
     def close(self) -> None:
         """Save what was learned, stop the threads. Idempotent."""

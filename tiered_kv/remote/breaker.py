@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 16.0
 """Seconds without calls after a failure: doubled each time until one works. A call to a server
-that does not answer takes two seconds of a thread that has nothing else to do."""
+that does not answer takes a few seconds of a thread that has nothing else to do."""
 
 
 class Breaker:

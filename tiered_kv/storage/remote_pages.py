@@ -29,8 +29,9 @@ from .late_deletion import delete_later
 
 PAGE_PREFIX = b"tkv:p:"
 """Begin of every page's key there; an operator may allow ``~tkv:*`` and no more."""
-CALL_S = 2.0
-"""Seconds that a read or a write of many pages may take."""
+CALL_S = 5.0
+"""Seconds that a read or a write of many pages may take. No turn waits so long. The pages of a call
+that is given up are computed again, so it may outlast a stall of the machine or the network."""
 SHARE_OF_LINK = 0.25
 """Share of the time in which pages are written that nobody waits for: restores have the rest."""
 GROUP_S = 0.02

@@ -77,8 +77,7 @@ class LowerTier:
         self._clock = clock
         self.page_bytes = facts.ranks * facts.groups[store.group].page_bytes
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
-        holds = spec.capacity_bytes
-        pages = None if holds is None else holds // self.page_bytes
+        pages = None if spec.capacity_bytes is None else spec.capacity_bytes // self.page_bytes
         self._look_ahead = LookAhead.of(self._index.num_slots, pages)
         self._looked_at = -self._look_ahead.window  # slots taken then
         self._ahead = 0  # pages demoted ahead
@@ -90,6 +89,7 @@ class LowerTier:
         kinds = [group.reach.kind for group in facts.groups]
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
         self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)  # these tell its end
+        self._asked = spec.knowledge is Knowledge.ASKED
         self._events = event_names(shared=spec.shared)
         self._backlog = Backlog()
         self._demotes: list[DemoteOrder] = []
@@ -114,6 +114,11 @@ class LowerTier:
             or self._reclaims
             or self._fingerprint is not None
         )
+
+    @property
+    def has_more(self) -> bool:
+        """True if pages wait to be ordered down once others are there."""
+        return bool(self._backlog)
 
     def take(self) -> TierOrders:
         """Hand over the unsent orders."""
@@ -164,12 +169,7 @@ class LowerTier:
         now = self._clock()
         self._given_up.setdefault(order_id, now)
         if self._asked:
-            self._doubt.failed(now)
-
-    @property
-    def _asked(self) -> bool:
-        """True if others write to the tier as well."""
-        return self.spec.knowledge is Knowledge.ASKED
+            self._doubt.late(now)
 
     def ask(
         self, keys: Sequence[PageKey], context: Sequence[PageKey], deadline_s: float

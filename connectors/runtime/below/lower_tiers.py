@@ -60,6 +60,11 @@ class LowerTiers:
         """True if there is something to send."""
         return any(tier.unsent for tier in self._tiers.values())
 
+    @property
+    def has_more(self) -> bool:
+        """True if pages wait to be ordered down once others are there."""
+        return any(tier.has_more for tier in self._tiers.values())
+
     def take(self) -> dict[StoreId, TierOrders]:
         """Hand over the unsent orders, by tier."""
         return {name: tier.take() for name, tier in self._tiers.items() if tier.unsent}

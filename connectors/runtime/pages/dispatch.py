@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports
-from tiered_kv.orders import LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
+from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PackOrder, RestoreMode, SaveOrder
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.settlements import Settlements
@@ -149,10 +149,25 @@ class OrderDispatch:
     @property
     def under_way(self) -> bool:
         """True if a step would send orders, or could hear of those that were sent."""
+        return self._under_way(demotions=True)
+
+    @property
+    def needs_steps(self) -> bool:
+        """True if an idle engine should go on stepping.
+
+        Not for pages on their way down. Their threads write them without steps, and a store may
+        take long: meanwhile the engine and its workers would keep their cores busy, and a store on
+        this machine from writing.
+        """
+        return self._under_way(demotions=self._tiers.has_more)
+
+    def _under_way(self, *, demotions: bool) -> bool:
         if self._unsent or self._pieces:
             return True
         now = self._clock()
         expected = self._planner.expected(now) + self._snapshots.in_flight
+        if not demotions:
+            expected -= self._planner.by_kind[DemoteOrder]
         return expected > 0 and now - self._last_word < MAX_PUSH_S
 
     def on_reports(self, reports: Reports, step: int) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
+from tiered_kv.orders import DemoteOrder
 from tiered_kv.policies.cache.demotion import LookAhead
-from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S, most_waiting
+from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S, ONE_STALL_S, most_waiting
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.valkey import ValkeyServer
@@ -42,7 +43,7 @@ def settings_with(url: str, *, slots: int = 64, **more: Any) -> dict[str, Any]:
 def ask(rig: Rig, name: str, prompt: Sequence[int] = CONTEXT, **params: object) -> None:
     """A turn, with waits for whatever is under way."""
     rig.add(name, prompt, params=params or None)
-    while rig.scheduler.has_requests():
+    while rig.scheduler.has_requests() or rig.orders_under_way:
         rig.step()
         rig.wait_for_worker()
         rig.now += 0.001
@@ -190,17 +191,39 @@ def test_a_store_that_is_stopped_holds_nobody_up(make_rig: MakeRig, server: Valk
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     server.pause()
     try:
-        for at in range(3):
+        for at in range(4):
+            rig.now += ONE_STALL_S * (at == 1)
             rig.add(f"turn{at}", CONTEXT[: 320 - at])
             while len(rig.outputs[f"turn{at}"]) < 4:
                 rig.step()
                 rig.now += 0.02
-        assert rig.count("lookups_overdue") == 1, "later ones do not ask"
+        assert rig.count("lookups_overdue") == 2, "later ones do not ask"
     finally:
         server.go_on()
-    for at in range(3):
+    for at in range(4):
         assert rig.outputs[f"turn{at}"] == expected(CONTEXT[: 320 - at], 4)
     rig.run()
+    rig.check_clean()
+
+
+def test_a_store_that_writes_slowly_does_not_keep_an_idle_engine_stepping(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    rig = make_rig(extra=remote(server), max_batched_tokens=64)
+    server.pause()
+    try:
+        rig.add("first", CONTEXT, params=JOB)
+        until = time.monotonic() + 60
+        while rig.scheduler.has_requests():
+            assert time.monotonic() < until, "the engine may not sleep"
+            rig.step()
+            rig.now += 0.001
+        assert rig.pages.book.by_kind[DemoteOrder] > 0
+    finally:
+        server.go_on()
+    rig.run()
+    assert pages_in(server) >= 20
+    assert rig.count("pages_shared") == pages_in(server)
     rig.check_clean()
 
 
@@ -253,7 +276,7 @@ def test_tenants_find_their_own_pages_alone(make_rig: MakeRig, server: ValkeySer
     rig.close()
     other = make_rig(extra=remote(server), max_batched_tokens=64)
     other.add("yours", CONTEXT, params=JOB, salt="yours")
-    while other.scheduler.has_requests():
+    while other.scheduler.has_requests() or other.orders_under_way:
         other.step()
         other.wait_for_worker()
         other.now += 0.001

@@ -21,6 +21,9 @@ UNDER_WAY = 8
 local link busy; a link of 1 ms at 10 Gbit/s needs five of 256 KiB."""
 LOOKED_UP = 1024
 """Keys that are looked up before the first of them has been answered."""
+SILENCE_S = 1.0
+"""Seconds without a word from a server that is taken for down. A call that has less time, as a
+look-up has, tells nothing: on a busy machine a process may wait tenths of a second for a core."""
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
@@ -38,6 +41,7 @@ class ValkeyClient:
         self._tls = ssl.create_default_context() if address.tls else None
         self._breaker = Breaker()
         self._connection: Connection | None = None
+        self._called_at = 0.0
         self._said = ""
         self._closed = False
 
@@ -133,13 +137,14 @@ class ValkeyClient:
         Raises:
             Exception: there is none to be had.
         """
-        if self._closed or time.monotonic() >= deadline:  # another server took all the time
+        self._called_at = time.monotonic()
+        if self._closed or self._called_at >= deadline:  # another server took all the time
             raise _NotAskedError
         if self._connection is not None:
             self._connection.deadline = deadline
             self._connection.received = 0
             return self._connection
-        if not self._breaker.lets_through(time.monotonic()):
+        if not self._breaker.lets_through(self._called_at):
             raise _NotAskedError
         connection = Connection(self._server, self._tls, deadline)
         try:
@@ -172,9 +177,10 @@ class ValkeyClient:
         """Take in that a call failed: later ones begin with a new connection, if at all."""
         if isinstance(error, _NotAskedError):
             return Outcome.DOWN
-        late = isinstance(error, TimeoutError)
-        if not (late and self._connection is not None and self._connection.received):
-            self._breaker.failed(time.monotonic())  # a slow server is not one that is down
+        late, now = isinstance(error, TimeoutError), time.monotonic()
+        speaks = self._connection is not None and self._connection.received > 0
+        if not late or (not speaks and now - self._called_at >= SILENCE_S):
+            self._breaker.failed(now)  # a slow server is not one that is down
         self._drop()
         if not late and not self._closed and str(error) != self._said:
             self._said = str(error)

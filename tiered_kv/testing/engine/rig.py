@@ -107,7 +107,7 @@ class SecondRig(EngineRig):
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if not self.engine.busy:
+            if not (self.engine.busy or self.orders_under_way):
                 return
             if not self.step() and self.halves is not None:
                 self.wait_for_worker()  # nothing to do but wait for copies

@@ -263,7 +263,7 @@ class Rig(EngineRig):
             AssertionError: no end after ``limit`` steps.
         """
         for _ in range(limit):
-            if not self.scheduler.has_requests():
+            if not (self.scheduler.has_requests() or self.orders_under_way):
                 if not self._unheard:
                     return
                 self._hear()
