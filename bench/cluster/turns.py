@@ -12,7 +12,9 @@ from tiered_kv.bench.common.server import MODEL_NAME
 from tiered_kv.doctor.metrics_page import events
 
 SETTLE_S = 60.0
-QUIET_LOOKS = 3
+QUIET_LOOKS = 10
+"""Looks in a row that find nothing new, one in 0.3 s or so. A write that was not answered is tried
+again after a second."""
 WARM_UP = tuple(range(100, 400))
 
 

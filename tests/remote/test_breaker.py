@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tiered_kv.remote.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from tiered_kv.remote.breaker import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    PATIENCE_S,
+    Breaker,
+    Patience,
+)
 from tiered_kv.remote.rendezvous import server_of
 
 
@@ -21,6 +27,16 @@ def test_pauses_grow_until_a_call_works() -> None:
     assert breaker.lets_through(now)
     breaker.failed(now)
     assert breaker.lets_through(now + FIRST_PAUSE_S)
+
+
+def test_patience_is_lost_once_until_something_works() -> None:
+    patience = Patience()
+    assert patience.lasts(100.0)
+    assert patience.lasts(100.0 + 0.9 * PATIENCE_S)
+    assert not patience.lasts(100.0 + PATIENCE_S)
+    assert not patience.lasts(1000.0), "a store that is down is not waited for again"
+    patience.renew()
+    assert patience.lasts(1000.0)
 
 
 def test_a_server_that_goes_moves_its_own_runs_alone() -> None:

@@ -14,6 +14,7 @@ from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, OrderReport, PromoteOrder
+from tiered_kv.remote import breaker
 from tiered_kv.storage import io_thread, last_write
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.options import StoreOptions
@@ -54,6 +55,8 @@ class Watched(SegmentStore):
 class Bench:
     """A thread over a store in a folder, with slots full of bytes that tell their slot."""
 
+    store_type = Watched
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 100.0
@@ -65,7 +68,7 @@ class Bench:
 
     def open(self, fingerprint: bytes) -> Watched:
         options = StoreOptions(self.root, fingerprint, 0, 0, 1, FORMAT, 64 << 20, 2)
-        return Watched(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
+        return self.store_type(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
 
     def demote(self, pages: range, due: float = 0.0) -> DemoteOrder:
         """Page ``n`` from slot ``n``."""
@@ -107,6 +110,35 @@ def test_a_page_goes_down_and_comes_up_in_another_slot(bench: Bench) -> None:
     assert bench.io.take_reports() == {}, "a report is given once"
 
 
+class Stalled(Watched):
+    """A store that takes nothing so many times, and then all."""
+
+    refusals = 3
+
+    def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
+        if self.refusals:
+            self.refusals -= 1
+            return frozenset(range(len(pages)))
+        return super().put(pages)
+
+    @property
+    def retry_s(self) -> float:
+        return 0.001
+
+
+@pytest.mark.parametrize("patience_s", [300.0, 0.0])
+def test_what_a_stalled_store_did_not_take_is_offered_again_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    monkeypatch.setattr(breaker, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(Bench, "store_type", Stalled)
+    bench = Bench(tmp_path / "ssd")
+    order = bench.demote(range(40))
+    failed = bench.reports()[order.order_id].failed
+    bench.io.close()
+    assert failed == (frozenset() if patience_s else frozenset(range(40)))
+
+
 class InGroups(Watched):
     """A store that wants its pages in groups, and is asked what it has."""
 
@@ -120,13 +152,9 @@ class InGroups(Watched):
 
 
 @pytest.fixture
-def grouped(tmp_path: Path) -> Iterator[Bench]:
-    class Grouped(Bench):
-        def open(self, fingerprint: bytes) -> InGroups:
-            options = StoreOptions(self.root, fingerprint, 0, 0, 1, FORMAT, 64 << 20, 2)
-            return InGroups(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
-
-    made = Grouped(tmp_path / "ssd")
+def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(Bench, "store_type", InGroups)
+    made = Bench(tmp_path / "ssd")
     yield made
     made.io.close()
 

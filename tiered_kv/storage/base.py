@@ -132,6 +132,11 @@ class PageStore(ABC):
         """Seconds until the next ``put`` of pages that nobody waits for; 0 at once."""
         return 0.0
 
+    @property
+    def retry_s(self) -> float | None:
+        """Seconds until pages of which it took none are offered again; None if they have failed."""
+        return None
+
     def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
         """Take in which pages follow each other, before they are looked up or put. A store that
         spreads pages over several servers keeps those of one run together.

@@ -1,9 +1,9 @@
 """The I/O thread: carries out a tier's store orders by itself, when they are due.
 
-It owns the store from the moment it is given one. Orders wait in a heap for the
-time they are due; of those that are, promotions go first, since somebody waits for them.
-A demotion is written in groups, and a promotion can come between two of them. A store may want
-its promotions in groups as well, so that a look-up need not wait for a whole context.
+It owns the store from the moment it is given one. Orders wait in a heap for the time they are due;
+of those that are, promotions go first, since somebody waits for them. A demotion is written in
+groups, and a promotion can come between two of them. A store may want its promotions in groups as
+well, so that a look-up need not wait for a whole context.
 
 An order is reported once the store's call has returned, and not before: its slots stay reserved
 for as long as the store may touch them.
@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from tiered_kv.orders import (
     PromoteOrder,
     StoreOrder,
 )
+from tiered_kv.remote.breaker import Patience
 
 from .base import PageStore
 from .cpu_pages import ColdSource, put_pages
@@ -43,11 +45,8 @@ from .last_write import write_last
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 128 << 20
-"""Size of a group of demoted pages, made durable together, bytes.
-
-A disk reaches its speed with it, and a promotion that comes between waits a few hundredths of a
-second.
-"""
+"""Size of a group of demoted pages, made durable together, bytes. A disk reaches its speed with it,
+and a promotion that comes between waits a few hundredths of a second."""
 MOST_LOGGED = 100
 """Number of different errors that are logged."""
 HUNG_S = 30.0
@@ -111,6 +110,7 @@ class IoThread:
         self._epoch = 0
         self._promoted_last = False
         self._rest_until = -math.inf  # of real time, as its length is
+        self._patience = Patience()  # likewise
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
         self._thread.start()
@@ -334,21 +334,19 @@ class IoThread:
             return self._lookups.popleft()[1]
         if self._promotions and not (self._tasks and self._promoted_last):
             self._promoted_last = True
-            promotion = self._promotions.popleft()
-            return lambda: self._go_on(promotion, self._promotions)
+            return partial(self._go_on, self._promotions.popleft(), self._promotions)
         self._promoted_last = False
         if self._tasks:
             return self._tasks.popleft()
         if self._demotions and time.monotonic() >= self._rest_until:
-            demotion = self._demotions.popleft()
-            return lambda: self._go_on(demotion, self._demotions)
+            return partial(self._go_on, self._demotions.popleft(), self._demotions)
         return None
 
     def _go_on(self, flight: _Flight, queue: deque[_Flight]) -> None:
         """Move one group; the rest of the order goes to the head of its queue again.
 
         It ends with the first group of which nothing came or went: the store is late, full, or
-        lacks the rest as well. An engine may be kept stepping until it hears of the order.
+        lacks the rest as well. Some stores are offered it again for a while.
         """
         order, start, up = flight.order, flight.done, queue is self._promotions
         whole = up and self.store.group_bytes is None
@@ -365,11 +363,16 @@ class IoThread:
                 asked = given > 0
                 self._rest_until = time.monotonic() + self.store.rest_s
         finally:
-            flight.failed |= {start + i for i in bad}
             # Pages that are gone here, or a page that an error came of, say nothing of the store.
-            if asked and len(bad) == len(pages):
-                flight.failed.update(range(stop, len(order.keys)))
+            nothing = asked and len(bad) == len(pages)
+            if nothing and not up and self._tries_again():
+                flight.done = stop = start
+            elif nothing:
                 stop = len(order.keys)
+                flight.failed.update(range(start, stop))
+            else:
+                flight.failed |= {start + i for i in bad}
+                self._patience.renew()
             flight.seconds += time.perf_counter() - began
             with self._changed:
                 if flight.epoch != self._epoch:
@@ -380,6 +383,14 @@ class IoThread:
                     self._report(order, frozenset(flight.failed), flight.seconds)
         if not up and flight.epoch == self._epoch:
             self._proposal = self.store.proposal()
+
+    def _tries_again(self) -> bool:
+        """True if pages of which the store took none are offered again, after a rest."""
+        retry_s, now = self.store.retry_s, time.monotonic()
+        if retry_s is None or not self._patience.lasts(now):
+            return False
+        self._rest_until = now + retry_s
+        return True
 
     def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:
         return put_pages(self.store, pages, self._slots, self._cold)

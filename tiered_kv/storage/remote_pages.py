@@ -29,9 +29,11 @@ from .late_deletion import delete_later
 
 PAGE_PREFIX = b"tkv:p:"
 """Begin of every page's key there; an operator may allow ``~tkv:*`` and no more."""
-CALL_S = 5.0
-"""Seconds that a read or a write of many pages may take. No turn waits so long. The pages of a call
-that is given up are computed again, so it may outlast a stall of the machine or the network."""
+CALL_S = 2.0
+"""Seconds that a read or a write of many pages may take."""
+RETRY_S = 1.0
+"""Seconds between a write that was not answered and the next: a server that was taken for down is
+tried again then, and reads come in between."""
 SHARE_OF_LINK = 0.25
 """Share of the time in which pages are written that nobody waits for: restores have the rest."""
 GROUP_S = 0.02
@@ -75,6 +77,9 @@ class RemotePages(PageStore):
         codec: codec of new pages.
         make_codec: makes the codec of pages that others have put.
         bandwidth: bytes a second of the link.
+        retry_s: seconds until pages that were not taken are offered again; None if never. Never is
+            right for several servers: pages for the others would wait behind those for one that is
+            down.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class RemotePages(PageStore):
         codec: Codec,
         make_codec: FromTable,
         bandwidth: float,
+        retry_s: float | None = RETRY_S,
     ) -> None:
         self._make_store = make_store
         self._store = store = make_store()
@@ -98,6 +104,7 @@ class RemotePages(PageStore):
         self._runs: OrderedDict[PageKey, PageKey] = OrderedDict()
         self._own: OrderedDict[PageKey, None] = OrderedDict()
         self._rest_s = 0.0
+        self._retry_s = retry_s
         self._written = self._read = self._bad = self._unanswered = 0
         self._closed = False
 
@@ -163,7 +170,7 @@ class RemotePages(PageStore):
             if outcome is Outcome.STORED:
                 stored.add(pages[at][0])
                 self._written += sum(len(part) for part in parts)
-        # After one that failed the scheduler pauses, and nothing is written for longer.
+        # After one that failed nothing is written for longer.
         self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._remember(stored)
@@ -278,6 +285,10 @@ class RemotePages(PageStore):
     @property
     def rest_s(self) -> float:
         return self._rest_s
+
+    @property
+    def retry_s(self) -> float | None:
+        return self._retry_s
 
     def counters(self) -> Mapping[str, int]:
         return {

@@ -20,7 +20,7 @@ from tiered_kv.tiers import REMOTE, Knowledge, TierSpec
 from .base import PageStore, StoreSite
 from .codec_choice import choose_codec
 from .make_store import make_store
-from .remote_pages import NoPages, RemotePages
+from .remote_pages import RETRY_S, NoPages, RemotePages
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ class RemoteTier:
             )
         codec = self._codecs[site.page_format]
         make = partial(from_table, trusted=self._codec_name)
-        return RemotePages(partial(make_store, self._address), site, codec, make, self._link.write)
+        retry_s = None if self.spec.in_runs else RETRY_S
+        store = partial(make_store, self._address)
+        return RemotePages(store, site, codec, make, self._link.write, retry_s)
 
 
 def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:

@@ -15,6 +15,7 @@ from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
 from tiered_kv.orders import DemoteOrder
 from tiered_kv.policies.cache.demotion import LookAhead
 from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S, ONE_STALL_S, most_waiting
+from tiered_kv.remote import breaker
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.valkey import ValkeyServer
@@ -228,8 +229,9 @@ def test_a_store_that_writes_slowly_does_not_keep_an_idle_engine_stepping(
 
 
 def test_a_store_that_is_killed_and_comes_back_is_used_again(
-    make_rig: MakeRig, server: ValkeyServer
+    make_rig: MakeRig, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(breaker, "PATIENCE_S", 1.0)
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     server.kill()
     for at in range(8):  # a long outage
@@ -244,7 +246,7 @@ def test_a_store_that_is_killed_and_comes_back_is_used_again(
         assert time.monotonic() < until
         rig.now += 1.0  # servers are left alone for longer, but not all of them together
         turn += 1
-        ask(rig, f"turn {turn}", [*CONTEXT, *text(16 * turn, seed=turn)], job_id="job")
+        ask(rig, f"turn {turn}", [*CONTEXT, *text(16 * (turn % 8), seed=turn)], job_id="job")
         settle(rig)
         time.sleep(0.1)
     rig.check_clean()
