@@ -65,8 +65,8 @@ class RemoteTier:
         codec = self._codecs[site.page_format]
         make = partial(from_table, trusted=self._codec_name)
         retry_s = None if self.spec.in_runs else RETRY_S
-        store = partial(make_store, self._address)
-        return RemotePages(store, site, codec, make, self._link.write, retry_s)
+        way = partial(make_store, self._address)
+        return RemotePages(way, site, codec, make, self._link.write, retry_s)
 
 
 def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
