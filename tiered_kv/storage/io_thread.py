@@ -110,7 +110,7 @@ class IoThread:
         self._epoch = 0
         self._promoted_last = False
         self._rest_until = -math.inf  # of real time, as its length is
-        self._patience = Patience()  # likewise
+        self._patience = Patience()  # of real time as well
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
         self._thread.start()
@@ -277,10 +277,8 @@ class IoThread:
     @property
     def _group(self) -> int:
         """Pages of a group; no more than the store wants at a time."""
-        most = group_pages(self._page_bytes)
-        if (group_bytes := self.store.group_bytes) is not None:
-            most = min(most, group_bytes // self._page_bytes)
-        return max(1, most)
+        most = min(GROUP_BYTES, self.store.group_bytes or GROUP_BYTES)
+        return max(1, most // self._page_bytes)
 
     def _add(self, task: Task) -> None:
         with self._changed:
@@ -372,7 +370,8 @@ class IoThread:
                 flight.failed.update(range(start, stop))
             else:
                 flight.failed |= {start + i for i in bad}
-                self._patience.renew()
+                if len(bad) < len(pages):
+                    self._patience.renew()
             flight.seconds += time.perf_counter() - began
             with self._changed:
                 if flight.epoch != self._epoch:

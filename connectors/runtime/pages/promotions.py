@@ -17,6 +17,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.policies.cache.lookup import LOOKUPS
 from tiered_kv.policies.cache.promotion import (
     LOOK_EVERY_S,
     Promotion,
@@ -335,6 +336,8 @@ class Promotions:
             for order in state.awaits:
                 self._tiers[self._book.store_of(order)].give_up(order)
             state.awaits.clear()
+            if state.asking:  # it has waited enough: a store that was late is not asked again
+                state.lookups, state.ends_asked = LOOKUPS, True
 
     def stop_all_waits(self, turns: Iterable[Turn]) -> None:
         """Have turns wait for nothing any more."""
