@@ -217,11 +217,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if a step could do something, now or after ``next_event``."""
-        scheduler = self.scheduler
-        if scheduler.has_requests():
+        """True if a step could do something, or hear of something, now or after ``next_event``."""
+        if self.scheduler.has_requests():
             return True
-        return scheduler.connector is not None and scheduler.connector.has_pending_push_work()
+        return self.worker is not None and self.half.pages.dispatch.under_way
 
     @property
     def next_event(self) -> float:
