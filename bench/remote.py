@@ -231,7 +231,7 @@ class TimedRig:
         rig, self._spent = self._rig, 0.0
         name = f"turn {number}"
         rig.add(name, text(CONTEXT_TOKENS, seed=number), params={"job_id": name})
-        while rig.scheduler.has_requests():
+        while rig.scheduler.has_requests() or rig.orders_under_way:
             rig.step()
             rig.wait_for_worker()
             time.sleep(ANSWER_S)  # for the thread that asks

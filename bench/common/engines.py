@@ -101,11 +101,24 @@ class Engine:
     def settle(self) -> None:
         """Step until copies under way are reported; an in-process engine does not by itself."""
         deadline = time.monotonic() + SETTLE_S
-        while self.core.scheduler.has_requests() or self.core.batch_queue:
-            self.core.step_fn()  # a pipeline has several batches under way
+        while self._steps or self._goes_down:
+            if self._steps:
+                self.core.step_fn()  # a pipeline has several batches under way
+            else:  # an idle engine makes no step, and hears of nothing
+                self.generate([[100]], max_tokens=1)
             time.sleep(0.0005)  # the workers' threads want the interpreter too
             if time.monotonic() > deadline:
                 raise AssertionError(f"copies did not end within {SETTLE_S:g} s")
+
+    @property
+    def _steps(self) -> bool:
+        return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
+
+    @property
+    def _goes_down(self) -> bool:
+        """True if pages are on their way down to a tier."""
+        half = getattr(self.core.scheduler.connector, "scheduler_half", None)
+        return half is not None and half.pages.dispatch.under_way
 
     def evict_vram(self, tokens: int) -> None:
         """Run rival texts of that many tokens, so that nothing else stays in the pool."""
