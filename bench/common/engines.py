@@ -101,7 +101,7 @@ class Engine:
     def settle(self) -> None:
         """Step until copies under way are reported; an in-process engine does not by itself."""
         deadline = time.monotonic() + SETTLE_S
-        while self._steps or self._goes_down:
+        while self._steps or self._orders_under_way:
             if self._steps:
                 self.core.step_fn()  # a pipeline has several batches under way
             else:  # an idle engine makes no step, and hears of nothing
@@ -112,11 +112,12 @@ class Engine:
 
     @property
     def _steps(self) -> bool:
+        """True if a step does anything."""
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     @property
-    def _goes_down(self) -> bool:
-        """True if pages are on their way down to a tier."""
+    def _orders_under_way(self) -> bool:
+        """True if orders are under way, also those that an idle engine makes no steps for."""
         half = getattr(self.core.scheduler.connector, "scheduler_half", None)
         return half is not None and half.pages.dispatch.under_way
 

@@ -382,7 +382,7 @@ class SchedulerHalf:
                 turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until copies from and to VRAM are reported.
+        """Keep an otherwise idle engine stepping until copies are reported that need steps.
 
         An engine that has just started makes one step: gauges are exported with steps only.
         """

@@ -277,8 +277,8 @@ class IoThread:
     @property
     def _group(self) -> int:
         """Pages of a group; no more than the store wants at a time."""
-        most = min(GROUP_BYTES, self.store.group_bytes or GROUP_BYTES)
-        return max(1, most // self._page_bytes)
+        most, wanted = group_pages(self._page_bytes), self.store.group_bytes
+        return most if wanted is None else max(1, min(most, wanted // self._page_bytes))
 
     def _add(self, task: Task) -> None:
         with self._changed:

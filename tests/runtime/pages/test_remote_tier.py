@@ -297,6 +297,8 @@ def test_pages_lie_on_several_servers_and_one_may_be_down(
     with ValkeyServer(tmp_path) as second:
         url = f"{server.url},{second.server}"
         first = make_rig(extra=remote(server, remote=url), max_batched_tokens=64)
+        stores = [tier.io.store for tier in first.worker_half.stores.values()]
+        assert [store.retry_s for store in stores] == [None], "nobody waits for one that is down"
         contexts = [text(96, seed=100 + at) for at in range(8)]
         for at, context in enumerate(contexts):
             ask(first, f"first {at}", context, job_id=f"job {at}")
