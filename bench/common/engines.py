@@ -119,7 +119,7 @@ class Engine:
     def _orders_under_way(self) -> bool:
         """True if orders are under way, also those that an idle engine makes no steps for."""
         half = getattr(self.core.scheduler.connector, "scheduler_half", None)
-        return half is not None and half.pages.dispatch.under_way
+        return half is not None and half.orders_under_way
 
     def evict_vram(self, tokens: int) -> None:
         """Run rival texts of that many tokens, so that nothing else stays in the pool."""

@@ -99,11 +99,8 @@ class SchedulerHalf:
         self.pages.dispatch.on_handshake(said)
 
     def take_over_queue(self, *, in_job_order: bool) -> None:
-        """Have the engine's scheduler ask ``admission.queue`` who is held.
-
-        Args:
-            in_job_order: True if it takes requests in the order of their jobs.
-        """
+        """Have the engine's scheduler ask ``admission.queue`` who is held, and, with
+        ``in_job_order``, take requests in the order of their jobs."""
         self.admission.queue.parks = True
         self.admission.pressure.in_job_order = in_job_order
 
@@ -382,12 +379,15 @@ class SchedulerHalf:
                 turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until copies are reported that need steps.
-
-        An engine that has just started makes one step: gauges are exported with steps only.
-        """
+        """Keep an otherwise idle engine stepping until copies are reported that need steps."""
         self.gaps.manager.on_idle()
-        return not self.step or self.snapshots.under_way or self.pages.dispatch.needs_steps
+        just_started = not self.step  # gauges are exported with steps only
+        return just_started or self.snapshots.under_way or self.pages.dispatch.needs_steps
+
+    @property
+    def orders_under_way(self) -> bool:
+        """True if a step would send orders, or could hear of those that were sent."""
+        return self.pages.dispatch.under_way
 
     def close(self) -> None:
         """Save what was learned, stop the threads. Idempotent."""

@@ -120,7 +120,7 @@ class EngineRig(ABC):
     @property
     def orders_under_way(self) -> bool:
         """True if orders are under way, also those that an idle engine makes no steps for."""
-        return self.half is not None and self.half.pages.dispatch.under_way
+        return self.half is not None and self.half.orders_under_way
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
         """Send one request, run until idle, return its output."""

@@ -220,7 +220,7 @@ class Engine:
         """True if a step could do something, or hear of something, now or after ``next_event``."""
         if self.scheduler.has_requests():
             return True
-        return self.worker is not None and self.half.pages.dispatch.under_way
+        return self.worker is not None and self.half.orders_under_way
 
     @property
     def next_event(self) -> float:

@@ -107,6 +107,11 @@ class ObservingHalf(SchedulerHalf):
         self._exchange()
         return False
 
+    @property
+    def orders_under_way(self) -> bool:
+        """False: no order is ever sent."""
+        return False
+
     def build_orders(
         self, scheduled: Mapping[str, int], states: Sequence[KeptState] = ()
     ) -> Orders:

@@ -56,7 +56,7 @@ def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
             0.001 if rig.scheduler.running else 1e-5
         )  # computing takes time, waiting hardly any
         if not rig.scheduler.has_requests():
-            if not rig.half.pages.dispatch.under_way:
+            if not rig.orders_under_way:
                 break
             time.sleep(0.002)  # writes leave the link to others
     else:

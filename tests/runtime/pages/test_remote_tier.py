@@ -57,7 +57,7 @@ def settle(rig: Rig) -> None:
     for _ in range(200):
         rig.step()
         rig.wait_for_worker()
-        if not rig.half.pages.dispatch.under_way:
+        if not rig.orders_under_way:
             return
         rig.now += 0.01
         time.sleep(0.005)
