@@ -115,6 +115,7 @@ def measure_faults(model: Path, only: list[str], tell: Tell) -> dict[str, Any]:
         "right": all(one["right"] for one in found.values()),
         "in_time": all(one["in_time"] for one in found.values()),
         "p95_ratio": max(one["p95_ratio"] for one in found.values()),
+        "noise": max(one["noise"] for one in found.values()),
         "faults": found,
     }
 

@@ -89,6 +89,8 @@ class Trouble:
             takes, and 20 ms.
         p95_ratio: P95 of first tokens over that without a store.
         p50_ratio: the same of medians.
+        noise: P95 of first tokens without a store over their median. All of them compute as much,
+            so this is the machine's part, and 1 on a quiet one.
         first_ms, alone_ms: the first tokens themselves, with a store and without.
     """
 
@@ -98,6 +100,7 @@ class Trouble:
     in_time: bool
     p95_ratio: float
     p50_ratio: float
+    noise: float
     first_ms: list[int]
     alone_ms: list[int]
 
@@ -155,6 +158,7 @@ def suffer(
         in_time=len(waits) >= len(prompts) and max(waits) <= most_s,
         p95_ratio=ratios[0],
         p50_ratio=ratios[1],
+        noise=float(np.quantile(ms[1], 0.95) / np.median(ms[1])),
         first_ms=[round(one) for one in ms[0]],
         alone_ms=[round(one) for one in ms[1]],
     )

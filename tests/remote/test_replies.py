@@ -23,12 +23,14 @@ class Pieces:
         self._data = data
         self._lengths = list(lengths)
 
-    def __call__(self, into: memoryview) -> int:
+    def __call__(self, into: memoryview, beyond: memoryview) -> int:
         if not self._data:
             raise ConnectionResetError("over")
         length = self._lengths.pop(0) if self._lengths else len(self._data)
-        piece = self._data[: max(1, min(length, len(into)))]
-        into[: len(piece)] = piece
+        piece = self._data[: max(1, min(length, len(into) + len(beyond)))]
+        first = piece[: len(into)]
+        into[: len(first)] = first
+        beyond[: len(piece) - len(first)] = piece[len(first) :]
         self._data = self._data[len(piece) :]
         return len(piece)
 

@@ -133,6 +133,31 @@ def test_a_short_call_that_is_late_leaves_the_next_one_free(
     assert store.exists(keys("a"), soon()) == [HIT]
 
 
+def test_a_server_that_says_a_byte_now_and_then_is_late() -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 10)
+                connection.sendall(b"+PONG\r\n")
+                connection.recv(1 << 10)
+                connection.sendall(b"$100000\r\n")
+                while not over.wait(0.005):
+                    connection.sendall(b"x")
+
+        server = threading.Thread(target=trickle)
+        server.start()
+        store = ValkeyStore(parse_address(f"valkey://127.0.0.1:{listener.getsockname()[1]}"))
+        try:
+            assert read(store, keys("a"), deadline=time.monotonic() + 0.3) == {0: LATE}
+        finally:
+            over.set()
+            store.close()
+            server.join()
+
+
 def test_a_late_value_is_not_taken_for_another(store: ValkeyStore, server: ValkeyServer) -> None:
     """The answer to a call that was given up must not answer the next one."""
     put(store, keys("a"), b"old")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import time
@@ -16,6 +17,7 @@ MOST_PARTS = 512
 """Parts given to the system at a time; Linux takes 1,024."""
 LEAST_S = 1e-4
 """Shortest time that is waited. Zero would mean to not wait at all."""
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connection:
@@ -43,6 +45,7 @@ class Connection:
             if tls is not None:
                 self._socket.settimeout(self._left_s())
                 self._socket = tls.wrap_socket(self._socket, server_hostname=server.host)
+            self._socket.setblocking(False)  # what is there already is read without a wait
         except BaseException:
             self._socket.close()
             raise
@@ -55,42 +58,60 @@ class Connection:
         Raises:
             OSError: not all was sent by the deadline.
         """
-        if self._encrypted:  # no vectored send
-            self._socket.settimeout(self._left_s())
-            for part in parts:
-                self._socket.sendall(part)
-            return
-        views = [memoryview(part) for part in parts if len(part)]
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
         for start in range(0, len(views), MOST_PARTS):
             self._send_some(views[start : start + MOST_PARTS])
 
     def _send_some(self, views: Sequence[memoryview]) -> None:
         rest = list(views)
         while rest:
-            self._socket.settimeout(self._left_s())
-            sent = self._socket.sendmsg(rest)
+            self._check_deadline()
+            try:
+                # TLS has no vectored send.
+                sent = self._socket.send(rest[0]) if self._encrypted else self._socket.sendmsg(rest)
+            except _NOT_YET as error:
+                self._wait(error, select.POLLOUT)
+                continue
             at = 0
             while at < len(rest) and sent >= rest[at].nbytes:
                 sent -= rest[at].nbytes
                 at += 1
             rest = rest[at:]
             if rest and sent:
-                rest[0] = rest[0].cast("B")[sent:]
+                rest[0] = rest[0][sent:]
 
     def close(self) -> None:
         """Give the connection up. Idempotent."""
         self._socket.close()
 
-    def _receive(self, into: memoryview) -> int:
-        self._socket.settimeout(self._left_s())
-        count = self._socket.recv_into(into)
-        if not count:
-            raise ConnectionResetError("the server has closed the connection")
-        self.received += count
-        return count
+    def _receive(self, into: memoryview, beyond: memoryview) -> int:
+        while True:
+            self._check_deadline()
+            try:
+                if self._encrypted:
+                    count = self._socket.recv_into(into)
+                else:
+                    count = self._socket.recvmsg_into((into, beyond))[0]
+            except _NOT_YET as error:
+                self._wait(error, select.POLLIN)
+                continue
+            if not count:
+                raise ConnectionResetError("the server has closed the connection")
+            self.received += count
+            return count
+
+    def _wait(self, error: OSError, event: int) -> None:
+        """Wait for what a call could not go on without."""
+        if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):  # TLS has its own needs
+            event = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.poll(1e3 * self._left_s())
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise TimeoutError("the deadline is over")
 
     def _left_s(self) -> float:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline is over")
-        return max(left, LEAST_S)
+        self._check_deadline()
+        return max(self.deadline - time.monotonic(), LEAST_S)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 BUFFER_BYTES = 16 << 10
+AHEAD_BYTES = 1 << 10
+"""Bytes that are read beyond a value: its end, and the line of the next one. What is more belongs
+to that value, and would have to be copied."""
 MOST_LINE = 8 << 10
 """Longest line that is a reply, bytes."""
 MOST_DIGITS = 20
@@ -30,12 +33,13 @@ class Replies:
 
     Args:
         receive: reads at least a byte into memory and gives the number; it raises OSError when
-            that cannot be.
+            that cannot be. Once the first piece of memory is full it may go on with the second.
     """
 
-    def __init__(self, receive: Callable[[memoryview], int]) -> None:
+    def __init__(self, receive: Callable[[memoryview, memoryview], int]) -> None:
         self._receive = receive
         self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
         self._start = self._stop = 0  # of what was received and not read
 
     def status(self) -> None:
@@ -63,11 +67,14 @@ class Replies:
 
     def value(self, out: memoryview) -> None:
         """Read a value of ``len(out)`` bytes into ``out``."""
-        done = min(len(out), self._stop - self._start)
-        out[:done] = memoryview(self._buffer)[self._start : self._start + done]
+        done, whole = min(len(out), self._stop - self._start), len(out)
+        out[:done] = self._view[self._start : self._start + done]
         self._start += done
-        while done < len(out):
-            done += self._receive(out[done:])
+        if done < whole:
+            ahead = self._view[:AHEAD_BYTES]
+            while done < whole:
+                done += self._receive(out[done:], ahead)
+            self._start, self._stop = 0, done - whole
         self._end_of_value()
 
     def skip(self, length: int) -> None:
@@ -83,9 +90,9 @@ class Replies:
     def _end_of_value(self) -> None:
         while self._stop - self._start < 2:
             self._fill()
-        end = bytes(self._buffer[self._start : self._start + 2])
+        at_end = self._buffer.startswith(b"\r\n", self._start)
         self._start += 2
-        if end != b"\r\n":
+        if not at_end:
             raise ProtocolError("a value is longer than its length")
 
     def _integer(self, line: bytes, kind: bytes) -> int:
@@ -125,5 +132,5 @@ class Replies:
             moved = self._start
             self._buffer[: self._stop - moved] = self._buffer[moved : self._stop]
             self._start, self._stop = 0, self._stop - moved
-        self._stop += self._receive(memoryview(self._buffer)[self._stop :])
+        self._stop += self._receive(self._view[self._stop :], self._view[:0])
         return moved
