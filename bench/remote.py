@@ -42,7 +42,7 @@ from tiered_kv.testing.valkey import ValkeyServer
 PAGE_BYTES = 256 << 10
 PAGES = 512
 CONTEXT_PAGES = 64
-ROUNDS = 7
+ROUNDS = 25
 LOOKUPS = 100_000
 REQUESTS = 40
 STEP_TOKENS, STEP_S, ANSWER_S = 256, 0.02, 0.003
