@@ -108,8 +108,10 @@ class LowerTiers:
             tier.demote_ahead()
 
     def _saved(self, order_id: OrderId) -> None:
-        self._demote(self._after_save.pop(order_id, ()))
-        self._share(self._share_after.pop(order_id, ()))
+        if (down := self._after_save.pop(order_id, None)) is not None:
+            self._demote(down)
+        if (shared := self._share_after.pop(order_id, None)) is not None:
+            self._share(shared)
 
     def _demote(self, keys: Sequence[PageKey]) -> None:
         for tier in self._own:
