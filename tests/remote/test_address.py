@@ -67,6 +67,8 @@ def test_who_we_are_is_read() -> None:
         "file:///mnt/kv?gib=nan",
         "file:///mnt/kv?size=4",
         "file:///mnt/kv#part",
+        "file://[mnt/kv",
+        "file:///mnt/a%00b",
     ],
 )
 def test_what_is_no_address_is_refused_without_being_quoted(text: str) -> None:

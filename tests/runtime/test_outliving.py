@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,3 +186,22 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path, named: bool) -> None:
         second.ask("other", text(100, seed=99), params=job("another"))
         turns = sorted(job.turns for job in second.half.gaps.manager.jobs.after(0, most=9))
         assert turns == [1, 4]
+
+
+def test_a_start_that_is_refused_keeps_the_pages(tmp_path: Path) -> None:
+    ssd: dict[str, Any] = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.3}
+    prompt = text(300, seed=1)
+    with rig(tmp_path / "memory") as first:
+        first.ask("a", prompt)
+        settle(first)
+        killed = as_killed(tmp_path / "memory", tmp_path / "killed")
+    with (
+        rig(tmp_path / "another", **ssd),
+        pytest.raises(ConfigError, match="in use by process"),  # the folder on SSD is
+        rig(killed, **ssd),
+    ):
+        pass
+    with rig(killed) as second:
+        assert second.ask("a", prompt) == expected(prompt, 4)
+        assert from_memory(second) == 299
+    assert not [*killed.glob("0-0*")], "a clean stop deletes the file"

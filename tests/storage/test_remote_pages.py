@@ -288,7 +288,7 @@ def test_a_reset_while_the_store_is_down_is_caught_up_with(
     thread.join(60.0)
     assert not thread.is_alive()
     assert theirs.exists([key], 20.0) == {0}
-    assert "1 pages of before the cache reset are still there" in caplog.text
+    assert "1 pages of before the cache reset may be there yet" in caplog.text
     theirs.close()
 
 

@@ -105,14 +105,18 @@ def parse_address(text: str) -> RemoteAddress:
 
 
 def _folder(text: str) -> RemoteAddress:
-    split = urlsplit(text)
+    try:
+        split = urlsplit(text)
+    except ValueError:  # odd brackets
+        split = urlsplit("")
     options = dict(parse_qsl(split.query, keep_blank_values=True))
     try:
         gib = float(options.pop("gib", DEFAULT_GIB))
     except ValueError:
         gib = math.nan
     folder = Path(unquote(split.path))
-    if split.netloc or split.fragment or options or len(folder.parts) < 2:
+    odd = split.netloc or split.fragment or options or "\0" in str(folder)
+    if odd or len(folder.parts) < 2:
         raise ConfigError(f"TIERED_KV_REMOTE is no folder: write {FOLDER_EXAMPLE}.")
     if not LEAST_GIB <= gib <= 1 << 20:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Tables of codecs in a remote store, under the fingerprint of the pages that need them.
 
-A table is put before the pages that need it, and now and then again: a store that drops what was
-not read for long would keep the pages and drop the table, which each reader reads once.
+A table is put before the pages that need it, and again if it is gone, and now and then: a store
+that drops what is old, or was not read for long, would keep the pages and drop the table, which
+each reader reads once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from tiered_kv.codecs.base import Codec, CodecError, PageFormat
+from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.remote.base import Outcome, RemoteKey, RemoteStore
 from tiered_kv.remote.page_record import NO_TABLE, table_name
 
@@ -63,7 +64,9 @@ class CodecTables:
             return name
         now = time.monotonic()
         if now - self._put_at.get(name, -AGAIN_S) < AGAIN_S:
-            return name
+            (outcome,) = self._store.exists([self._key(name)], deadline)
+            if outcome is not Outcome.MISS:
+                return name if outcome is Outcome.HIT else None
         digest = xxhash.xxh3_128_digest(codec.table)
         (outcome,) = self._store.put([(self._key(name), [digest, codec.table])], deadline)
         if outcome is not Outcome.STORED:
@@ -71,21 +74,23 @@ class CodecTables:
         self._put_at[name] = now
         return name
 
-    def fetch(self, codec_id: int, table: bytes, deadline: float) -> None:
-        """Find out whether there is such a codec."""
+    def fetch(self, codec_id: int, table: bytes, deadline: float) -> bool:
+        """Find out whether there is such a codec; False if the table is damaged."""
         buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
             if outcome is not Outcome.HIT:
-                return  # perhaps later
+                continue  # perhaps later
             digest, found = bytes(buffer[:DIGEST_BYTES]), bytes(buffer[DIGEST_BYTES:nbytes])
             good = xxhash.xxh3_128_digest(found) == digest
-            good = good and table_name(codec_id, found) == table
-            self._codecs[codec_id, table] = self._made(codec_id, found) if good else None
+            if not good or table_name(codec_id, found) != table:
+                return False  # it is put anew, now and then
+            self._codecs[codec_id, table] = self._made(codec_id, found)
+        return True
 
     def _made(self, codec_id: int, table: bytes) -> Codec | None:
         try:
             return self._make(codec_id, table, self._page_format)
-        except CodecError:
+        except Exception:  # whatever a codec thinks of a table, other pages must not suffer
             return None
 
     def _key(self, name: bytes) -> RemoteKey:

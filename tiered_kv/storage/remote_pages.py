@@ -91,7 +91,6 @@ class RemotePages(PageStore):
         bandwidth: float,
         retry_s: float | None = RETRY_S,
     ) -> None:
-        self._make_store = make_store
         self._store = store = make_store()
         self._format = site.page_format
         self._rank = site.rank
@@ -102,7 +101,7 @@ class RemotePages(PageStore):
         self._group_bytes = max(site.page_format.page_bytes, int(bandwidth * GROUP_S))
         self._buffer = memoryview(bytearray(longest_record(self._format, LONGEST_KEY)))
         self._runs: OrderedDict[PageKey, PageKey] = OrderedDict()
-        self._own: OrderedDict[PageKey, None] = OrderedDict()
+        self._own: OrderedDict[PageKey, PageKey] = OrderedDict()  # with their runs
         self._rest_s = 0.0
         self._retry_s = retry_s
         self._written = self._read = self._bad = self._unanswered = 0
@@ -173,12 +172,13 @@ class RemotePages(PageStore):
         # After one that failed nothing is written for longer.
         self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
-        self._remember(stored)
+        # Those too that it did not say it has: it may have been late, or store them yet.
+        self._remember(pages[at][0] for at, _ in encoded)
         return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)
 
     def _remember(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
-            self._own[key] = None
+            self._own[key] = self._runs.get(key, key)
             self._own.move_to_end(key)
         while len(self._own) > MOST_OWN:
             self._own.popitem(last=False)
@@ -194,7 +194,7 @@ class RemotePages(PageStore):
         if lacking:  # tables that were read for the first time
             for codec_id, table in lacking.values():
                 if not self._tables.known(codec_id, table):
-                    self._tables.fetch(codec_id, table, deadline)
+                    self._bad += not self._tables.fetch(codec_id, table, deadline)
             self._read_some(pages, sorted(lacking), missing, deadline)
         return frozenset(missing)
 
@@ -262,15 +262,19 @@ class RemotePages(PageStore):
 
     def clear(self) -> None:
         """Delete what this engine has put: what made it is not what its fingerprint says any
-        more, perhaps since before the reset. A store that does not answer is told later."""
+        more, perhaps since before the reset. A store that does not answer is told later, and by
+        this way nothing else is."""
         self._training.forget()
-        own, self._own = [self._key(key) for key in self._own], OrderedDict()
+        own = [RemoteKey(PAGE_PREFIX + self._name(key), run) for key, run in self._own.items()]
+        self._own.clear()
         if own and not self._closed and not self._store.delete(own, time.monotonic() + CALL_S):
-            delete_later(self._make_store, own)
+            self._closed = True
+            delete_later(self._store, own)
 
     def close(self) -> None:
-        self._closed = True
-        self._store.close()
+        if not self._closed:
+            self._closed = True
+            self._store.close()
         if self._trainer is not None:
             self._trainer.join()
 

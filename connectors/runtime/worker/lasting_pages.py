@@ -45,12 +45,14 @@ class LastingPages:
 
     def __init__(self, memory: LastingMemory, page_bytes: Sequence[int]) -> None:
         self._memory = memory
+        self._keep = memory.keep
+        memory.keep = _kept_if_this_fails(memory)
         self._page_bytes = page_bytes
         self._validation = Validation(memory)
         self._unsettled: dict[OrderId, SaveOrder | PromoteOrder] = {}
         self._landed: dict[int, LandedPage] = {}  # by slot, until it is overwritten
         found = memory.adopted
-        self.adopted = AdoptedPages(
+        self._adopted = AdoptedPages(
             tuple(found),
             tuple(page.key for page in found.values()),
             tuple(page.saved for page in found.values()),
@@ -74,7 +76,13 @@ class LastingPages:
     def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
         """Take over compressed pages from before (see ``lasting_bundles``)."""
         found = adopt_bundles(self._memory, groups, num_slots, trusted)
-        self.adopted = replace(self.adopted, bundles=found)
+        self._adopted = replace(self._adopted, bundles=found)
+
+    def offer(self) -> AdoptedPages:
+        """Give the pages from before to the scheduler. The engine has started: a clean stop
+        deletes the file from now on, unless it is to be kept."""
+        self._memory.keep = self._keep
+        return self._adopted
 
     def begin(self, order: SaveOrder | PromoteOrder) -> None:
         """Take note of an order that fills slots; its settlement is told later."""
@@ -114,8 +122,6 @@ class LastingPages:
 class NoLastingPages:
     """Memory that ends with its engine: nothing is to be kept true."""
 
-    adopted = AdoptedPages()
-
     def overwrite(self, slots: Sequence[int]) -> None:
         """Do nothing."""
 
@@ -124,6 +130,10 @@ class NoLastingPages:
 
     def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
         """Do nothing."""
+
+    def offer(self) -> AdoptedPages:
+        """Give none."""
+        return AdoptedPages()
 
     def begin(self, order: SaveOrder | PromoteOrder) -> None:
         """Do nothing."""
@@ -185,6 +195,12 @@ def open_lasting(
             logger.info("waiting %.0f s for copies of the engine before to end", left_s)
             time.sleep(left_s)
     except BaseException:
+        memory.keep = _kept_if_this_fails(memory)
         memory.close()
         raise
     return memory
+
+
+def _kept_if_this_fails(memory: LastingMemory) -> bool:
+    """True if the file is to stay if the engine does not start: it may have pages from before."""
+    return memory.keep or bool(memory.adopted or memory.bundles)

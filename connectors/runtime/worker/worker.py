@@ -209,7 +209,7 @@ class WorkerHalf:
             page_bytes=tuple(group.page_bytes for group in self._facts.groups),
             compresses=tuple(self.compressor.groups) if self.compressor is not None else (),
             stored={name: tier.stored for name, tier in self.stores.items()},
-            adopted=self.lasting.adopted,
+            adopted=self.lasting.offer(),
         )
 
     def _slots(self) -> int:

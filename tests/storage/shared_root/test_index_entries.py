@@ -25,9 +25,7 @@ ENTRIES = st.lists(
         Entry,
         st.sampled_from(Kind),
         st.binary(max_size=80),
-        st.builds(
-            Place, st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)
-        ),
+        st.builds(Place, st.integers(0, 2**32 - 1), st.integers(0, 2**61), st.integers(0, 2**61)),
     ),
     max_size=20,
 )

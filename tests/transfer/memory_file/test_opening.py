@@ -273,3 +273,16 @@ def test_slots_rest_until_no_late_copy_can_land(folder: Path, tmp_path: Path) ->
     again.close()
     memory.close()
     assert open_in(folder).rest.left_s(0.0) == 0.0, "nothing rests"
+
+
+def test_slots_go_on_resting_after_a_start_that_was_given_up(folder: Path, tmp_path: Path) -> None:
+    """Copies of the engine that was killed may land yet."""
+    memory = open_in(folder)
+    save(memory, 0, 0)
+    memory.invalidate([5, 6])
+    killed = as_killed(memory, tmp_path / "killed")
+    memory.close()
+    open_memory(killed, GEOMETRY, keep=True, clock=lambda: 100.0).close()
+    again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: 101.0)
+    assert again.rest.left_s(101.0) == REST_S
+    again.close()

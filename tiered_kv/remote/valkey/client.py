@@ -13,6 +13,7 @@ from tiered_kv.remote.breaker import Breaker
 
 from .connection import Connection
 from .replies import ABSENT, ServerError
+from .resolver import Resolver
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,9 @@ local link busy; a link of 1 ms at 10 Gbit/s needs five of 256 KiB."""
 LOOKED_UP = 1024
 """Keys that are looked up before the first of them has been answered."""
 SILENCE_S = 1.0
-"""Seconds without a word from a server that is taken for down. A call that has less time, as a
-look-up has, tells nothing: on a busy machine a process may wait tenths of a second for a core."""
+"""Seconds without a word, in one call or several, from a server that is taken for down. A look-up
+alone has less time and tells nothing: on a busy machine a process may wait tenths of a second for a
+core."""
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
@@ -41,7 +43,10 @@ class ValkeyClient:
         self._tls = ssl.create_default_context() if address.tls else None
         self._breaker = Breaker()
         self._connection: Connection | None = None
+        self._resolver = Resolver(server)
         self._called_at = 0.0
+        self._silent_since: float | None = None
+        self._put_given_up = False
         self._said = ""
         self._closed = False
 
@@ -52,7 +57,7 @@ class ValkeyClient:
             RefusedError: the server does not let us in.
             OSError, ProtocolError, ServerError: it cannot be reached, or is none of ours.
         """
-        self._connected(deadline)
+        self._answered(self._connected(deadline))
 
     def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
         """Look keys up."""
@@ -65,7 +70,7 @@ class ValkeyClient:
                 for _ in some:
                     there = connection.replies.number()
                     found.append(Outcome.HIT if there else Outcome.MISS)
-            self._breaker.worked()
+            self._answered(connection)
         except Exception as error:
             found += [self._lost(error)] * (len(names) - len(found))
         return found
@@ -85,10 +90,7 @@ class ValkeyClient:
                 outcome, nbytes = _read(connection, buffer)
                 at += 1
                 yield at - 1, outcome, nbytes
-            self._breaker.worked()
-        except GeneratorExit:  # what was asked for would be taken for answers to what is asked next
-            self._drop()
-            raise
+            self._answered(connection)
         except Exception as error:
             outcome = self._lost(error)
             for late in range(at, len(names)):
@@ -105,13 +107,18 @@ class ValkeyClient:
                     found.append(_stored(connection))
             while len(found) < len(values):
                 found.append(_stored(connection))
-            self._breaker.worked()
+            self._answered(connection)
         except Exception as error:
             found += [self._lost(error)] * (len(values) - len(found))
+            self._put_given_up |= not isinstance(error, _NotAskedError)
         return found
 
     def delete(self, names: Sequence[bytes], deadline: float) -> bool:
-        """Delete keys; False if some may still be there."""
+        """Delete keys; False if some may still be there.
+
+        So it is once after values that were given up: the server may read these from another
+        connection after it has deleted them.
+        """
         try:
             connection = self._connected(deadline)
             for start in range(0, len(names), LOOKED_UP):
@@ -119,10 +126,12 @@ class ValkeyClient:
                 connection.send([b"".join(_command(b"UNLINK", name) for name in some)])
                 for _ in some:
                     connection.replies.number()
+            self._answered(connection)
         except Exception as error:
             self._lost(error)
             return False
-        return True
+        given_up, self._put_given_up = self._put_given_up, False
+        return not given_up
 
     def close(self) -> None:
         """Give the connection up. Idempotent; afterwards the server is down."""
@@ -140,13 +149,15 @@ class ValkeyClient:
         self._called_at = time.monotonic()
         if self._closed or self._called_at >= deadline:  # another server took all the time
             raise _NotAskedError
+        if self._connection is not None and not self._connection.is_idle():
+            self._drop()
         if self._connection is not None:
-            self._connection.deadline = deadline
-            self._connection.received = 0
+            self._connection.begin(deadline)
             return self._connection
         if not self._breaker.lets_through(self._called_at):
             raise _NotAskedError
-        connection = Connection(self._server, self._tls, deadline)
+        addresses = self._resolver.addresses(deadline)
+        connection = Connection(self._server, addresses, self._tls, deadline)
         try:
             self._log_in(connection)
         except BaseException:
@@ -156,7 +167,7 @@ class ValkeyClient:
             logger.info("the remote store at %s answers again", self._server)
             self._said = ""
         self._connection = connection
-        connection.received = 0
+        connection.begin(deadline)
         return connection
 
     def _log_in(self, connection: Connection) -> None:
@@ -165,7 +176,7 @@ class ValkeyClient:
         try:
             if password:
                 connection.send([_command(*words)])
-                connection.replies.status()
+                _let_in(connection)
             connection.send([_command(b"PING")])
             connection.replies.status()
         except ServerError as error:
@@ -178,8 +189,12 @@ class ValkeyClient:
         if isinstance(error, _NotAskedError):
             return Outcome.DOWN
         late, now = isinstance(error, TimeoutError), time.monotonic()
-        speaks = self._connection is not None and self._connection.received > 0
-        if not late or (not speaks and now - self._called_at >= SILENCE_S):
+        if self._connection is not None and self._connection.received > 0:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = self._called_at
+        silent = self._silent_since is not None and now - self._silent_since >= SILENCE_S
+        if not late or silent:
             self._breaker.failed(now)  # a slow server is not one that is down
         self._drop()
         if not late and not self._closed and str(error) != self._said:
@@ -190,6 +205,12 @@ class ValkeyClient:
                 error,
             )
         return Outcome.LATE if late else Outcome.DOWN
+
+    def _answered(self, connection: Connection) -> None:
+        """Take in that all of a call was answered: the connection may be used for the next."""
+        connection.owes = False
+        self._breaker.worked()
+        self._silent_since = None
 
     def _drop(self) -> None:
         if self._connection is not None:
@@ -218,6 +239,17 @@ def _read(connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
     return Outcome.HIT, nbytes
 
 
+def _let_in(connection: Connection) -> None:
+    """Read the reply to a password. No other word of it is passed on: a server that does not know
+    the command may repeat the password."""
+    try:
+        connection.replies.status()
+    except ServerError as error:
+        if str(error).startswith(_REFUSED):
+            raise
+        raise ServerError("it takes no password") from None
+
+
 def _stored(connection: Connection) -> Outcome:
     """Read the reply to a value that was sent."""
     try:
@@ -236,6 +268,6 @@ def _command(*words: bytes) -> bytes:
 
 
 def _set(name: bytes, parts: Parts) -> Parts:
-    nbytes = sum(len(part) for part in parts)
+    nbytes = sum(memoryview(part).nbytes for part in parts)
     head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, nbytes)
     return [head, *parts, b"\r\n"]

@@ -12,6 +12,7 @@ from tiered_kv.remote.address import Server
 from tiered_kv.remote.base import Parts
 
 from .replies import Replies
+from .resolver import Address
 
 MOST_PARTS = 512
 """Parts given to the system at a time; Linux takes 1,024."""
@@ -24,22 +25,29 @@ class Connection:
     """An open connection. After any OSError or ``ProtocolError`` it is of no use.
 
     Args:
+        addresses: where the server may be, each tried if those before it do not answer.
         tls: encrypts the connection; None if it is not encrypted.
         deadline: of the connecting, a time of ``time.monotonic()``.
 
     Attributes:
         replies: what the server says, in order.
         deadline: of what is sent and read next.
-        received: bytes received so far.
+        received: bytes received in this call.
+        owes: True while answers to what was asked may be on their way.
 
     Raises:
         OSError: the server cannot be reached.
     """
 
-    def __init__(self, server: Server, tls: ssl.SSLContext | None, deadline: float) -> None:
-        self.deadline = deadline
-        self.received = 0
-        self._socket = socket.create_connection((server.host, server.port), self._left_s())
+    def __init__(
+        self,
+        server: Server,
+        addresses: Sequence[Address],
+        tls: ssl.SSLContext | None,
+        deadline: float,
+    ) -> None:
+        self.begin(deadline)
+        self._socket = self._reach(addresses)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tls is not None:
@@ -51,6 +59,35 @@ class Connection:
             raise
         self._encrypted = tls is not None
         self.replies = Replies(self._receive)
+
+    def _reach(self, addresses: Sequence[Address]) -> socket.socket:
+        """A connected socket; all addresses together have the time until the deadline."""
+        failed: OSError | None = None
+        for at, address in enumerate(addresses):
+            try:
+                return _reach_one(address, self._left_s() / (len(addresses) - at))
+            except OSError as error:
+                failed = error
+        raise failed or OSError("the server has no address")
+
+    def begin(self, deadline: float) -> None:
+        """Begin with a call: until all of it was answered, the connection serves no other."""
+        self.deadline = deadline
+        self.received = 0
+        self.owes = True
+
+    def is_idle(self) -> bool:
+        """True if what comes next is the answer to what is asked next: nothing is owed, nothing
+        more has come, and the server has not closed the connection, as some do after a while."""
+        if self.owes or self.replies.unread:
+            return False
+        try:
+            self._socket.recv(1)  # through TLS, which has words of its own
+        except _NOT_YET:
+            return True
+        except OSError:
+            return False
+        return False
 
     def send(self, parts: Parts) -> None:
         """Send all parts, from where they lie.
@@ -113,5 +150,18 @@ class Connection:
             raise TimeoutError("the deadline is over")
 
     def _left_s(self) -> float:
-        self._check_deadline()
-        return max(self.deadline - time.monotonic(), LEAST_S)
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the deadline is over")
+        return max(left, LEAST_S)
+
+
+def _reach_one(address: Address, seconds: float) -> socket.socket:
+    reached = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        reached.settimeout(seconds)
+        reached.connect(address.place)
+    except BaseException:
+        reached.close()
+        raise
+    return reached

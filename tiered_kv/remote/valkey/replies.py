@@ -42,6 +42,11 @@ class Replies:
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0  # of what was received and not read
 
+    @property
+    def unread(self) -> bool:
+        """True if something was received that nobody has read."""
+        return self._start < self._stop
+
     def status(self) -> None:
         """Read a reply that says that all went well.
 

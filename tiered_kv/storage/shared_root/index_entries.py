@@ -33,6 +33,8 @@ HEAD_BYTES = len(MAGIC) + 8 + NUMBER_BYTES
 _ENTRY = struct.Struct("<HHIQQ")
 _DIGEST_BYTES = 8
 MOST_NAME_BYTES = 1 << 12
+MOST_OFFSET = 1 << 62
+"""End of the last byte that a place may have: no file is as long, and the system takes no more."""
 
 
 class Kind(IntEnum):
@@ -98,7 +100,10 @@ def parse_entries(data: bytes, number: bytes) -> tuple[list[Entry], int]:
             break
         if xxhash.xxh3_64_digest(number + data[at:end]) != digest or kind not in _KINDS:
             break
-        entries.append(Entry(Kind(kind), data[at + _ENTRY.size : end], Place(*place)))
+        where = Place(*place)
+        if where.offset + where.nbytes > MOST_OFFSET:
+            break
+        entries.append(Entry(Kind(kind), data[at + _ENTRY.size : end], where))
         at = end + _DIGEST_BYTES
     return entries, at
 

@@ -75,6 +75,7 @@ class OwnFolder:
                 if place.offset + place.nbytes > self._packs.get(place.pack, 0):
                     self.contents.drop_pack(place.pack)  # lost with the power
             self._rewrite()
+            self.show_life()
         except BaseException:
             os.close(self._lock)
             raise
@@ -94,7 +95,7 @@ class OwnFolder:
         Raises:
             OSError: any of them may have been added.
         """
-        self._show_life()
+        self.show_life()
         self._spare = self._spare_bytes()
         outcomes: list[Outcome] = []
         added: list[Entry] = []
@@ -191,12 +192,17 @@ class OwnFolder:
         for folder in folders_in(self._root):
             with contextlib.suppress(OSError):
                 old = folder != self.folder and (folder / LOCK_NAME).stat().st_mtime < since
-                if old and is_writers(folder):
+                if old and is_writers(folder) and _nobody_has(folder):
                     freed += sum(_packs_in(folder).values())
                     _delete_folder(folder)
         return freed
 
-    def _show_life(self) -> None:
+    def show_life(self) -> None:
+        """Show other hosts, now and then, that somebody has the folder.
+
+        Raises:
+            OSError: it cannot be shown.
+        """
         now = time.monotonic()
         if now - self._alive_at >= SIGN_OF_LIFE_S:
             os.utime(self._lock)
@@ -299,6 +305,15 @@ def _first_free(root: Path) -> tuple[Path, int]:
             raise
         os.close(fd)
     raise AssertionError
+
+
+def _nobody_has(folder: Path) -> bool:
+    """True if no process of this host has the folder, nor of another as far as locks reach."""
+    fd = open_plain(folder / LOCK_NAME, os.O_RDWR)
+    try:
+        return try_lock(fd)
+    finally:
+        os.close(fd)
 
 
 def _packs_in(folder: Path) -> dict[int, int]:

@@ -22,12 +22,14 @@ from tiered_kv.storage.disk.files import open_plain
 
 from .folder_contents import GONE, FolderReader, pack_name
 from .index_entries import Place
-from .own_folder import OwnFolder, folders_in
+from .own_folder import FULL, OwnFolder, folders_in
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
 """Seconds for which what was read of indexes is taken to be all."""
+NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
+"""Errors of a folder that takes nothing more, and may give what it has."""
 AHEAD = 8
 """Values that the system is told to read before they are asked for."""
 
@@ -66,6 +68,7 @@ class SharedRoot:
             return [outcome] * len(keys)
         try:
             self._refresh(deadline)
+            self._show_life()
             self._breaker.worked()
         except OSError as error:
             return [self._lost(error)] * len(keys)
@@ -106,6 +109,9 @@ class SharedRoot:
             outcomes = self._written().put([(key.name, parts) for key, parts in values], deadline)
             self._breaker.worked()
         except OSError as error:
+            if error.errno in NOT_WRITABLE:  # what others have can be read
+                self._say(f"the shared folder {self._root} takes nothing ({error.strerror})")
+                return [Outcome.FULL] * len(values)
             return [self._lost(error)] * len(values)
         return outcomes
 
@@ -149,6 +155,12 @@ class SharedRoot:
             self._own = OwnFolder(self._root, self._most_bytes)
             self._others.pop(self._own.folder, None)
         return self._own
+
+    def _show_life(self) -> None:
+        """Keep this process's folder from being deleted by others while it only reads."""
+        if self._own is not None:
+            with contextlib.suppress(OSError):
+                self._own.show_life()
 
     def _folders(self) -> list[tuple[Path, dict[bytes, Place]]]:
         """Folders and the places of their values, one's own first."""

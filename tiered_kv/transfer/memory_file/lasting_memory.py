@@ -24,7 +24,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +58,7 @@ class LastingMemory:
         lock: descriptor that holds its lock; closed with this.
         mapped: all of the file; closed with this.
         keep: leave the file there when this is closed.
-        now: seconds of a monotonic clock, when the lock was had.
+        clock: monotonic seconds; read when the lock was had, just before this.
 
     Attributes:
         keep: as given; may be changed until this is closed.
@@ -78,7 +78,7 @@ class LastingMemory:
         header: FileHeader,
         *,
         keep: bool,
-        now: float,
+        clock: Callable[[], float],
     ) -> None:
         geometry = header.geometry
         self.path = path
@@ -96,7 +96,8 @@ class LastingMemory:
             logger.warning("%s: %d slots have torn headers and count as empty", path, len(torn))
             self._table.invalidate(torn)
         self.adopted: Mapping[int, SlotHeader] = found
-        self.rest = Rest.begin(self._table.invalid(), now)
+        self._clock = clock
+        self.rest = Rest.begin(self._table.invalid(), clock())
         self.bundles = self._find_bundles()
         # A slot's bytes have one number, and get another before they change.
         self._tickets: NDArray[np.uint64] = np.zeros(geometry.slots, np.uint64)
@@ -232,7 +233,9 @@ class LastingMemory:
                 if os.fstat(self._fd).st_ino == self.path.lstat().st_ino:
                     self.path.unlink()
         with self._changing:
-            self._table.forget_invalid()  # no copy is under way: none of them need rest
+            # No copy of this process is under way. One of a process before may be.
+            resting = self.rest.slots if self.rest.left_s(self._clock()) else ()
+            self._table.forget_invalid(resting)
             lock = self._let_go()
         unlock(lock)
         os.close(lock)

@@ -111,7 +111,7 @@ def _open_locked(
     path: Path, fd: int, geometry: Geometry, *, keep: bool, clock: Callable[[], float]
 ) -> LastingMemory | None:
     """Open a file of which this process has the lock; None if it had to be deleted."""
-    now, size = clock(), os.fstat(fd).st_size
+    size = os.fstat(fd).st_size
     try:
         header = _usable(fd, size, geometry)
     except ForeignError as error:
@@ -136,7 +136,7 @@ def _open_locked(
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise _no_room(path, geometry) from error
         raise
-    memory = LastingMemory(path, fd, mapped, header, keep=keep, now=now)
+    memory = LastingMemory(path, fd, mapped, header, keep=keep, clock=clock)
     if size:
         logger.info("%s has %d pages from before", path, len(memory.adopted))
     return memory

@@ -13,7 +13,7 @@ all others. Whatever is found valid is therefore whole, header and page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +58,11 @@ class SlotTable:
         """Make every slot invalid that holds something."""
         self._states[self._states > State.INVALID] = State.INVALID
 
-    def forget_invalid(self) -> None:
-        """Have slots that are invalid count as never used."""
-        self._states[self._states == State.INVALID] = State.NEVER_USED
+    def forget_invalid(self, but: Iterable[int]) -> None:
+        """Have slots that are invalid count as never used, but for some."""
+        forgotten = self._states == State.INVALID
+        forgotten[list(but)] = False
+        self._states[forgotten] = State.NEVER_USED
 
     def validate(self, slot: int, header: SlotHeader) -> None:
         """Make a slot valid, whose bytes are those of the page.

@@ -1,0 +1,202 @@
+"""Calls that go wrong: what one leaves behind is not taken for the answer to the next one."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from array import array
+from typing import Any
+
+import pytest
+
+from tests.remote.conftest import MakeServer, keys
+from tests.remote.hostile import hostile_server, value
+from tiered_kv.remote.address import parse_address
+from tiered_kv.remote.base import Outcome, RemoteKey
+from tiered_kv.remote.rendezvous import server_of
+from tiered_kv.remote.valkey.resolver import THREAD_NAME
+from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.testing.conformance.remote import soon
+from tiered_kv.testing.valkey import ValkeyServer
+
+HIT, DOWN, LATE, STORED = Outcome.HIT, Outcome.DOWN, Outcome.LATE, Outcome.STORED
+PASSWORD = "hunter2"
+
+
+def read(store: ValkeyStore, *names: RemoteKey) -> list[bytes | Outcome]:
+    buffer = memoryview(bytearray(1 << 10))
+    found = list[bytes | Outcome]()
+    for _, outcome, nbytes in store.get(names, buffer, soon()):
+        found.append(bytes(buffer[:nbytes]) if outcome is HIT else outcome)
+    return found
+
+
+def filled(server: ValkeyServer, *names: str) -> tuple[ValkeyStore, list[RemoteKey]]:
+    """A store with values that say whose they are."""
+    store, found = ValkeyStore(server.address), keys(*names)
+    assert set(store.put([(key, [key.name]) for key in found], soon())) == {STORED}
+    return store, found
+
+
+def test_more_than_was_asked_for_is_not_the_next_answer() -> None:
+    extra = [value(b"nobody asked for this")]
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"PING":
+            return b"+PONG\r\n"
+        return value(words[1]) + (extra.pop() if extra else b"")
+
+    a, b = keys("a", "b")
+    with hostile_server(answer) as url:
+        store = ValkeyStore(parse_address(url))
+        assert read(store, a) == [b"a"]
+        for key in (b, a, b):
+            assert read(store, key) == [key.name]
+        store.close()
+
+
+def test_an_interrupted_read_leaves_nothing_for_the_next_one(server: ValkeyServer) -> None:
+    store, (a, b) = filled(server, "a", "b")
+    server.pause()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read(store, a)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        server.go_on()
+    assert read(store, b) == [b"b"]
+    store.close()
+
+
+def test_a_read_that_was_left_in_the_middle_leaves_nothing_for_the_next_one(
+    server: ValkeyServer,
+) -> None:
+    store, (a, b, c) = filled(server, "a", "b", "c")
+    left = store.get([a, b], memoryview(bytearray(10)), soon())
+    assert next(left).outcome is HIT
+    assert read(store, c) == [b"c"]
+    store.close()
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_made_anew(server: ValkeyServer) -> None:
+    store, (a,) = filled(server, "a")
+    server.talk(b"CLIENT", b"KILL", b"TYPE", b"normal", b"SKIPME", b"yes")
+    assert store.exists([a], soon()) == [HIT]
+    store.close()
+
+
+def test_a_server_that_repeats_the_password_does_not_put_it_into_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As Valkey does if it does not know the command."""
+
+    def answer(words: list[bytes]) -> bytes:
+        said = b" ".join(b"'%b'" % word for word in words[1:])
+        return b"-ERR unknown command '%b', with args beginning with: %b\r\n" % (words[0], said)
+
+    with hostile_server(answer) as url:
+        store = ValkeyStore(parse_address(url.replace("://", f"://:{PASSWORD}@")))
+        with pytest.raises(Exception, match="takes no password") as raised:
+            store.check(soon())
+        assert store.exists(keys("a"), soon()) == [DOWN]
+        store.close()
+    assert PASSWORD not in str(raised.value)
+    assert "takes no password" in caplog.text
+    assert PASSWORD not in caplog.text
+
+
+def test_values_may_be_in_parts_of_any_items(server: ValkeyServer) -> None:
+    store, (a,) = filled(server, "a")
+    wide = array("H", range(100))
+    assert store.put([(a, [b"head", memoryview(wide)])], soon()) == [STORED]
+    assert read(store, a) == [b"head" + wide.tobytes()]
+    store.close()
+
+
+def test_a_deletion_is_told_to_be_repeated_if_values_may_yet_come(server: ValkeyServer) -> None:
+    store, (a,) = filled(server, "a")
+    server.pause()
+    assert store.put([(a, [b"new"])], time.monotonic() + 0.2) == [LATE]
+    server.go_on()
+    assert not store.delete([a], soon()), "the server may read it after this"
+    assert store.delete([a], soon())
+    assert store.exists([a], soon()) == [Outcome.MISS]
+    store.close()
+
+
+def test_a_silent_server_does_not_hide_what_lies_on_the_others(make_server: MakeServer) -> None:
+    servers = [make_server() for _ in range(2)]
+    store = ValkeyStore(parse_address("valkey://" + ",".join(str(one.server) for one in servers)))
+    labels = [str(one.server).encode() for one in servers]
+    names = [RemoteKey(b"%d" % at, b"run %d" % at) for at in range(16)]
+    good = [at for at, key in enumerate(names) if server_of(key.run, labels) == 1]
+    assert 0 < len(good) < len(names)
+    assert set(store.put([(key, [b"value"]) for key in names], soon())) == {STORED}
+    servers[0].pause()
+    first = store.exists(names, time.monotonic() + 0.5)
+    assert {first[at] for at in good} == {HIT}
+    until = time.monotonic() + 30.0
+    while store.exists(names, time.monotonic() + 0.5).count(LATE):
+        assert time.monotonic() < until, "the silent one is asked for ever"
+    assert store.exists(names, soon()).count(HIT) == len(good)
+    servers[0].go_on()
+    store.close()
+
+
+# -- connecting ---------------------------------------------------------------------------
+
+
+def test_all_addresses_of_a_name_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        place = listener.getsockname()
+        waiting = [socket.socket() for _ in range(8)]  # with these it takes no more
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(place)
+        found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", place)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found] * 4)
+        store, began = ValkeyStore(parse_address("valkey://several.example:6379")), time.monotonic()
+        assert store.exists(keys("a"), began + 1.0) == [LATE]
+        assert time.monotonic() - began < 2.5, "each had all of it"
+        store.close()
+        for one in waiting:
+            one.close()
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for_no_longer_than_asked(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, real = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, port: int, *more: Any, **named: Any) -> Any:
+        if host != "name.example" or named["flags"] & socket.AI_NUMERICHOST:
+            return real(host, port, *more, **named)
+        answers.wait()
+        return real("127.0.0.1", port, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    store = ValkeyStore(parse_address(f"valkey://name.example:{server.port}"))
+    assert store.exists(keys("a"), time.monotonic() + 0.1) == [LATE]
+    answers.set()
+    until = time.monotonic() + 30.0
+    while store.exists(keys("a"), soon()) != [Outcome.MISS]:
+        assert time.monotonic() < until
+    answers.clear()  # and known addresses are used meanwhile
+    server.talk(b"CLIENT", b"KILL", b"TYPE", b"normal", b"SKIPME", b"yes")
+    assert store.exists(keys("a"), soon()) == [Outcome.MISS]
+    answers.set()
+    store.close()
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join()

@@ -1,0 +1,106 @@
+"""Tables of codecs that are evicted, damaged, or of a codec that nobody here knows."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.storage.test_remote_pages import BANDWIDTH, SITE, smooth_page
+from tiered_kv.codecs.base import Codec, PageFormat
+from tiered_kv.codecs.registry import from_table, parse
+from tiered_kv.remote.address import parse_address
+from tiered_kv.remote.base import RemoteKey
+from tiered_kv.remote.page_record import table_name
+from tiered_kv.storage import codec_tables
+from tiered_kv.storage.codec_tables import TABLE_PREFIX, FromTable
+from tiered_kv.storage.make_store import make_store
+from tiered_kv.storage.remote_pages import RemotePages
+from tiered_kv.storage.shared_root import root_store
+from tiered_kv.testing.conformance.remote import soon
+from tiered_kv.testing.conformance.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
+from tiered_kv.testing.valkey import ValkeyServer
+
+PAGES = 20
+
+
+@pytest.fixture(autouse=True)
+def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_store, "REFRESH_S", 0.0)
+
+
+def open_at(address: str, codec: str = "raw", make: FromTable = from_table) -> RemotePages:
+    way = partial(make_store, parse_address(address))
+    return RemotePages(way, SITE, parse(codec)(PAGE_FORMAT), make, BANDWIDTH)
+
+
+def open_pages(
+    root: Path, codec: str = "raw", gib: float = 0.1, make: FromTable = from_table
+) -> RemotePages:
+    return open_at(f"file://{root}?gib={gib}", codec, make)
+
+
+def put(pages: RemotePages, first: int) -> None:
+    some = range(first, first + PAGES)
+    assert not pages.put([(page_key(number), smooth_page(number)) for number in some])
+
+
+def put_trained(pages: RemotePages) -> Codec:
+    """Put pages by a codec with a table."""
+    put(pages, 0)
+    while (codec := pages.codec_of_new_pages) is None:
+        time.sleep(0.01)
+    put(pages, 0)
+    assert codec.table
+    return codec
+
+
+def test_a_table_is_put_again_when_it_is_gone(tmp_path: Path) -> None:
+    """A folder deletes its oldest values for new ones."""
+    ours, at = open_pages(tmp_path, "centred", gib=0.001), 100
+    put_trained(ours)
+    while ours.counters()["remote_bytes_written"] < 3 << 20:
+        put(ours, at)
+        at += PAGES
+    ours.close()
+    theirs, out = open_pages(tmp_path), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
+    newest = page_key(at - 1)
+    assert not theirs.exists([newest], 20.0)
+    assert not theirs.get([(newest, out)])
+    theirs.close()
+
+
+def test_a_table_that_was_damaged_is_counted_and_read_again(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_tables, "AGAIN_S", 0.0)
+    ours, damaging = open_at(server.url, "centred"), make_store(server.address)
+    codec = put_trained(ours)
+    name = TABLE_PREFIX + FINGERPRINT + table_name(codec.codec_id, codec.table)
+    damaging.put([(RemoteKey(name, name), [b"damaged" * 10])], soon())
+    theirs, out = open_at(server.url), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
+    assert theirs.get([(page_key(1), out)]) == {0}
+    assert theirs.counters()["remote_pages_bad"] == 1
+    put(ours, 0)  # and the table with them
+    assert not theirs.get([(page_key(1), out)])
+    for one in (ours, theirs, damaging):
+        one.close()
+
+
+def test_a_strange_codec_spoils_no_neighbour(tmp_path: Path) -> None:
+    def make(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
+        if table:  # as a codec of one's own may do with a table of its next version
+            raise KeyError("version 2")
+        return from_table(codec_id, table, page_format)
+
+    ours, raw = open_pages(tmp_path, "centred"), open_pages(tmp_path)
+    theirs, good = open_pages(tmp_path, make=make), page_key(50)
+    put_trained(ours)
+    assert not raw.put([(good, page_bytes(good))])
+    out = np.zeros((2, PAGE_FORMAT.page_bytes), np.uint8)
+    assert theirs.get([(page_key(0), out[0]), (good, out[1])]) == {0}
+    for one in (ours, raw, theirs):
+        one.close()

@@ -1,0 +1,141 @@
+"""After a cache reset no page of before it is served, whatever happened when it was put."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.storage.test_remote_pages import BANDWIDTH, SITE
+from tiered_kv.codecs.registry import from_table, parse
+from tiered_kv.keys import PageKey
+from tiered_kv.remote import breaker
+from tiered_kv.remote.address import parse_address
+from tiered_kv.storage import late_deletion, remote_pages
+from tiered_kv.storage.disk.files import open_plain
+from tiered_kv.storage.make_store import make_store
+from tiered_kv.storage.remote_pages import RemotePages
+from tiered_kv.storage.shared_root import own_folder
+from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
+from tiered_kv.testing.valkey import ValkeyServer
+
+
+@pytest.fixture(autouse=True)
+def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_deletion, "FIRST_PAUSE_S", 0.1)
+
+
+def open_at(address: str) -> RemotePages:
+    way = partial(make_store, parse_address(address))
+    return RemotePages(way, SITE, parse("raw")(PAGE_FORMAT), from_table, BANDWIDTH)
+
+
+def put(pages: RemotePages, *keys: PageKey) -> frozenset[int]:
+    return pages.put([(key, page_bytes(key)) for key in keys])
+
+
+def reset(pages: RemotePages) -> None:
+    """Delete everything, as the I/O thread does it, and wait until it is done."""
+    pages.clear()
+    pages.close()
+    for thread in threading.enumerate():
+        if thread.name == late_deletion.THREAD_NAME:
+            thread.join()
+
+
+def found(address: str, *keys: PageKey, run: PageKey | None = None) -> list[PageKey]:
+    """Keys that another engine gets."""
+    theirs, out = open_at(address), np.zeros((len(keys), PAGE_FORMAT.page_bytes), np.uint8)
+    if run is not None:
+        theirs.place(keys, [run] * len(keys))
+    bad = theirs.get([(key, out[at]) for at, key in enumerate(keys)])
+    theirs.close()
+    return [key for at, key in enumerate(keys) if at not in bad]
+
+
+@contextmanager
+def mount_failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Indexes of folders cannot be written."""
+
+    def failing(path: Path, flags: int) -> int:
+        if path.name == "index":
+            raise OSError(errno.EIO, "the mount")
+        return open_plain(path, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_folder, "open_plain", failing)
+        yield
+
+
+def test_the_folder_is_caught_up_with_that_has_the_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, key = f"file://{tmp_path}?gib=0.1", page_key(1)
+    neighbour, ours = open_at(address), open_at(address)
+    assert not put(neighbour, page_key(2))
+    assert not put(ours, key)
+    neighbour.close()  # its folder is free now, and comes before ours
+    with mount_failing(monkeypatch):
+        assert put(ours, page_key(3)) == {0}
+    reset(ours)  # while the folder is left alone
+    assert not found(address, key)
+
+
+def test_pages_are_deleted_on_the_servers_of_their_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own pages are remembered for longer than what was looked up."""
+    monkeypatch.setattr(remote_pages, "CALL_S", 20.0)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with ValkeyServer(folders[0]) as one, ValkeyServer(folders[1]) as two:
+        address, run = f"valkey://{one.server},{two.server}", page_key(0)
+        ours, keys = open_at(address), [page_key(number) for number in range(64)]
+        with monkeypatch.context() as patch:
+            patch.setattr(remote_pages, "MOST_RUNS", 16)
+            for at in range(0, 64, 8):
+                some = keys[at : at + 8]
+                ours.place(some, [run] * 8)
+                assert not put(ours, *some)
+        assert found(address, *keys, run=run) == keys
+        reset(ours)
+        assert not found(address, *keys, run=run)
+
+
+def test_what_a_server_took_and_could_not_say_in_time_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ValkeyServer(tmp_path) as server:
+        ours, key, other = open_at(server.url), page_key(1), page_key(2)
+        assert not put(ours, other)
+        monkeypatch.setattr(remote_pages, "CALL_S", 0.3)
+        server.pause()
+        assert put(ours, key) == {0}
+        server.go_on()
+        monkeypatch.setattr(remote_pages, "CALL_S", 20.0)
+        while found(server.url, key) != [key]:  # it is asked again after a while
+            time.sleep(0.05)
+        reset(ours)
+        assert not found(server.url, key, other)
+
+
+def test_what_a_folder_took_though_it_failed_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
+    address = f"file://{tmp_path}?gib=0.1"
+    ours, key, other = open_at(address), page_key(1), page_key(2)
+    assert not put(ours, page_key(3))
+    with mount_failing(monkeypatch):
+        assert put(ours, key) == {0}
+    assert not put(ours, other)  # writes the index anew, with both
+    reset(ours)
+    assert not found(address, key, other)
