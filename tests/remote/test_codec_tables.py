@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.storage.test_remote_pages import BANDWIDTH, SITE, smooth_page
+from tests.remote.open_pages import open_at
+from tests.storage.test_remote_pages import smooth_page
 from tiered_kv.codecs.base import Codec, PageFormat
-from tiered_kv.codecs.registry import from_table, parse
-from tiered_kv.remote.address import parse_address
+from tiered_kv.codecs.registry import from_table
 from tiered_kv.remote.base import RemoteKey
 from tiered_kv.remote.page_record import table_name
 from tiered_kv.storage import codec_tables
@@ -30,11 +29,6 @@ PAGES = 20
 @pytest.fixture(autouse=True)
 def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root_store, "REFRESH_S", 0.0)
-
-
-def open_at(address: str, codec: str = "raw", make: FromTable = from_table) -> RemotePages:
-    way = partial(make_store, parse_address(address))
-    return RemotePages(way, SITE, parse(codec)(PAGE_FORMAT), make, BANDWIDTH)
 
 
 def open_pages(

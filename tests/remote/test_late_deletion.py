@@ -7,20 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.storage.test_remote_pages import BANDWIDTH, SITE
-from tiered_kv.codecs.registry import from_table, parse
+from tests.remote.open_pages import open_at
 from tiered_kv.keys import PageKey
 from tiered_kv.remote import breaker
-from tiered_kv.remote.address import parse_address
 from tiered_kv.storage import late_deletion, remote_pages
 from tiered_kv.storage.disk.files import open_plain
-from tiered_kv.storage.make_store import make_store
 from tiered_kv.storage.remote_pages import RemotePages
 from tiered_kv.storage.shared_root import own_folder
 from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key
@@ -30,11 +26,6 @@ from tiered_kv.testing.valkey import ValkeyServer
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_deletion, "FIRST_PAUSE_S", 0.1)
-
-
-def open_at(address: str) -> RemotePages:
-    way = partial(make_store, parse_address(address))
-    return RemotePages(way, SITE, parse("raw")(PAGE_FORMAT), from_table, BANDWIDTH)
 
 
 def put(pages: RemotePages, *keys: PageKey) -> frozenset[int]:

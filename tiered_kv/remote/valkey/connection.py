@@ -146,8 +146,7 @@ class Connection:
         poll.poll(1e3 * self._left_s())
 
     def _check_deadline(self) -> None:
-        if time.monotonic() >= self.deadline:
-            raise TimeoutError("the deadline is over")
+        self._left_s()
 
     def _left_s(self) -> float:
         left = self.deadline - time.monotonic()

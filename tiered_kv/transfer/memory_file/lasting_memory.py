@@ -58,7 +58,7 @@ class LastingMemory:
         lock: descriptor that holds its lock; closed with this.
         mapped: all of the file; closed with this.
         keep: leave the file there when this is closed.
-        clock: monotonic seconds; read when the lock was had, just before this.
+        clock: monotonic seconds. The lock was had before this is made.
 
     Attributes:
         keep: as given; may be changed until this is closed.

@@ -1,0 +1,19 @@
+"""Pages in a remote store of any address."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.storage.test_remote_pages import BANDWIDTH, SITE
+from tiered_kv.codecs.registry import from_table, parse
+from tiered_kv.remote.address import parse_address
+from tiered_kv.storage.codec_tables import FromTable
+from tiered_kv.storage.make_store import make_store
+from tiered_kv.storage.remote_pages import RemotePages
+from tiered_kv.testing.conformance.store import PAGE_FORMAT
+
+
+def open_at(address: str, codec: str = "raw", make: FromTable = from_table) -> RemotePages:
+    """Open a rank's pages, as another engine would."""
+    way = partial(make_store, parse_address(address))
+    return RemotePages(way, SITE, parse(codec)(PAGE_FORMAT), make, BANDWIDTH)
