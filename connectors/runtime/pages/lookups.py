@@ -31,7 +31,8 @@ class _Question(NamedTuple):
 
     Attributes:
         context: pages of their group from the beginning, as far as there are any.
-        start, tokens: tokens before the pages; tokens that they may spare.
+        start, tokens: tokens before the pages; tokens that may be spared, those of pages that a
+            later question asks for included: without an answer to this one they are computed too.
     """
 
     tier: LowerTier
@@ -124,7 +125,7 @@ class Lookups:
                 continue  # the next one is known not to be there: those behind it are of no use
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
             if unknown:
-                yield _Question(tier, unknown, keys, end * size, len(unknown) * size)
+                yield _Question(tier, unknown, keys, end * size, (stop - end) * size)
 
     def _ends(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
         """Pages of the other groups at boundaries before the end of what there is of those."""

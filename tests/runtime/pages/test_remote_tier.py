@@ -212,6 +212,31 @@ def test_a_store_that_is_stopped_holds_nobody_up(make_rig: MakeRig, server: Valk
     rig.check_clean()
 
 
+def test_an_answer_is_waited_for_as_long_as_all_of_the_prompt_is_worth(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    """Without the answer for its first pages the others are computed as well."""
+    rig = make_rig(extra=remote(server), max_batched_tokens=2048, max_model_len=2048, blocks=200)
+    prompt = text(100 * 16, seed=7)
+    rig.gaps.prefills.fit.observe(0, len(prompt), 160.0)
+    server.pause()
+    try:
+        rig.add("long", prompt)
+        rig.step()
+        rig.now += 6.0  # more than a twentieth for the first 64 pages, less than for all 100
+        rig.step()
+        assert not rig.outputs["long"]
+        assert rig.count("lookups_overdue") == 0
+        rig.now += 3.0
+        rig.step()
+        assert rig.count("lookups_overdue") == 1
+    finally:
+        server.go_on()
+    rig.run()
+    assert rig.outputs["long"] == expected(prompt, 4)
+    rig.check_clean()
+
+
 def test_a_store_that_writes_slowly_does_not_keep_an_idle_engine_stepping(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:

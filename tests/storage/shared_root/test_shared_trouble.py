@@ -27,10 +27,12 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("locked", [True, False], ids=["locked", "no locks"])
+@pytest.mark.parametrize("looks", [True, False], ids=["looks", "reads alone"])
 def test_the_folder_of_an_engine_that_only_reads_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool, looks: bool
 ) -> None:
-    """Its lock tells this host, and its sign of life all others."""
+    """Its lock tells this host, and its sign of life all others. The first rank looks pages up,
+    and the others read them alone."""
     reader, (one, other) = SharedRoot(tmp_path, MOST), keys("one", "other")
     assert reader.put([(one, [b"x" * 1000])], soon()) == [Outcome.STORED]
     lock = next(tmp_path.glob("*/lock"))
@@ -38,7 +40,11 @@ def test_the_folder_of_an_engine_that_only_reads_stays(
     if not locked:
         monkeypatch.setattr(own_folder, "_nobody_has", lambda _: True)
         monkeypatch.setattr(own_folder, "SIGN_OF_LIFE_S", 0.0)
-    assert reader.exists([one], soon()) == [Outcome.HIT]
+    if looks:
+        assert reader.exists([one], soon()) == [Outcome.HIT]
+    else:
+        (got,) = reader.get([one], memoryview(bytearray(1000)), soon())
+        assert got.outcome is Outcome.HIT
     writer = SharedRoot(tmp_path, MOST)
     monkeypatch.setattr(own_folder, "KEPT_FREE", 1.0)  # room is short
     writer.put([(other, [b"y" * 1000])], soon())

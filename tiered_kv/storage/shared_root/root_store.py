@@ -66,9 +66,9 @@ class SharedRoot:
         """See ``RemoteStore``."""
         if (outcome := self._not_now(deadline)) is not None:
             return [outcome] * len(keys)
+        self._show_life()
         try:
             self._refresh(deadline)
-            self._show_life()
             self._breaker.worked()
         except OSError as error:
             return [self._lost(error)] * len(keys)
@@ -83,6 +83,7 @@ class SharedRoot:
         if (outcome := self._not_now(deadline)) is not None:
             yield from (Got(at, outcome) for at in range(len(keys)))
             return
+        self._show_life()
         at = 0
         with contextlib.ExitStack() as stack:
             try:
