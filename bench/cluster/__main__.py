@@ -62,7 +62,7 @@ def measure(
     model: Path, tokens: int, rounds: int, seed: int, *, ranks: bool, shared: bool, tell: Tell
 ) -> dict[str, Any]:
     """Move jobs, and place them at random."""
-    whole = tokens // BLOCK * BLOCK + 1
+    whole = tokens // BLOCK * BLOCK
     shape = Shape(model=model, tokens=whole + 64 + moved.ANSWER, contexts=2 * JOBS + COLD + 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

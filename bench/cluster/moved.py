@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from tiered_kv.bench.restore import BLOCK
-
 from .replicas import Replica
 from .turns import Answer, ask, shared_pages
 
@@ -22,14 +20,14 @@ class Moved:
     """Figures of moved jobs.
 
     Attributes:
-        remote_share: share of the first turns' whole blocks that the second replica had from the
-            store.
-        equal: both replicas give the same answers to the second turns of jobs that the second had
-            whole from the store. What it computed instead it computed in other shapes, which is
-            enough to turn a near tie: the same happens without a store.
+        remote_share: share of the first turns' tokens that the second replica had from the store.
+        equal: the second turns of jobs that the second replica had whole from the store have the
+            answers that the first gives to the same turns where it finds its own KV alone. Both
+            compute the same tokens in the same shapes. What the second computed instead it computed
+            in other shapes, which is enough to turn a near tie, and is not compared.
         compared: tokens of these answers.
-        logprob_difference: largest difference of a token's logprob between the two, over all
-            jobs, up to the first token that differs: behind it they follow different texts.
+        logprob_difference: largest difference of a token's logprob between the two, up to the first
+            token that differs: behind it they follow different texts.
         cold_ms, moved_ms: median first token of prompts of that length that nobody has, and of
             the moved ones.
         speedup: the first over the second.
@@ -60,8 +58,7 @@ def move(
     """Ask first turns here, and second turns there.
 
     Args:
-        prompts: of the first turns, a token longer than a number of blocks: then no partial block
-            lacks on the other side, and both compute the same tokens in the same shapes.
+        prompts: of the first turns, whole blocks.
         cold: prompts of the same length as the second turns.
     """
     longer = [[*prompt, *prompt[100 : 100 + ADDED]] for prompt in prompts]
@@ -77,21 +74,18 @@ def move(
         if at < len(cold):
             computed.append(ask(second.client, f"cold {at}", cold[at]))
     differences, same, count = [0.0], True, 0
-    sizes = [len(prompt) // BLOCK * BLOCK for prompt in prompts]
-    from_store = [one.sources.get("remote_tokens", 0) for one in moved]
-    for at, prompt in enumerate(longer):
+    found = [one.sources.get("remote_tokens", 0) for one in moved]
+    for at in [at for at, prompt in enumerate(prompts) if found[at] == len(prompt)]:
         tell("answers compared")
-        ask(first.client, f"job {at}", prompt)
-        here = ask(first.client, f"job {at}", prompt, answer=ANSWER)
-        there = ask(second.client, f"job {at}", prompt, answer=ANSWER)
+        there = ask(second.client, f"job {at}", longer[at], answer=ANSWER)
+        here = _without_store(first, f"stays {at}", prompts[at], longer[at])
+        same = same and here.tokens == there.tokens
+        count += len(here.tokens)
         differences.append(logprob_difference(here, there))
-        if from_store[at] == sizes[at]:
-            same = same and here.tokens == there.tokens
-            count += len(here.tokens)
     cold_ms = statistics.median(one.ms for one in computed)
     moved_ms = statistics.median(one.ms for one in moved)
     return Moved(
-        remote_share=sum(from_store) / sum(sizes),
+        remote_share=sum(found) / sum(map(len, prompts)),
         equal=same and count > 0,
         compared=count,
         logprob_difference=max(differences),
@@ -100,6 +94,15 @@ def move(
         speedup=cold_ms / moved_ms,
         pages=pages,
     )
+
+
+def _without_store(
+    replica: Replica, job: str, first: Sequence[int], second: Sequence[int]
+) -> Answer:
+    """The answer to a job's second turn where nobody else can have any of its KV."""
+    ask(replica.client, job, first, salt=job)
+    ask(replica.client, job, second, salt=job)
+    return ask(replica.client, job, second, answer=ANSWER, salt=job)
 
 
 def logprob_difference(one: Answer, other: Answer) -> float:

@@ -36,8 +36,18 @@ class Answer:
     logprobs: tuple[float, ...]
 
 
-def ask(client: httpx.Client, job: str, prompt: Sequence[int], *, answer: int = 1) -> Answer:
+def ask(
+    client: httpx.Client,
+    job: str,
+    prompt: Sequence[int],
+    *,
+    answer: int = 1,
+    salt: str | None = None,
+) -> Answer:
     """Ask a turn of a job for so many tokens.
+
+    Args:
+        salt: of the caches, within which alone anything is found again.
 
     Raises:
         httpx.HTTPError: it was not answered.
@@ -51,6 +61,7 @@ def ask(client: httpx.Client, job: str, prompt: Sequence[int], *, answer: int = 
         "logprobs": 1,
         "return_tokens_as_token_ids": True,
         "kv_transfer_params": {"job_id": job},
+        **({"cache_salt": salt} if salt is not None else {}),
     }
     began = time.perf_counter()
     response = client.post("/v1/completions", json=body).raise_for_status().json()

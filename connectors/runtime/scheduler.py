@@ -138,9 +138,9 @@ class SchedulerHalf:
         turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
-        restores, admission = self.pages.restores, self.admission
-        later = self.pages.dispatch.begins_anew(turn) or admission.pressure.defer_new
-        if later or admission.queue.holds_in_queue(turn):
+        restores, promotions, admission = self.pages.restores, self.pages.promotions, self.admission
+        later = self.pages.dispatch.begins_anew(turn) or promotions.waits_for_answer(turn)
+        if later or admission.pressure.defer_new or admission.queue.holds_in_queue(turn):
             return None, False
         admission.pressure.for_waiting(turn, num_computed, self.step)
         restores.withdraw(turn)
@@ -149,7 +149,7 @@ class SchedulerHalf:
         if not turn.may_restore:
             return 0, False
         fits = partial(admission.pressure.fits, turn, num_computed, self.step)
-        prefill, promotions = self.gaps.prefills.fit, self.pages.promotions
+        prefill = self.gaps.prefills.fit
         if restores.comes_later(turn, num_computed) or promotions.still_coming(turn, prefill, fits):
             return None, False
         below = promotions.in_pieces(turn)

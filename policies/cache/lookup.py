@@ -29,12 +29,13 @@ def pages_asked(lookups: int, unknown: int) -> int:
     return min(unknown, FIRST_LOOKUP) if lookups == 0 else unknown
 
 
-def answer_wait_s(compute_s: float | None) -> float:
+def answer_wait_s(compute_s: float, *, measured: bool) -> float:
     """Longest wait for the answer, seconds.
 
     Args:
-        compute_s: time to compute the pages' tokens, seconds; None if unknown.
+        compute_s: time to compute the pages' tokens, seconds; 0 if unknown.
+        measured: True if a prefill was measured. An estimate, which is of a machine that computes
+            at its best, can only make the wait longer.
     """
-    if compute_s is None:
-        return LOOKUP_S
-    return min(max(LOOKUP_S, LOOKUP_SHARE * compute_s), compute_s)
+    longest = max(LOOKUP_S, LOOKUP_SHARE * compute_s)
+    return min(longest, compute_s) if measured else longest

@@ -98,8 +98,8 @@ class Lookups:
         """Put the questions; gives the orders and the longest wait for their answers, seconds."""
         orders, waits = set[OrderId](), 0.0
         for tier, keys, context, start, tokens in questions:
-            compute_s = prefill.seconds(start, tokens) if prefill.measured else None
-            wait_s = answer_wait_s(compute_s)
+            compute_s = prefill.seconds(start, tokens)
+            wait_s = answer_wait_s(compute_s, measured=prefill.measured)
             order = tier.ask(keys, context, wait_s)
             if order is not None:
                 orders.add(order)

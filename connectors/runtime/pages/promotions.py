@@ -235,6 +235,14 @@ class Promotions:
         for tier in self._tiers.values():
             tier.pages.index.touch(keys)
 
+    def waits_for_answer(self, turn: Turn) -> bool:
+        """True if a turn has begun to wait for a store's answer, which is not there and not late.
+        Quickly told, as it is asked for in each step."""
+        state = turn.tiers
+        if not state.asking or state.waits_since is None or self._clock() >= state.answers_until:
+            return False
+        return any(map(self._book.under_way, state.awaits))
+
     def still_coming(self, turn: Turn, prefill: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote for a turn that is asked for, and tell whether the engine shall ask again later:
         pages worth waiting for, slots for them, or answers, are on their way.
