@@ -319,8 +319,7 @@ class SchedulerHalf:
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
         if has_kv and turn.pages.fingerprints:
-            last, context = pages.saves.finish(turn)
-            save = last.order_id if last else None
+            save, context = pages.saves.finish(turn)
         if turn.hints.is_last_step:
             self._release_first(turn)
         self.admission.gate.on_ended(turn, over=turn.hints.is_last_step, gone=not request.answered)

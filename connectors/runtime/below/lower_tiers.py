@@ -6,6 +6,7 @@ others may want. For the way up see ``promotions``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,8 +49,9 @@ class LowerTiers:
         self._tiers = tiers
         self._own = [tier for tier in tiers.values() if not tier.spec.shared]
         self._shared = [tier for tier in tiers.values() if tier.spec.shared]
-        self._after_save: dict[OrderId, Sequence[PageKey]] = {}
-        self._share_after: dict[OrderId, Sequence[PageKey]] = {}
+        # By save, the pages of each turn that waits for it.
+        self._after_save: defaultdict[OrderId, list[Sequence[PageKey]]] = defaultdict(list)
+        self._share_after: defaultdict[OrderId, list[Sequence[PageKey]]] = defaultdict(list)
 
     def each(self) -> Iterator[tuple[StoreId, LowerTier]]:
         """The tiers, fastest first, by their stores."""
@@ -79,7 +81,7 @@ class LowerTiers:
     def demote(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
         """Order a turn's pages down, once their save ``after`` has settled."""
         if after is not None:
-            self._after_save[after] = keys
+            self._after_save[after].append(keys)
         else:
             self._demote(keys)
 
@@ -92,7 +94,7 @@ class LowerTiers:
         if not self._shared:
             return
         if after is not None:
-            self._share_after[after] = keys
+            self._share_after[after].append(keys)
         else:
             self._share(keys)
 
@@ -108,9 +110,9 @@ class LowerTiers:
             tier.demote_ahead()
 
     def _saved(self, order_id: OrderId) -> None:
-        if (down := self._after_save.pop(order_id, None)) is not None:
+        for down in self._after_save.pop(order_id, ()):
             self._demote(down)
-        if (shared := self._share_after.pop(order_id, None)) is not None:
+        for shared in self._share_after.pop(order_id, ()):
             self._share(shared)
 
     def _demote(self, keys: Sequence[PageKey]) -> None:

@@ -197,7 +197,7 @@ class GapManager:
 
         Args:
             pages: pages of its context, first to last.
-            save: the order that saves the last of them, if there is one.
+            save: the order after which all of them are in CPU memory; None if they are.
             has_kv: True if its blocks hold what they should.
         """
         job = turn.job

@@ -49,7 +49,7 @@ class OpenGap:
         pages: pages of its context, first to last, until that is decided for good; those of all
             open gaps would take much memory.
         sketch: beginning of its context.
-        save: the order that saves the last of its pages, if there is one.
+        save: the order after which all its pages are in CPU memory; None if they are.
         since: when the turn ended, seconds on the scheduler's clock.
         unread: True while the tool call is being read.
         saved: True if its context has pages outside VRAM.

@@ -52,6 +52,7 @@ class Saves:
         self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
         self.unsent: list[SaveOrder] = []
         self.over = 0
+        self._latest: OrderId | None = None
         self._last_of_turn: dict[OrderId, list[PageKey]] = {}
 
     def take(self) -> tuple[SaveOrder, ...]:
@@ -119,14 +120,15 @@ class Saves:
             turn.save.bounded[key] = None
             self._order(filled)
 
-    def finish(self, turn: Turn) -> tuple[SaveOrder | None, list[PageKey]]:
+    def finish(self, turn: Turn) -> tuple[OrderId | None, list[PageKey]]:
         """Save the blocks that a turn filled last, and its end, which fills no block.
 
         All its pages then count as just used, the end of the context as the least
         valuable: a prefix without its end is a hit, an end without its prefix is none.
 
         Returns:
-            The last save of the turn, if there is one, and all its pages, first to last.
+            The save after which all its pages are there, None if they are; and these pages, first
+            to last.
         """
         turn.save.due = None
         if not turn.save.cursors:
@@ -140,12 +142,14 @@ class Saves:
         self._remember_prompt_end(turn)
         if end is not None:
             self._add_end(turn, end, filled)
-        order, context = self._order(filled), self._context(turn)
-        if order is None:
-            self._planner.index.touch(reversed(context))
-        else:  # its pages can be touched once they are there
-            self._last_of_turn[order.order_id] = context[::-1]
-        return order, context
+        self._order(filled)
+        # Without pages to save now, those of the last step may be on their way.
+        last, context = self._latest, self._context(turn)
+        if last is not None and self._planner.under_way(last):
+            self._last_of_turn.setdefault(last, []).extend(reversed(context))
+            return last, context
+        self._planner.index.touch(reversed(context))
+        return None, context
 
     def _context(self, turn: Turn) -> list[PageKey]:
         """The turn's pages so far, first to last."""
@@ -309,10 +313,9 @@ class Saves:
             ids = [b.block_id for b in blocks[start:full]]
             filled[at].update(zip(keys[start:full], ids, strict=True))
 
-    def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> SaveOrder | None:
-        """Order saves of pages, by group; the last of these orders."""
-        orders = self.capture([self._worth_a_slot(pages) for pages in filled])
-        return orders[-1] if orders else None
+    def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> None:
+        """Order saves of pages, by group."""
+        self.capture([self._worth_a_slot(pages) for pages in filled])
 
     def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
         book, index = self._planner, self._planner.index
@@ -330,6 +333,7 @@ class Saves:
                 self._pool.hold([self._pool.blocks[block] for block in order.blocks])
                 self.unsent.append(order)
                 orders.append(order)
+                self._latest = order.order_id
         return orders
 
     def _give_up(self, block_ids: Sequence[int]) -> None:

@@ -124,6 +124,20 @@ def test_pages_beyond_those_under_way_wait_and_the_rest_is_counted(
     rig.check_clean()
 
 
+def test_a_turn_that_ends_with_a_whole_page_is_written_to_its_end(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
+    """Nothing is left to save then, while the last step's pages are still on their way."""
+    rig = make_rig(extra=remote(server, slots=128), max_batched_tokens=2048)
+    prompts = {name: text(320, seed=at) for at, name in enumerate(("one", "two"))}
+    for name, prompt in prompts.items():
+        rig.add(name, prompt, 1, params={"job_id": name})
+    rig.run()
+    settle(rig)
+    assert pages_in(server) == 40
+    rig.check_clean()
+
+
 def test_new_pages_alone_are_written(make_rig: MakeRig, server: ValkeyServer) -> None:
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     ask(rig, "first", job_id="job")
