@@ -13,8 +13,8 @@ is not longer than these."""
 LOOKUP_S = 0.05
 """Seconds that a turn waits for a store's answer; less if computing takes less."""
 LOOKUP_SHARE = 0.05
-"""Share of the time to compute the pages that a turn waits if that is more: answers that never come
-make its first token a tenth later at most, with both times."""
+"""Share of the time to compute the rest of its prompt that a turn waits if that is more: answers
+that never come make its first token a tenth later at most, with both times."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:
@@ -33,7 +33,7 @@ def answer_wait_s(compute_s: float, *, measured: bool) -> float:
     """Longest wait for the answer, seconds.
 
     Args:
-        compute_s: time to compute the pages' tokens, seconds; 0 if unknown.
+        compute_s: time to compute what the answer may spare, seconds; 0 if unknown.
         measured: True if a prefill was measured. An estimate, which is of a machine that computes
             at its best, can only make the wait longer.
     """
