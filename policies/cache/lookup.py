@@ -13,8 +13,8 @@ is not longer than these."""
 LOOKUP_S = 0.05
 """Seconds that a turn waits for a store's answer; less if computing takes less."""
 LOOKUP_SHARE = 0.05
-"""Share of the time to compute the rest of its prompt that a turn waits if that is more: answers
-that never come make its first token a tenth later at most, with both times."""
+"""Share of the time to compute the rest of its prompt that a turn waits if that is more. Both
+lookups together make its first token a tenth later at most if no answer comes."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:
