@@ -220,7 +220,9 @@ def _spawn(command: list[str], env: Mapping[str, str], log: IO[bytes]) -> subpro
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        # In this session: Linux gives each session a scheduling group (autogroup), and beside that
+        # of a busy engine a client, or a store, may wait for seconds for a core.
+        process_group=0,
     )
 
 
