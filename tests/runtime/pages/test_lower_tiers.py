@@ -306,6 +306,18 @@ def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> Non
     rig.check_clean()
 
 
+def test_a_turn_that_ends_with_a_whole_page_goes_to_ssd_to_its_end(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """Nothing is left to save then, while the last step's pages are still on their way."""
+    rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=2048)
+    rig.policy = Long()
+    rig.add("first", CONTEXT, 1, params={"job_id": "j"})
+    rig.run()
+    assert rig.count("pages_demoted") == 20
+    rig.check_clean()
+
+
 def test_segments_die_and_what_was_used_survives(make_rig: MakeRig, tmp_path: Path) -> None:
     """A capacity of a few hundred pages, and thousands of them."""
     rig = make_rig(extra=tiers(tmp_path, ssd_gib=0.004))
