@@ -145,6 +145,15 @@ def test_a_server_is_there_inside_the_block_and_gone_after_it(tmp_path: Path) ->
     server.stop()
 
 
+def test_a_server_has_a_group_of_its_own_in_the_session_of_its_client(tmp_path: Path) -> None:
+    """Beside a busy session, processes of another may wait for seconds for a core."""
+    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{HEALTHY}")
+    with VllmServer(options, tmp_path / "a.log") as server:
+        child = child_of(server)
+        assert os.getsid(child) == os.getsid(0)
+        assert os.getpgid(child) != os.getpgid(0)
+
+
 def test_what_a_server_leaves_in_the_temporary_folder_goes_with_it(tmp_path: Path) -> None:
     leaves = "import os, pathlib, tempfile\n"
     leaves += "scratch = pathlib.Path(tempfile.gettempdir())\n"
