@@ -79,6 +79,8 @@ class Proxy:
             except OSError:
                 client.close()
                 continue
+            for end in (client, back):  # else what is small waits 40 ms for an acknowledgement
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ends |= {client, back}
             self._begin(self._carry, client, back, False)
             self._begin(self._carry, back, client, True)

@@ -77,14 +77,15 @@ def shared_pages(client: httpx.Client) -> int:
     Raises:
         TimeoutError: it leaves more and more.
     """
-    until, before, quiet = time.monotonic() + SETTLE_S, -1, 0
+    until, before, quiet = time.monotonic() + SETTLE_S, (-1, -1), 0
     while time.monotonic() < until:
         ask(client, "warm-up", WARM_UP)  # an idle engine tells nothing
         found = events(client.get("/metrics").text)
-        now = int(found.get("pages_shared", 0))
+        # Many pages count at once, when the last of them is written; their bytes, as they go.
+        now = (int(found.get("pages_shared", 0)), int(found.get("remote_bytes_written", 0)))
         quiet = quiet + 1 if now == before else 0
         if quiet == QUIET_LOOKS:
-            return now
+            return now[0]
         before = now
         time.sleep(0.2)
     raise TimeoutError("pages are written to the store for ever")
