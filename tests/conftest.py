@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import random_scripts
 from tests.threads import leaked_threads, running_threads
 
 pytest.register_assert_rewrite("tiered_kv.testing")
@@ -23,6 +24,14 @@ settings.register_profile(
 )
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    random_scripts.add_options(parser)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    random_scripts.generate(metafunc)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

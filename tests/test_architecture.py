@@ -12,7 +12,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -29,9 +28,6 @@ INSTALLED = {
 }
 """Folders at the top, and the packages that they are installed as."""
 FOLDERS = ("connectors", "policies", "tiered_kv", "bench", "tests")
-MAX_LINES = 400
-MAX_MODULES = 14
-"""Modules in a folder, or test modules in a folder of tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +150,6 @@ def upward_arrow(module: Module) -> Iterator[str]:
             yield f"{name} is built on {module.package}"
 
 
-def long_file(module: Module) -> Iterator[str]:
-    """One idea per file. A longer file holds two."""
-    lines = module.text.count("\n")
-    if lines > MAX_LINES:
-        yield f"{lines} lines"
-
-
 def code_in_package(module: Module) -> Iterator[str]:
     """A package's ``__init__`` says what the folder is for, and holds no code to look for."""
     if not module.name.endswith(".__init__"):
@@ -216,19 +205,6 @@ def _docstrings(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[t
                 name = ast.unparse(before).partition("=")[0].partition(":")[0].strip()
                 if not name.startswith("_"):
                     yield f"{prefix}{name}", text
-
-
-def crowded_folder(all_modules: list[Module]) -> Iterator[str]:
-    """A folder is read at a glance. A fuller one wants subfolders."""
-    counts = Counter(
-        module.package
-        for module in all_modules
-        if not module.name.endswith(".__init__")
-        and (not module.is_test or module.name.rpartition(".")[2].startswith("test_"))
-    )
-    for package, count in counts.items():
-        if count > MAX_MODULES:
-            yield f"{package}: {count} modules"
 
 
 def shared_name(all_modules: list[Module]) -> Iterator[str]:
@@ -303,7 +279,6 @@ RULES: dict[Rule, Module] = {
     upward_arrow: Module(
         "tiered_kv.pages.cpu_index", "from tiered_kv.policies.cache.eviction import ByWorth"
     ),
-    long_file: Module("tiered_kv.keys", "x = 1\n" * 401),
     code_in_package: Module("tiered_kv.codecs.__init__", "from .base import Codec"),
     borrowed_name: Module("tiered_kv.codecs.zstd", "from tiered_kv.keys import NewType"),
     docstring_without_subject: Module("tiered_kv.keys", 'LIMIT = 3\n"""Of all keys."""'),
@@ -312,7 +287,6 @@ RULES: dict[Rule, Module] = {
 
 WholeRule = Callable[[list[Module]], Iterator[str]]
 WHOLE_RULES: dict[WholeRule, list[Module]] = {
-    crowded_folder: [Module(f"tiered_kv.codecs.codec_{n}", "") for n in range(MAX_MODULES + 1)],
     import_circle: [
         Module("tiered_kv.pages.index", "from tiered_kv.codecs.raw import RawCodec"),
         Module("tiered_kv.codecs.raw", "from tiered_kv.pages.index import PageIndex"),

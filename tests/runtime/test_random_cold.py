@@ -4,7 +4,6 @@ nothing hangs, and every block and slot is accounted for at the end."""
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.random_scripts import BATCH, play_each
 from tests.runtime.cold import PAGE, Held, Waits, cold_settings, flip_a_byte, settle
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.groups.kinds import MODELS
@@ -29,9 +29,6 @@ from tiered_kv.testing.vllm.rig import Rig, RigOptions
 from tiered_kv.transfer.base import Direction
 
 pytestmark = pytest.mark.usefixtures("small_bundles")
-BATCHES, SCRIPTS = 6, 25
-"""Tests, and the scripts of each."""
-NIGHTLY_SCRIPTS = 10_000
 KINDS: Sequence[tuple[GroupSpec, ...]] = [
     *[()] * 4,
     *(groups for name, groups in MODELS.items() if name != "state"),  # those are not compressed
@@ -104,30 +101,17 @@ def trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trouble]:
     shrinking.forget_pages()
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_random_scripts_end_well(tmp_path: Path, trouble: Trouble, batch: int) -> None:
-    pages = play_all(tmp_path, trouble, range(batch * SCRIPTS, (batch + 1) * SCRIPTS))
-    assert pages > 0, "nothing was compressed"
+@pytest.mark.scripts(150, nightly=10_000)
+def test_random_scripts_end_well(tmp_path: Path, trouble: Trouble, seeds: range) -> None:
+    pages = 0
 
-
-@pytest.mark.nightly
-@pytest.mark.timeout(0)
-def test_many_more_random_scripts_end_well(tmp_path: Path, trouble: Trouble) -> None:
-    play_all(tmp_path, trouble, range(BATCHES * SCRIPTS, NIGHTLY_SCRIPTS))
-
-
-def play_all(folder: Path, trouble: Trouble, seeds: Sequence[int]) -> int:
-    """Play a script for each seed; gives the pages that were compressed."""
-    pages: int = 0
-    for seed in seeds:
-        try:
-            pages += play_script(folder / f"{seed}", trouble, seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-        shutil.rmtree(folder / f"{seed}")
+    def play(folder: Path, seed: int) -> None:
+        nonlocal pages
+        pages += play_script(folder, trouble, seed)
         shrinking.forget_pages()
-    return pages
+
+    play_each(tmp_path, seeds, play)
+    assert pages > 0 or len(seeds) < BATCH, "nothing was compressed"
 
 
 def play_script(folder: Path, trouble: Trouble, seed: int) -> int:

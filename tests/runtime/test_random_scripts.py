@@ -4,7 +4,6 @@ nothing hangs, and every block and slot is accounted for at the end."""
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.random_scripts import play_each
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies import registry
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
@@ -25,8 +25,6 @@ from tiered_kv.testing.vllm.groups import GroupSpec, group_pages
 from tiered_kv.testing.vllm.rig import Rig, RigOptions
 from tiered_kv.transfer.base import Direction
 
-SCRIPTS = 150
-NIGHTLY_SCRIPTS = 10_000
 LONGEST = 256
 """Longest request, tokens."""
 
@@ -164,17 +162,9 @@ def play(rig: Rig, rng: random.Random) -> None:
             assert rig.outputs[name] == whole[:end], name
 
 
-@pytest.mark.parametrize("seed", range(SCRIPTS))
-def test_random_scripts_end_well(tmp_path: Path, seed: int) -> None:
-    play_script(tmp_path, seed)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(0)
-def test_many_more_random_scripts_end_well(tmp_path: Path) -> None:
-    for seed in range(SCRIPTS, NIGHTLY_SCRIPTS):
-        play_script(tmp_path / f"{seed}", seed)
-        shutil.rmtree(tmp_path / f"{seed}")
+@pytest.mark.scripts(150, nightly=10_000)
+def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
+    play_each(tmp_path, seeds, play_script)
 
 
 def play_script(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.random_scripts import play_each
 from tests.runtime.test_random_scripts import play_script
 from tiered_kv.connectors.runtime.worker import kv_tensors
 
 from .kinds import MODELS
-
-BATCHES, SCRIPTS = 40, 25
-"""Tests, and the scripts of each: a thousand in all."""
-NIGHTLY_SCRIPTS = 10_000
 
 
 @pytest.fixture(autouse=True)
@@ -23,20 +19,11 @@ def _processor_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tensors, "measure_flops", lambda *_: 0.0)
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_random_scripts_end_well(tmp_path: Path, batch: int) -> None:
-    play(tmp_path, range(batch * SCRIPTS, (batch + 1) * SCRIPTS))
+@pytest.mark.scripts(1000, nightly=10_000)
+def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
+    models = list(MODELS.values())  # half of the engines are a step ahead of their scheduler
 
+    def play(folder: Path, seed: int) -> None:
+        play_script(folder, seed, models[seed % len(models)])
 
-@pytest.mark.nightly
-@pytest.mark.timeout(0)
-def test_many_more_random_scripts_end_well(tmp_path: Path) -> None:
-    play(tmp_path, range(BATCHES * SCRIPTS, NIGHTLY_SCRIPTS))
-
-
-def play(folder: Path, seeds: range) -> None:
-    """Play a script for each seed; half of the engines are a step ahead of their scheduler."""
-    models = list(MODELS.values())
-    for seed in seeds:
-        play_script(folder / f"{seed}", seed, models[seed % len(models)])
-        shutil.rmtree(folder / f"{seed}")
+    play_each(tmp_path, seeds, play)
