@@ -50,6 +50,8 @@ class Request(Protocol):
         shared_tokens: tokens of its prompt up to which others began alike, as far as the engine
             knows; 0 if it does not.
         outcome: the engine's name for how it ended.
+        priority: its client's, the lowest first; of no meaning unless ``EngineLimits.priorities``.
+        ready: True if it waits for nothing but a seat and blocks.
     """
 
     @property
@@ -98,6 +100,10 @@ class Request(Protocol):
     def shared_tokens(self) -> int: ...
     @property
     def outcome(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def ready(self) -> bool: ...
 
     @property
     def sampling(self) -> Sampling:
@@ -239,19 +245,21 @@ class ScheduledStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of the engine's scheduler, for those who read the trace; 0 if not known.
+    """Limits and order of the engine's scheduler; 0 if not known.
 
     Attributes:
         step_tokens: most tokens that a step computes.
         running: most requests that run at once.
         context_tokens: length of the longest context.
         job_order: True if requests go in the order of their jobs.
+        priorities: True if requests go in the order of their clients' priorities.
     """
 
     step_tokens: int = 0
     running: int = 0
     context_tokens: int = 0
     job_order: bool = False
+    priorities: bool = False
 
 
 @dataclass(frozen=True)  # no slots: what follows from the groups is kept

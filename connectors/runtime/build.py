@@ -58,6 +58,7 @@ from tiered_kv.trace.trace_writer import TraceWriter
 
 from .base import BlockPool
 from .dependencies import Dependencies
+from .fairness import Fairness
 from .job_table import JobTable
 from .live_turns import LiveTurns
 
@@ -117,6 +118,7 @@ class AdmissionGroup:
         boundaries: blocks at the ends of prompts, which pins take over.
         pressure: has pins give way.
         gate: holds new jobs back.
+        fairness: waits and shares of the live requests.
         queue: order of requests.
     """
 
@@ -124,6 +126,7 @@ class AdmissionGroup:
     boundaries: BoundaryBlocks
     pressure: PinPressure
     gate: Admission | NoAdmission
+    fairness: Fairness
     queue: JobQueue
 
 
@@ -246,18 +249,21 @@ def build_admission(
             restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
             clock=clock,
         )
+    fairness = Fairness(facts, config.admission_max_wait_s, pool, clock)
     boundaries = BoundaryBlocks(facts, pool)
     if isinstance(pool, GhostPool):
         boundaries = GhostBoundaries(facts, pool)
     return AdmissionGroup(
         pins=pins,
         boundaries=boundaries,
-        pressure=PinPressure(facts, pins, boundaries, pages.saves, pool, clock),
+        pressure=PinPressure(facts, pins, fairness, boundaries, pages.saves, pool, clock),
         gate=gate,
+        fairness=fairness,
         queue=JobQueue(
             engine.turns,
             gate,
             pins,
+            fairness,
             pool,
             prefill_blocks=prefill_blocks(facts.block_size),
             clock=clock,

@@ -108,7 +108,8 @@ class SchedulerHalf:
 
     def on_arrived(self, request: Request, hints: TurnHints) -> None:
         """Begin with a request that has come in."""
-        if request.streams_input:  # what was said may change
+        if request.streams_input:  # its prompt may change
+            self.admission.fairness.on_arrived(request, None)
             return
         self.counters.add("hints_ignored", hints.ignored)
         found = self.gaps.manager.on_arrived(request, hints)
@@ -123,6 +124,7 @@ class SchedulerHalf:
             gap=found.gap,
         )
         self.turns.add(turn)
+        self.admission.fairness.on_arrived(request, turn.job.key if turn.job else None)
         if self.admission.gate.on_arrived(turn) and turn.job is not None:
             self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
 
@@ -135,10 +137,15 @@ class SchedulerHalf:
         Returns:
             Tokens beyond those, and True if they come async. None: ask again in the next step.
         """
+        restores, promotions, admission = self.pages.restores, self.pages.promotions, self.admission
+        if admission.fairness.must_yield(request_id, self.step):
+            return None, False
         turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
-        restores, promotions, admission = self.pages.restores, self.pages.promotions, self.admission
+        overdue = admission.fairness.is_overdue(request_id)
+        if overdue:
+            promotions.stop_all_waits([turn])
         later = self.pages.dispatch.begins_anew(turn) or promotions.waits_for_answer(turn)
         if later or admission.pressure.defer_new or admission.queue.holds_in_queue(turn):
             return None, False
@@ -150,7 +157,8 @@ class SchedulerHalf:
             return 0, False
         fits = partial(admission.pressure.fits, turn, num_computed, self.step)
         prefill = self.gaps.prefills.fit
-        if restores.comes_later(turn, num_computed) or promotions.still_coming(turn, prefill, fits):
+        later = not overdue and restores.comes_later(turn, num_computed)
+        if later or promotions.still_coming(turn, prefill, fits):
             return None, False
         below = promotions.in_pieces(turn)
         restores.find(turn, num_computed, self.turns.running, below)
@@ -164,6 +172,7 @@ class SchedulerHalf:
         Args:
             num_external: tokens that the engine counts on.
         """
+        self.admission.fairness.on_allocated(request_id)
         turn = self.turns.by_id.get(request_id)
         if turn is None:
             return
@@ -297,6 +306,7 @@ class SchedulerHalf:
 
     def on_finished(self, request_id: str) -> dict[str, Any] | None:
         """End a request; returns the answer to its client."""
+        self.admission.fairness.on_ended(request_id)
         turn = self.turns.pop(request_id)
         if turn is None:
             return None

@@ -131,6 +131,7 @@ def _limits(vllm_config: Any) -> EngineLimits:
         running=int(scheduler.max_num_seqs),
         context_tokens=int(vllm_config.model_config.max_model_len),
         job_order=ours and scheduler.policy == "fcfs",
+        priorities=scheduler.policy == "priority",
     )
 
 

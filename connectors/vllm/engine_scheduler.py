@@ -4,10 +4,11 @@
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
 It changes three things. Requests that the connector holds are parked outside the waiting queue.
-Requests in the queue go in the order in which their jobs began, jobs with pinned KV first. And the
-request that loses least is preempted. Without our connector, or with ``--scheduling-policy
-priority`` (the operator's own order), only parking is changed. Diffusion models, for which vLLM has
-a separate scheduler, are refused (``UnsupportedError``).
+Requests in the queue go in the order in which their jobs started, jobs with pinned KV first; a
+client gets an equal share while others wait, and a request that has waited for the admission limit
+goes before every later one. And the request that loses least is preempted. Without our connector,
+or with ``--scheduling-policy priority`` (the operator's own order), only parking is changed.
+Diffusion models, for which vLLM has a separate scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations
@@ -82,20 +83,18 @@ class _InJobOrder:
         return any(one.priority <= request.priority for one in self.parked.values())
 
     def _park(self, request: Any) -> None:
-        last = next(reversed(self.parked.values()), None)
         self.parked[request.request_id] = request
         self._came.append(request.request_id)
-        if last is not None and self._parked_rank(request) < self._parked_rank(last):
-            self._sort_parked()
+        assert self._half is not None
+        self._half.admission.queue.ranks_changed = True
 
     def _sort_parked(self) -> None:
-        order = sorted(self.parked.values(), key=self._parked_rank)
-        self.parked = {one.request_id: one for one in order}
-
-    def _parked_rank(self, request: Any) -> tuple[float, ...]:
         assert self._half is not None
-        priority = 0 if self.policy is SchedulingPolicy.FCFS else request.priority
-        return priority, *self._half.admission.queue.parked_rank(request.request_id)
+        order = self._half.admission.queue.in_parked_order(self.parked)
+        self.parked = {request_id: self.parked[request_id] for request_id in order}
+        if self.policy is not SchedulingPolicy.FCFS:
+            by_priority = sorted(self.parked.items(), key=lambda item: item[1].priority)
+            self.parked = dict(by_priority)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, status: Any) -> Any:
         ended = super().finish_requests(request_ids, status)  # type: ignore[misc]
@@ -133,7 +132,8 @@ class _InJobOrder:
         queue, came = self._half.admission.queue, self._came
         if queue.ranks_changed:
             queue.ranks_changed = False
-            self._sort_parked()
+            if len(self.parked) > 1:
+                self._sort_parked()
         while self.parked:
             request_id = next(iter(self.parked))
             if queue.holds(request_id):
@@ -156,8 +156,8 @@ class _InJobOrder:
     def _put_in_order(self) -> None:
         assert self._half is not None
         queue, waiting = self._half.admission.queue, self.waiting
-        if self._unsorted and len(waiting) > 1:
-            ordered = sorted(waiting, key=queue.waiting_rank)
+        if len(waiting) > 1 and (self._unsorted or queue.order_is_stale):
+            ordered = queue.in_waiting_order(waiting)
             waiting.clear()
             waiting.extend(ordered)
         self._unsorted = False

@@ -1,5 +1,8 @@
-"""Equal shares of the room: what one client leaves waiting must not keep others' new jobs out.
-Pure."""
+"""Equal shares for clients. Pure.
+
+``FairShare``: contexts that a client leaves waiting must not keep the new jobs of others out.
+``EqualShare``: a client's requests and pins must not keep the requests of others waiting.
+"""
 
 from __future__ import annotations
 
@@ -61,3 +64,54 @@ class FairShare:
         beyond their shares."""
         own = self.over.get(client, NOTHING)
         return self.total[anywhere] - own[anywhere]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientUse:
+    """Use that a client makes of the engine.
+
+    Attributes:
+        contexts: its running requests and pins.
+        blocks: their blocks.
+    """
+
+    contexts: int = 0
+    blocks: float = 0.0
+
+    def plus(self, blocks: float) -> ClientUse:
+        """Return the use with one context more, of that many blocks."""
+        return ClientUse(self.contexts + 1, self.blocks + blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class EqualShare:
+    """Share of each client while others wait. A single context is always within it.
+
+    Attributes:
+        seats: requests that may run.
+        blocks: blocks of the pool.
+    """
+
+    seats: float
+    blocks: float
+
+    @classmethod
+    def of(cls, seats: float, blocks: int, clients: int) -> EqualShare:
+        """Divide an engine among its clients.
+
+        Args:
+            seats: most requests that the engine runs at the same time.
+            blocks: blocks of its pool.
+            clients: number of clients that have requests or pins.
+        """
+        return cls(seats / clients, blocks / clients)
+
+    def excess(self, use: ClientUse) -> float:
+        """How many times its share a client has, of the seats or of the pool; 0 if it is within
+        its share."""
+        times = max(use.contexts / self.seats, use.blocks / self.blocks)
+        return times if times > 1 and use.contexts > 1 else 0.0
+
+    def fills_pool(self, use: ClientUse) -> bool:
+        """True if a client has more than its share of the pool."""
+        return use.contexts > 1 and use.blocks > self.blocks

@@ -1,4 +1,4 @@
-"""The order of requests: who is let in, admitted and kept running first. Pure.
+"""The order in which requests are let in, admitted and kept running. Pure.
 
 Each rank sorts ascending: the least is first.
 """
@@ -16,7 +16,7 @@ matters: a step's prefills may take as much."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """A request, as the orders see it.
 
     Attributes:
@@ -24,35 +24,45 @@ class Place:
         arrived_at: arrival of the request, seconds.
         new: True if no turn of its job has had blocks.
         preempted: True if it was preempted.
-        has_kv: True if its job's KV is pinned, or on its way for it.
+        overdue: True if it has waited, or had waited when it was admitted, for the admission limit.
+        has_kv: True if its job's KV is pinned, or being promoted for it.
         is_last_step: True if its job ends with it.
+        client_blocks: for a new job, blocks of its client's jobs that go before it.
     """
 
     job_started_at: float
     arrived_at: float
     new: bool = False
     preempted: bool = False
+    overdue: bool = False
     has_kv: bool = False
     is_last_step: bool = False
+    client_blocks: float = 0.0
 
 
-def parked_rank(place: Place) -> tuple[bool, float]:
-    """Order in which held requests are let in: turns of started jobs by the start of their jobs,
-    then new jobs as they came."""
-    return place.new, place.arrived_at if place.new else place.job_started_at
+def parked_rank(position: QueuePosition) -> tuple[bool, float, float]:
+    """Order in which held requests are admitted: turns of started jobs by the start of their jobs,
+    then new jobs, those of the client that has the fewest blocks first, by arrival."""
+    if not position.new:
+        return False, 0.0, position.job_started_at
+    return True, position.client_blocks, position.arrived_at
 
 
-def waiting_rank(place: Place) -> tuple[int, float, float]:
-    """Order in which waiting requests are admitted: those that were preempted, those whose KV is
-    held or on its way, the others; by the start of their jobs."""
-    group = 0 if place.preempted else 1 if place.has_kv else 2
-    return group, place.job_started_at, place.arrived_at
+def waiting_rank(position: QueuePosition) -> tuple[int, float, float]:
+    """Order in which waiting requests are admitted: preempted ones, overdue ones by arrival, those
+    whose KV is pinned or being promoted, the others; by the start of their jobs."""
+    if position.overdue and not position.preempted:
+        return 1, position.arrived_at, position.arrived_at
+    stage = 0 if position.preempted else 2 if position.has_kv else 3
+    return stage, position.job_started_at, position.arrived_at
 
 
-def running_rank(place: Place) -> tuple[bool, float]:
-    """Order in which running requests lose most by a preemption: last turns, then the oldest
-    jobs. The last in this order is the victim."""
-    return not place.is_last_step, place.job_started_at
+def running_rank(position: QueuePosition) -> tuple[int, float]:
+    """Order in which running requests lose most by a preemption: those that had waited for the
+    admission limit, last turns, then the oldest jobs. The last in this order is the victim."""
+    if position.overdue:
+        return 0, position.arrived_at
+    return (1 if position.is_last_step else 2), position.job_started_at
 
 
 def one_too_many(held: Collection[str]) -> str | None:

@@ -13,7 +13,7 @@ preempted for it: a worker that is gone never reports."""
 def waiter_started_at(
     job_started_at: float,
     *,
-    preempted: bool,
+    goes_first: bool,
     somebody_runs: bool,
     in_job_order: bool,
     new: bool,
@@ -21,19 +21,19 @@ def waiter_started_at(
     """Start of the job of a turn that waits for pins which are worth it, seconds, as
     ``release_order`` wants it; None if all pins give way to it.
 
-    A turn does not wait where nobody is there who would give blocks back, nor once it was
-    preempted: it goes before all others then. Where requests are taken in the order of their jobs,
+    A turn does not wait where no running request would give blocks back, nor where it goes before
+    all others. Where requests are taken in the order of their jobs,
     every other turn waits. In any other order an older job's turn may be behind the one that
     waits, so that only a new job does.
 
     Args:
         job_started_at: start of the turn's job, seconds.
-        preempted: True if the turn was preempted.
+        goes_first: True if the turn was preempted, or has waited for the admission limit.
         somebody_runs: True if some request has blocks.
         in_job_order: True if requests are taken in the order of their jobs.
         new: True if no turn of its job has had blocks.
     """
-    if preempted or not somebody_runs:
+    if goes_first or not somebody_runs:
         return None
     return job_started_at if in_job_order or new else None
 

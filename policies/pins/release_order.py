@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -83,7 +83,10 @@ class PinView:
 
 
 def release_order(
-    pins: Mapping[JobKey, PinView], spare: JobKey | None, waiter_started_at: float | None
+    pins: Mapping[JobKey, PinView],
+    spare: JobKey | None,
+    waiter_started_at: float | None,
+    greedy: Collection[str] = (),
 ) -> list[JobKey]:
     """The pins that may go, the first to go first.
 
@@ -95,14 +98,15 @@ def release_order(
         spare: the job that the room is for; its pin goes last.
         waiter_started_at: start of the job whose turn waits for pins that are worth it, seconds;
             None if it does not wait, so that all may go.
+        greedy: salts of clients that have more than their share, whose pins may all go.
     """
 
-    def goes(pin: PinView) -> bool:
-        if waiter_started_at is None or not pin.value.worth_a_wait:
+    def goes(job: JobKey, pin: PinView) -> bool:
+        if waiter_started_at is None or job.salt in greedy or not pin.value.worth_a_wait:
             return True
         return pin.started_at > waiter_started_at and not pin.value.worth_making_older_wait
 
-    found = {job: pin for job, pin in pins.items() if goes(pin)}
+    found = {job: pin for job, pin in pins.items() if goes(job, pin)}
 
     def rank(job: JobKey) -> tuple[bool, float, float]:
         return job == spare, found[job].saved_per_block_s, -found[job].started_at

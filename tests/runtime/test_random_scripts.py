@@ -91,21 +91,19 @@ def break_once(store: Any, rng: random.Random) -> None:
 
 
 def watch_the_order(rig: Rig) -> None:
-    """No new job begins while one that came before it is parked, those that are parked are in the
-    order in which they will be let in, and nobody is for longer than a client may be left waiting.
-    """
+    """Check that no new job starts while an older one is parked, that parked requests are in the
+    order in which they are let in, and that none is parked beyond the admission limit."""
     allocated, build = rig.half.on_allocated, rig.half.build_orders
     longest = rig.options.extra["admission_max_wait_s"] if rig.options.extra else 0.0
+    queue = rig.admission.queue
 
     def watched(request_id: str, *args: Any) -> None:
         turn = rig.turn(request_id)
         if turn.hold.new:
             parked = [one.arrival_time for one in rig.scheduler.parked.values()]
             assert turn.request.arrival_time < min(parked, default=float("inf")), "overtaken"
-        ranks = [
-            rig.admission.queue.parked_rank(one.request_id) for one in rig.scheduler.parked.values()
-        ]
-        assert ranks == sorted(ranks) or rig.admission.queue.ranks_changed
+        parked = list(rig.scheduler.parked)
+        assert parked == queue.in_parked_order(parked) or queue.ranks_changed
         allocated(request_id, *args)
 
     def built(*args: Any) -> Any:

@@ -260,6 +260,13 @@ class ActiveJobs:
         first = place + 1 if place is not None else None
         return self._demand.peak(first=first) + away * blocks
 
+    def blocks_by_salt(self) -> dict[str, float]:
+        """Blocks of the contexts of each salt's active jobs."""
+        blocks = dict[str, float]()
+        for key, member in self._members.items():
+            blocks[key.salt] = blocks.get(key.salt, 0.0) + member.blocks
+        return blocks
+
     def loose(self) -> float:
         """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
         now = self._clock()

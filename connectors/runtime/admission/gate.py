@@ -224,6 +224,14 @@ class Admission:
             self.refused += 1
             self.held.add(turn.request_id)
 
+    def blocks_by_salt(self) -> dict[str, float]:
+        """Blocks of the contexts of each salt's active jobs."""
+        return self.jobs.blocks_by_salt()
+
+    def first_blocks(self, turn: Turn) -> float:
+        """Blocks that a new job needs for its first turn."""
+        return self.jobs.demand_of_new(turn).blocks
+
     def demand(self) -> float:
         """The most blocks that the jobs that have started, and those let in, are heading for."""
         return self.jobs.peak()

@@ -38,5 +38,11 @@ class NoAdmission:
     def let_in(self, turn: Turn) -> None:
         pass
 
+    def blocks_by_salt(self) -> dict[str, float]:
+        return {}
+
+    def first_blocks(self, turn: Turn) -> float:
+        return 0.0
+
     def demand_with_pin(self, blocks: int, job: JobKey | None) -> None:
         return None

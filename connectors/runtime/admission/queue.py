@@ -5,15 +5,17 @@ The engine's scheduler asks for it if it is ours; else the question ``match`` do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool
+from tiered_kv.connectors.runtime.fairness import Fairness
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.policies.admission.job_order import (
-    Place,
+    QueuePosition,
     is_tight,
     one_too_many,
     parked_rank,
@@ -30,6 +32,7 @@ class JobQueue:
 
     Args:
         turns: the live requests.
+        fairness: waits and shares of the live requests.
         pool: the engine's block pool.
         prefill_blocks: blocks that a step's prefills may take.
         clock: monotonic seconds.
@@ -37,7 +40,7 @@ class JobQueue:
     Attributes:
         parks: True if the scheduler parks the requests that are held, so that ``match`` need not
             hold them.
-        ranks_changed: True if ranks of parked requests have changed since somebody looked.
+        ranks_changed: True if the order of parked requests may have changed since it was made.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class JobQueue:
         turns: LiveTurns,
         admission: Admission | NoAdmission,
         pins: PinTable,
+        fairness: Fairness,
         pool: BlockPool,
         prefill_blocks: int,
         clock: Callable[[], float],
@@ -53,10 +57,12 @@ class JobQueue:
         self._turns = turns.by_id
         self._admission = admission
         self._pins = pins
+        self._fairness = fairness
         self._pool = pool
         self._prefill_blocks = prefill_blocks
         self._clock = clock
         self._held: dict[str, None] = {}  # in the engine's queue, the longest held first
+        self._order_until = math.inf  # when the next waiting request becomes overdue
 
     @property
     def held(self) -> Sequence[str]:
@@ -94,38 +100,75 @@ class JobQueue:
         self._held.clear()
 
     def on_left(self, request_id: str) -> None:
-        """Forget a request that was admitted, or is over."""
+        """Forget a request that was admitted, or has finished."""
         self._held.pop(request_id, None)
+        self.ranks_changed = True  # its client has other blocks now
 
-    def parked_rank(self, request_id: str) -> tuple[bool, float]:
-        """Rank of a held request: turns of started jobs by the start of their jobs, then new
-        jobs as they came."""
+    def in_parked_order(self, parked: Iterable[str]) -> list[str]:
+        """Held requests in the order in which they are let in: turns of started jobs by the start
+        of their jobs, then new jobs by arrival, of the salt that has the fewest blocks first."""
+        by_arrival = sorted(parked, key=self._fairness.arrived_at)
+        taken = self._blocks_by_salt(by_arrival)
+        ranks = dict[str, tuple[bool, float, float]]()
+        for request_id in by_arrival:
+            salt = self._salt(request_id)
+            blocks = taken.get(salt, 0.0)
+            ranks[request_id] = parked_rank(self._position(request_id, client_blocks=blocks))
+            if salt in taken:
+                taken[salt] += self._admission.first_blocks(self._turns[request_id])
+        return sorted(ranks, key=ranks.__getitem__)
+
+    def _blocks_by_salt(self, parked: Iterable[str]) -> dict[str, float]:
+        """Blocks that the jobs of each salt among the parked requests take; empty if there is one
+        at most, so that arrival alone counts."""
+        salts = {self._salt(request_id) for request_id in parked}
+        if len(salts) < 2:
+            return {}
+        taken = self._admission.blocks_by_salt()
+        return {salt: taken.get(salt, 0.0) for salt in salts if salt}
+
+    def _salt(self, request_id: str) -> str:
         turn = self._turns.get(request_id)
-        if turn is None:
-            return parked_rank(Place(self._clock(), self._clock(), new=True))
-        return parked_rank(Place(job_started_at(turn), turn.arrived_at, new=turn.hold.new))
+        return (turn.request.cache_salt if turn is not None else None) or ""
 
-    def waiting_rank(self, request: Any) -> tuple[int, float, float]:
-        """Rank of a waiting request: those that were preempted, those whose KV is held or on its
-        way, the others; each by when their jobs started."""
+    def in_waiting_order(self, waiting: Iterable[Any]) -> list[Any]:
+        """The engine's waiting requests in the order in which they are admitted; see
+        ``waiting_rank``. Those that would take their client over its share are last."""
+        ranked = sorted(waiting, key=self._waiting_rank)
+        self._order_until = self._fairness.next_overdue_at()
+        over = self._fairness.over_share(one.request_id for one in ranked)
+        if not over:
+            return ranked
+        return sorted(ranked, key=lambda one: over.get(one.request_id, (0.0, 0.0)))
+
+    @property
+    def order_is_stale(self) -> bool:
+        """True if the order of the waiting requests has to be made again although none came."""
+        return self._fairness.shares_changed or self._clock() >= self._order_until
+
+    def _waiting_rank(self, request: Any) -> tuple[int, float, float]:
         turn = self._turns.get(request.request_id)
-        if turn is None:
-            return waiting_rank(Place(self._clock(), request.arrival_time))
-        has_kv = bool(turn.tiers.awaits) or (turn.job is not None and turn.job.key in self._pins)
+        has_kv = turn is not None and (
+            bool(turn.tiers.awaits) or (turn.job is not None and turn.job.key in self._pins)
+        )
         preempted = request.num_preemptions > 0
-        started_at = job_started_at(turn)
-        return waiting_rank(
-            Place(started_at, request.arrival_time, preempted=preempted, has_kv=has_kv)
+        return waiting_rank(self._position(request.request_id, preempted=preempted, has_kv=has_kv))
+
+    def _position(self, request_id: str, **known: Any) -> QueuePosition:
+        turn, arrived_at = self._turns.get(request_id), self._fairness.arrived_at(request_id)
+        return QueuePosition(
+            job_started_at(turn) if turn is not None else arrived_at,
+            arrived_at,
+            new=turn is None or turn.hold.new,
+            overdue=self._fairness.is_overdue(request_id),
+            is_last_step=turn is not None and turn.hints.is_last_step,
+            **known,
         )
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""
         return is_tight(self._pool.num_free(), running, self._prefill_blocks)
 
-    def running_rank(self, request: Any) -> tuple[bool, float]:
-        """Rank of a running request by its loss if preempted: a last turn, then the oldest job."""
-        turn = self._turns.get(request.request_id)
-        if turn is None:
-            return running_rank(Place(self._clock(), self._clock()))
-        last = turn.hints.is_last_step
-        return running_rank(Place(job_started_at(turn), turn.arrived_at, is_last_step=last))
+    def running_rank(self, request: Any) -> tuple[int, float]:
+        """Rank of a running request by its loss if preempted; see ``job_order.running_rank``."""
+        return running_rank(self._position(request.request_id))

@@ -7,7 +7,7 @@ somebody needs the blocks more. Only the scheduler thread may touch the block po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -71,6 +71,10 @@ class PinTable:
         """A job's pin; None if it has none."""
         pin = self._pins.get(job)
         return PinFacts(len(pin.blocks), pin.deadline) if pin is not None else None
+
+    def blocks(self) -> dict[JobKey, int]:
+        """Number of blocks of each pin."""
+        return {job: len(pin.blocks) for job, pin in self._pins.items()}
 
     def pin(
         self,
@@ -167,6 +171,8 @@ class PinTable:
         spare: JobKey | None = None,
         waiter_started_at: float | None = None,
         why: PinEnd = PinEnd.PRESSURE,
+        *,
+        greedy: Collection[str] = (),
     ) -> int:
         """Release pins in ``release_order`` until ``enough()``, or no more may go; their number.
 
@@ -174,11 +180,12 @@ class PinTable:
             spare: the job that the room is for; its pin goes last.
             waiter_started_at: start of the job that waits for pins that are worth it, seconds;
                 None if all may go.
+            greedy: salts whose pins may all go.
         """
         if enough():  # as nearly always: it is asked for every waiting request in every step
             return 0
         views = {job: pin.view for job, pin in self._pins.items()}
-        order = release_order(views, spare, waiter_started_at)
+        order = release_order(views, spare, waiter_started_at, greedy)
         released = 0
         for job in order:
             self.release(job, why)

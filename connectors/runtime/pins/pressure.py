@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.fairness import Fairness
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.orders import RestoreMode
@@ -35,6 +36,7 @@ class PinPressure:
     """Releases pins when blocks are short.
 
     Args:
+        fairness: waits and shares of the live requests.
         saves: saves; those under way hold blocks, which are free when they are over.
         clock: monotonic seconds.
 
@@ -46,6 +48,7 @@ class PinPressure:
         self,
         facts: EngineFacts,
         pins: PinTable,
+        fairness: Fairness,
         boundaries: BoundaryBlocks,
         saves: Saves,
         pool: BlockPool,
@@ -54,6 +57,7 @@ class PinPressure:
         self.in_job_order = False
         self._facts = facts
         self._pins = pins
+        self._fairness = fairness
         self._boundaries = boundaries
         self._saves = saves
         self._pool = pool
@@ -121,15 +125,19 @@ class PinPressure:
         spare = turn.job.key if turn.job else None
 
         somebody_runs = any(self._pool.tables[CONTEXT].values())
+        overdue = self._fairness.is_overdue(turn.request_id)
         waiter = waiter_started_at(
             job_started_at(turn),
-            preempted=turn.request.num_preemptions > 0,
+            goes_first=overdue or turn.request.num_preemptions > 0,
             somebody_runs=somebody_runs,
             in_job_order=self.in_job_order,
             new=turn.hold.new,
         )
         enough = partial(self.fits, turn, num_computed, step)
         released = self._pins.make_room(enough, spare, waiter)
+        if waiter is not None and not enough():
+            greedy = self._fairness.salts_over_share(self._pins.blocks(), turn.request_id)
+            released += self._pins.make_room(enough, spare, waiter, greedy=greedy)
         mode = turn.restore.hit.mode if turn.restore.hit is not None else None
         stuck = self._facts.narrow and not somebody_runs
         if needs_one_more(mode, refused=asked_before, released=released, stuck=stuck):

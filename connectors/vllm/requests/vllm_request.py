@@ -20,6 +20,7 @@ _ANSWERED = frozenset(
         RequestStatus.FINISHED_REPETITION,
     }
 )
+_READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
 def hints_of(request: Any) -> TurnHints:
@@ -143,6 +144,14 @@ class VllmRequest:
     @property
     def outcome(self) -> str:
         return str(self._request.status.name)
+
+    @property
+    def priority(self) -> int:
+        return int(self._request.priority)
+
+    @property
+    def ready(self) -> bool:
+        return self._request.status in _READY
 
     @property
     def sampling(self) -> Sampling:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.policies.admission.job_order import (
     MOST_HELD_IN_QUEUE,
-    Place,
+    QueuePosition,
     is_tight,
     one_too_many,
     parked_rank,
@@ -17,22 +17,25 @@ from tiered_kv.policies.admission.job_order import (
     waiting_rank,
 )
 
-OLD, YOUNG = Place(1.0, 9.0), Place(5.0, 6.0)
+OLD, YOUNG = QueuePosition(1.0, 9.0), QueuePosition(5.0, 6.0)
 
 
 def test_jobs_that_have_started_are_let_in_before_new_ones() -> None:
-    new, newer = Place(0.5, 2.0, new=True), Place(0.1, 3.0, new=True)
+    new, newer = QueuePosition(0.5, 2.0, new=True), QueuePosition(0.1, 3.0, new=True)
     assert sorted([newer, new, YOUNG, OLD], key=parked_rank) == [OLD, YOUNG, new, newer]
 
 
 def test_those_that_hold_something_are_admitted_first() -> None:
-    preempted, pinned = Place(8.0, 8.0, preempted=True), Place(7.0, 7.0, has_kv=True)
+    preempted, pinned = (
+        QueuePosition(8.0, 8.0, preempted=True),
+        QueuePosition(7.0, 7.0, has_kv=True),
+    )
     order = sorted([OLD, YOUNG, pinned, preempted], key=waiting_rank)
     assert order == [preempted, pinned, OLD, YOUNG]
 
 
 def test_the_victim_is_the_youngest_job_that_goes_on() -> None:
-    last = Place(9.0, 9.0, is_last_step=True)
+    last = QueuePosition(9.0, 9.0, is_last_step=True)
     assert max([OLD, last, YOUNG], key=running_rank) == YOUNG
     assert max([OLD, last], key=running_rank) == OLD
 

@@ -31,7 +31,7 @@ def test_which_turns_wait(
 ) -> None:
     found = waiter_started_at(
         STARTED_AT,
-        preempted=preempted,
+        goes_first=preempted,
         somebody_runs=somebody_runs,
         in_job_order=in_job_order,
         new=new,

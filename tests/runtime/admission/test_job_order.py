@@ -191,6 +191,7 @@ def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
         begin(rig, name)
     for name, priority in (("late", 5), ("urgent", 1), ("later", 5)):
         rig.add(name, text(TOKENS, seed=priority), max_tokens=2, priority=priority)
+    rig.step()
     assert rig.held() == ["urgent", "late", "later"]
     rig.add("small", text(20, seed=3), max_tokens=2, priority=0)
     assert "small" not in rig.held(), "nobody as urgent is held"

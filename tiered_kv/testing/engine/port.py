@@ -128,6 +128,7 @@ class PortRequest:
     text_cut = False
     shared_tokens = 0
     num_in_flight_tokens = 0
+    priority = 0
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -168,6 +169,10 @@ class PortRequest:
     @property
     def waits_for_kv(self) -> bool:
         return self._request.state is State.LOADING
+
+    @property
+    def ready(self) -> bool:
+        return self._request.state is State.WAITING
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tiered_kv.config import load_config
 from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.testing.fairness import FairnessWatch
 from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
 from tiered_kv.testing.rig import EngineRig
 
@@ -52,6 +53,8 @@ class SecondRig(EngineRig):
             config = load_config({}, opts.extra)
             self.halves = Halves(self.engine, config, lambda: self.now, self._change)
             self.engine.offload = self.halves
+            if not config.observes:
+                FairnessWatch(self.halves.scheduler, lambda: self.now)
         self.prompts: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, Any] = {}

@@ -23,6 +23,7 @@ import numpy as np
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
 from tiered_kv.testing.checked_kv import CELL, VOCABULARY, Cells
+from tiered_kv.testing.fairness import FairnessWatch
 from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
 from tiered_kv.testing.rig import EngineRig
 
@@ -130,6 +131,8 @@ class Rig(EngineRig):
             )
         if opts.extra is not None:
             self._introduce()
+            if not self.half.given.config.observes:
+                FairnessWatch(self.half, lambda: self.now)
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self._requests: dict[str, Any] = {}

@@ -1,0 +1,286 @@
+"""Fairness among waiting requests: every wait has a bound, and clients share the engine equally.
+
+A request that has waited for the admission limit since it arrived is *overdue*. Until it has
+blocks, no request that arrived later is admitted, it waits for no tier, and every pin gives way to
+it. Preempted requests still go first. So do requests of a higher priority, where the engine takes
+requests by priority.
+
+A client is a ``cache_salt`` or, without one, a job. While others wait, a client gets at most an
+equal share of the seats and of the pool. One request is always within its client's share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.policies.admission.fair_share import ClientUse, EqualShare
+from tiered_kv.policies.admission.holding import is_overdue
+from tiered_kv.policies.base import JobKey
+
+from .base import BlockPool, EngineFacts, Request
+
+Client: TypeAlias = str | JobKey
+NO_USE = ClientUse()
+
+IDLE_STEPS = 200
+"""Steps in which nothing runs and an overdue request is not admitted, after which later arrivals no
+longer wait for it: the engine refuses it for a reason that no block or seat removes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A live request.
+
+    Attributes:
+        client: its client.
+        arrived_at: when it arrived, seconds.
+        overdue: True if it was overdue when it was admitted.
+    """
+
+    request: Request
+    client: Client
+    arrived_at: float
+    overdue: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """A client with live requests.
+
+    Attributes:
+        requests: number of them.
+        admitted_at: when one of them was admitted last, seconds.
+    """
+
+    requests: int = 0
+    admitted_at: float = 0.0
+
+
+class Fairness:
+    """The live requests by arrival and by client. One thread.
+
+    Args:
+        facts: the engine's seats and blocks.
+        max_wait_s: wait after which a request is overdue, seconds.
+        pool: the engine's block pool.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, max_wait_s: float, pool: BlockPool, clock: Callable[[], float]
+    ) -> None:
+        self._facts = facts
+        self._max_wait_s = max_wait_s
+        self._pool = pool
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        # By priority: requests without blocks, in the order of their arrival.
+        self._lines: dict[int, OrderedDict[str, _Live]] = {}
+        self._again: dict[str, _Live] = {}  # those that lost their blocks and wait once more
+        self._clients: dict[Client, _Share] = {}
+        self._crowding = 0  # clients with several
+        self._changed = False  # since the requests over their share were determined
+        self._idle_since: int | None = None
+
+    # -- what happens to requests ---------------------------------------------------------
+
+    def on_arrived(self, request: Request, job: JobKey | None) -> None:
+        """Register a request that has arrived."""
+        client: Client = request.cache_salt or job or request.request_id
+        live = _Live(request, client, self._clock())
+        self._live[request.request_id] = live
+        self._lines.setdefault(self._priority(live), OrderedDict())[request.request_id] = live
+        share = self._clients.setdefault(client, _Share())
+        share.requests += 1
+        self._crowding += share.requests == 2
+        self._changed = True
+
+    def on_allocated(self, request_id: str) -> None:
+        """Record that a request was allocated blocks."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        self._idle_since = None
+        if self._stands_up(live):
+            now = self._clients[live.client].admitted_at = self._clock()
+            live.overdue = is_overdue(now - live.arrived_at, self._max_wait_s)
+            self._changed = True
+        self._again.pop(request_id, None)
+
+    def on_ended(self, request_id: str) -> None:
+        """Forget a request that has finished. Unknown ones are ignored."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self._stands_up(live)
+        self._again.pop(request_id, None)
+        share = self._clients[live.client]
+        share.requests -= 1
+        self._crowding -= share.requests == 1
+        if not share.requests:
+            del self._clients[live.client]
+        self._changed = True
+
+    def _stands_up(self, live: _Live) -> bool:
+        """Take a request out of its line; False if it is in none."""
+        priority = self._priority(live)
+        line = self._lines.get(priority)
+        if line is None or line.pop(live.request.request_id, None) is None:
+            return False
+        if not line:
+            del self._lines[priority]
+        return True
+
+    def _priority(self, live: _Live) -> int:
+        return live.request.priority if self._facts.limits.priorities else 0
+
+    # -- the bound on every wait ----------------------------------------------------------
+
+    def arrived_at(self, request_id: str) -> float:
+        """When a request arrived, seconds; now for an unknown one."""
+        live = self._live.get(request_id)
+        return self._clock() if live is None else live.arrived_at
+
+    def is_overdue(self, request_id: str) -> bool:
+        """True if a waiting request has waited for the limit, or a running one had."""
+        live = self._live.get(request_id)
+        return live is not None and (live.overdue or self._waits_too_long(live))
+
+    def _waits_too_long(self, live: _Live) -> bool:
+        waits = self._never_had_blocks(live) or live.request.request_id in self._again
+        return waits and is_overdue(self._clock() - live.arrived_at, self._max_wait_s)
+
+    def _never_had_blocks(self, live: _Live) -> bool:
+        return live.request.request_id in self._lines.get(self._priority(live), ())
+
+    def next_overdue_at(self) -> float:
+        """When the next waiting request becomes overdue, seconds; infinite without any."""
+        latest = self._clock() - self._max_wait_s
+        times = (
+            next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
+            for line in self._lines.values()
+        )
+        return min(times, default=math.inf) + self._max_wait_s
+
+    def must_yield(self, request_id: str, step: int) -> bool:
+        """True if a request that the engine considers for admission must wait, because an overdue
+        one arrived before it.
+
+        Args:
+            step: number of the engine's step.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        if not self._never_had_blocks(live):
+            self._again[request_id] = live
+            return False
+        now = self._clock()
+        for first in self._oldest(self._priority(live)):
+            if first.arrived_at >= live.arrived_at:
+                continue
+            if is_overdue(now - first.arrived_at, self._max_wait_s):
+                return not self._is_stuck(step)
+        return False
+
+    def _oldest(self, priority: int) -> Iterator[_Live]:
+        """The oldest request that waits for nothing but a seat and blocks: of each line of at least
+        that priority, and of those that lost their blocks."""
+        for at, line in self._lines.items():
+            if at <= priority:
+                yield from _first_ready(line.values())
+        if self._again:
+            by_arrival = sorted(self._again.values(), key=lambda one: one.arrived_at)
+            yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
+
+    def _is_stuck(self, step: int) -> bool:
+        """True if nothing has run for so long that the wait of an overdue request is not for a seat
+        or for blocks."""
+        if any(self._pool.tables[CONTEXT].values()):
+            self._idle_since = None
+            return False
+        if self._idle_since is None:
+            self._idle_since = step
+        return step - self._idle_since >= IDLE_STEPS
+
+    # -- equal shares ---------------------------------------------------------------------
+
+    @property
+    def shares_changed(self) -> bool:
+        """True if ``over_share`` may have another answer than before."""
+        return self._changed and self._crowding > 0 and len(self._clients) > 1
+
+    def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
+        """Those of the waiting requests that would take their clients over an equal share, with
+        their rank: the client that has least of its share goes first, of equal ones that whose last
+        admission is longest ago.
+
+        Args:
+            waiting: the requests in the order in which the engine would admit them.
+        """
+        self._changed = False
+        if not self._crowding or len(self._clients) < 2:
+            return {}
+        share, used = self._equal_share(len(self._clients)), self._used()
+        over = dict[str, tuple[float, float]]()
+        for request_id in waiting:
+            live = self._live.get(request_id)
+            if live is None or not self._never_had_blocks(live):
+                continue
+            client = self._clients[live.client]
+            if client.requests == 1:
+                continue
+            use = used[live.client] = used.get(live.client, NO_USE).plus(self._blocks(live))
+            excess = share.excess(use)
+            if excess and not self._waits_too_long(live):
+                over[request_id] = excess, client.admitted_at
+        return over
+
+    def salts_over_share(self, pinned: Mapping[JobKey, int], waiter: str) -> Collection[str]:
+        """Salts whose pins give way to a waiting request of another client whatever they are worth,
+        since these clients have more than an equal share of the pool.
+
+        Args:
+            pinned: blocks of each pin.
+            waiter: the request.
+        """
+        live = self._live.get(waiter)
+        if live is None or not any(job.salt for job in pinned):
+            return frozenset()
+        used = self._used()
+        for job, blocks in pinned.items():
+            if job.salt:
+                used[job.salt] = used.get(job.salt, NO_USE).plus(blocks)
+        share = self._equal_share(len(self._clients.keys() | used.keys()))
+        own = used.get(live.client, NO_USE).plus(self._blocks(live))
+        if share.fills_pool(own):
+            return frozenset()
+        return {one for one, use in used.items() if isinstance(one, str) and share.fills_pool(use)}
+
+    def _equal_share(self, clients: int) -> EqualShare:
+        facts = self._facts
+        return EqualShare.of(facts.limits.running or math.inf, facts.usable_blocks, clients)
+
+    def _used(self) -> dict[Client, ClientUse]:
+        """Seats and blocks that each client's running requests have."""
+        used = dict[Client, ClientUse]()
+        for request_id, live in self._live.items():
+            if request_id not in self._again and not self._never_had_blocks(live):
+                used[live.client] = used.get(live.client, NO_USE).plus(self._blocks(live))
+        return used
+
+    def _blocks(self, live: _Live) -> float:
+        return self._facts.mean_blocks(live.request.num_tokens)
+
+
+def _first_ready(line: Iterable[_Live]) -> Iterator[_Live]:
+    """The first of these requests that the engine could admit, if any."""
+    for live in line:
+        if live.request.ready:
+            yield live
+            return

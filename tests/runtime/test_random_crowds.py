@@ -1,0 +1,179 @@
+"""More live agents than seats, whose jobs never end: no request waits much beyond the admission
+limit, and clients get equal shares of the seats.
+
+The rule that no later arrival is admitted before an overdue request is watched by the rig itself
+(``tiered_kv.testing.fairness``), here as in every other random script.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.random_scripts import play_each
+from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.vllm.rig import Rig, RigOptions
+
+LONGEST = 256
+STEP_S = 0.05
+STEPS = 200
+
+
+@dataclass
+class Agent:
+    """A client's agent, which starts its next turn when a tool has returned."""
+
+    name: str
+    salt: str | None
+    params: dict[str, Any] | None
+    context: list[int]
+    due_s: float = 0.0
+    turn: str | None = None
+    turns: int = 0
+
+
+@dataclass
+class Crowd:
+    """Agents in a closed loop: none has two turns at the same time, and none ever ends."""
+
+    rig: Rig
+    rng: random.Random
+    agents: list[Agent]
+    waits: dict[str, float] = field(default_factory=dict)
+    asked: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    arrived: dict[str, float] = field(default_factory=dict)
+
+    def watch(self) -> None:
+        """Record how long each request waits for its first blocks."""
+        allocated = self.rig.half.on_allocated
+
+        def watched(request_id: str, *args: Any) -> None:
+            if request_id in self.arrived:
+                waited_s = self.rig.now - self.arrived[request_id]
+                self.waits.setdefault(request_id, waited_s)
+            allocated(request_id, *args)
+
+        self.rig.half.on_allocated = watched
+
+    def step(self) -> None:
+        rig, rng = self.rig, self.rng
+        for agent in self.agents:
+            if agent.turn in rig.finished:
+                assert agent.turn is not None
+                prompt, tokens = self.asked[agent.turn]
+                assert rig.outputs[agent.turn] == expected(prompt, tokens), agent.turn
+                grown = prompt + rig.outputs[agent.turn] + text(8, seed=rng.randrange(10**6))
+                agent.context = grown if len(grown) < LONGEST - 60 else grown[: len(grown) // 3]
+                agent.turn, agent.due_s = None, rig.now + rng.choice([0.0, 0.0, 0.2, 2.0])
+            if agent.turn is None and agent.due_s <= rig.now:
+                agent.turns += 1
+                agent.turn = f"{agent.name}.{agent.turns}"
+                tokens = rng.randrange(1, 12)
+                self.asked[agent.turn] = agent.context, tokens
+                self.arrived[agent.turn] = rig.now
+                rig.add(agent.turn, agent.context, tokens, params=agent.params, salt=agent.salt)
+        rig.step()
+        rig.now += STEP_S
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+        for agent in self.agents:
+            agent.due_s = float("inf")
+        self.rig.run()
+
+
+def some_agents(rng: random.Random) -> list[Agent]:
+    """Agents of clients with salts, with one job id for all of a client's traffic, or with a job id
+    for each agent."""
+    agents = []
+    for client in range(rng.randrange(2, 6)):
+        salt = rng.choice([None, f"salt {client}"])
+        one_id = rng.random() < 0.4
+        for n in range(rng.choice([1, 2, 6])):
+            name = f"c{client}a{n}"
+            job = f"client {client}" if one_id else name
+            params = rng.choice([{"job_id": job}, {"job_id": job}, None])
+            context = text(rng.randrange(5, 120), seed=rng.randrange(10**6))
+            agents.append(Agent(name, salt, params, context))
+    return agents
+
+
+def play_script(folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    limit_s = rng.choice([1.0, 3.0, 300.0])
+    slots = rng.choice([0, 0, 60])
+    options = RigOptions(
+        blocks=rng.choice([20, 40, 80]),
+        max_model_len=LONGEST,
+        max_num_seqs=rng.choice([1, 2, 4]),
+        max_batched_tokens=rng.choice([64, 256]),
+        in_job_order=rng.random() < 0.7,
+        ahead=rng.random() < 0.5,
+        extra={
+            "cpu_gib": slots * 16 * 8 / 2**30,
+            "pin_fraction": rng.choice([0, 0.5, 1]),
+            "policy": rng.choice(["occupancy", "continuum"]),
+            "admission": rng.choice(["auto", "off"]),
+            "admission_max_wait_s": limit_s,
+        },
+    )
+    with Rig(folder / "model", options) as rig:
+        crowd = Crowd(rig, rng, some_agents(rng))
+        crowd.watch()
+        crowd.run(STEPS)
+        # An overdue request goes before all that arrived later, so that those before it are at most
+        # one of each agent. Each takes some steps of prefill and at most 12 of decoding.
+        turn_s = STEP_S * (12 + LONGEST / 64 + 4)
+        bound_s = limit_s + len(crowd.agents) * turn_s
+        late = {name: wait for name, wait in crowd.waits.items() if wait > bound_s}
+        assert not late, f"waited beyond {bound_s:g} s: {late}"
+        assert crowd.waits.keys() == crowd.arrived.keys()
+        rig.now += 5 * 3600
+        rig.half.release_all()
+        rig.check_clean()
+
+
+@pytest.mark.scripts(75, nightly=4_000)
+def test_crowds_are_served_fairly(tmp_path: Path, seeds: range) -> None:
+    play_each(tmp_path, seeds, play_script)
+
+
+@pytest.mark.parametrize("one_id", [False, True], ids=["salts", "one job id each"])
+def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_id: bool) -> None:
+    """One client has ten concurrent requests, another four, a third one. Four seats."""
+    options = RigOptions(blocks=400, max_num_seqs=4, in_job_order=True, extra={"cpu_gib": 0.0})
+    with Rig(tmp_path / "model", options) as rig:
+        rng = random.Random(7)
+        crowd = Crowd(
+            rig,
+            rng,
+            [
+                Agent(
+                    f"{client}{n}",
+                    None if one_id else client,
+                    {"job_id": client if one_id else f"{client}{n}"},
+                    text(40, seed=ord(client) + n),
+                )
+                for client, agents in (("a", 10), ("b", 4), ("c", 1))
+                for n in range(agents)
+            ],
+        )
+        running = Counter[str]()
+        for _ in range(STEPS):
+            crowd.step()
+            for agent in crowd.agents:  # no tool takes time: all clients always want more
+                agent.due_s = 0.0
+            running.update(name[0] for name in rig.running())
+        for agent in crowd.agents:
+            agent.due_s = float("inf")
+        rig.run()
+    # The third client has one request at a time, whose next turn waits until a seat is free. The
+    # other two share the rest.
+    assert running["c"] > 0.6 * STEPS
+    assert 0.8 < running["a"] / running["b"] < 1.25
