@@ -63,7 +63,7 @@ class TierConfig:
         pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
         admission: ``auto`` holds new jobs while their working set does not fit; ``off`` does not.
             Always ``off`` under a policy other than the default.
-        admission_max_wait_s: longest time that a job is held, seconds.
+        admission_max_wait_s: wait after which a request goes before every later one, seconds.
         trace: path of the newest file of the trace; None writes none.
         mode: whether decisions are carried out.
         snapshot_path: folder of snapshots of jobs; None takes none.
