@@ -89,10 +89,10 @@ class Fairness:
 
     # -- what happens to requests ---------------------------------------------------------
 
-    def on_arrived(self, request: Request, job: JobKey | None) -> None:
-        """Register a request that has arrived."""
+    def on_arrived(self, request: Request, job: JobKey | None, arrived_at: float) -> None:
+        """Register a request that has arrived, of a job if it has one."""
         client: Client = request.cache_salt or job or request.request_id
-        live = _Live(request, client, self._clock())
+        live = _Live(request, client, arrived_at)
         self._live[request.request_id] = live
         self._lines.setdefault(self._priority(live), OrderedDict())[request.request_id] = live
         share = self._clients.setdefault(client, _Share())
@@ -146,6 +146,10 @@ class Fairness:
         live = self._live.get(request_id)
         return self._clock() if live is None else live.arrived_at
 
+    def overdue_until(self) -> float:
+        """Waiting requests that arrived until then are overdue, seconds."""
+        return self._clock() - self._max_wait_s
+
     def is_overdue(self, request_id: str) -> bool:
         """True if a waiting request has waited for the limit, or a running one had."""
         live = self._live.get(request_id)
@@ -160,7 +164,7 @@ class Fairness:
 
     def next_overdue_at(self) -> float:
         """When the next waiting request becomes overdue, seconds; infinite without any."""
-        latest = self._clock() - self._max_wait_s
+        latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
             for line in self._lines.values()

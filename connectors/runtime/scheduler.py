@@ -109,7 +109,7 @@ class SchedulerHalf:
     def on_arrived(self, request: Request, hints: TurnHints) -> None:
         """Begin with a request that has come in."""
         if request.streams_input:  # its prompt may change
-            self.admission.fairness.on_arrived(request, None)
+            self.admission.fairness.on_arrived(request, None, self._clock())
             return
         self.counters.add("hints_ignored", hints.ignored)
         found = self.gaps.manager.on_arrived(request, hints)
@@ -124,7 +124,8 @@ class SchedulerHalf:
             gap=found.gap,
         )
         self.turns.add(turn)
-        self.admission.fairness.on_arrived(request, turn.job.key if turn.job else None)
+        job = turn.job.key if turn.job is not None else None
+        self.admission.fairness.on_arrived(request, job, turn.arrived_at)
         if self.admission.gate.on_arrived(turn) and turn.job is not None:
             self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
 

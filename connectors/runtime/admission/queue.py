@@ -113,9 +113,14 @@ class JobQueue:
         for request_id in by_arrival:
             salt = self._salt(request_id)
             blocks = taken.get(salt, 0.0)
-            ranks[request_id] = parked_rank(self._position(request_id, client_blocks=blocks))
-            if salt in taken:
-                taken[salt] += self._admission.first_blocks(self._turns[request_id])
+            turn, at = self._turns.get(request_id), self._fairness.arrived_at(request_id)
+            started_at = job_started_at(turn) if turn is not None else at
+            new = turn is None or turn.hold.new
+            ranks[request_id] = parked_rank(
+                QueuePosition(started_at, at, new=new, client_blocks=blocks)
+            )
+            if turn is not None and salt in taken:
+                taken[salt] += self._admission.first_blocks(turn)
         return sorted(ranks, key=ranks.__getitem__)
 
     def _blocks_by_salt(self, parked: Iterable[str]) -> dict[str, float]:
@@ -134,7 +139,8 @@ class JobQueue:
     def in_waiting_order(self, waiting: Iterable[Any]) -> list[Any]:
         """The engine's waiting requests in the order in which they are admitted; see
         ``waiting_rank``. Those that would take their client over its share are last."""
-        ranked = sorted(waiting, key=self._waiting_rank)
+        overdue_until = self._fairness.overdue_until()
+        ranked = sorted(waiting, key=lambda one: self._waiting_rank(one, overdue_until))
         self._order_until = self._fairness.next_overdue_at()
         over = self._fairness.over_share(one.request_id for one in ranked)
         if not over:
@@ -146,24 +152,21 @@ class JobQueue:
         """True if the order of the waiting requests has to be made again although none came."""
         return self._fairness.shares_changed or self._clock() >= self._order_until
 
-    def _waiting_rank(self, request: Any) -> tuple[int, float, float]:
-        turn = self._turns.get(request.request_id)
-        has_kv = turn is not None and (
-            bool(turn.tiers.awaits) or (turn.job is not None and turn.job.key in self._pins)
+    def _waiting_rank(self, request: Any, overdue_until: float) -> tuple[int, float, float]:
+        turn, preempted = self._turns.get(request.request_id), request.num_preemptions > 0
+        if turn is None:
+            at = self._fairness.arrived_at(request.request_id)
+            position = QueuePosition(at, at, preempted=preempted, overdue=at <= overdue_until)
+            return waiting_rank(position)
+        job, at = turn.job, turn.arrived_at
+        position = QueuePosition(
+            at if job is None else job.started_at,
+            at,
+            preempted=preempted,
+            overdue=at <= overdue_until,
+            has_kv=bool(turn.tiers.awaits) or (job is not None and job.key in self._pins),
         )
-        preempted = request.num_preemptions > 0
-        return waiting_rank(self._position(request.request_id, preempted=preempted, has_kv=has_kv))
-
-    def _position(self, request_id: str, **known: Any) -> QueuePosition:
-        turn, arrived_at = self._turns.get(request_id), self._fairness.arrived_at(request_id)
-        return QueuePosition(
-            job_started_at(turn) if turn is not None else arrived_at,
-            arrived_at,
-            new=turn is None or turn.hold.new,
-            overdue=self._fairness.is_overdue(request_id),
-            is_last_step=turn is not None and turn.hints.is_last_step,
-            **known,
-        )
+        return waiting_rank(position)
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""
@@ -171,4 +174,14 @@ class JobQueue:
 
     def running_rank(self, request: Any) -> tuple[int, float]:
         """Rank of a running request by its loss if preempted; see ``job_order.running_rank``."""
-        return running_rank(self._position(request.request_id))
+        turn, at = (
+            self._turns.get(request.request_id),
+            self._fairness.arrived_at(request.request_id),
+        )
+        position = QueuePosition(
+            job_started_at(turn) if turn is not None else at,
+            at,
+            overdue=self._fairness.is_overdue(request.request_id),
+            is_last_step=turn is not None and turn.hints.is_last_step,
+        )
+        return running_rank(position)
