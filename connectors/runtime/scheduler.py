@@ -107,10 +107,15 @@ class SchedulerHalf:
     # -- a turn arrives -----------------------------------------------------------
 
     def on_arrived(self, request: Request, hints: TurnHints) -> None:
-        """Begin with a request that has come in."""
-        if request.streams_input:  # its prompt may change
-            self.admission.fairness.on_arrived(request, None, self._clock())
-            return
+        """Register a request that has arrived."""
+        arrived_at, job = self._clock(), None
+        try:
+            if not request.streams_input:  # its prompt may change
+                job = self._start_turn(request, hints, arrived_at).job
+        finally:  # its wait has a bound whatever becomes of the rest
+            self.admission.fairness.on_arrived(request, job.key if job else None, arrived_at)
+
+    def _start_turn(self, request: Request, hints: TurnHints, arrived_at: float) -> Turn:
         self.counters.add("hints_ignored", hints.ignored)
         found = self.gaps.manager.on_arrived(request, hints)
         shared = found.gap.shared_blocks * self.facts.hash_tokens * request.reads_cache
@@ -119,15 +124,14 @@ class SchedulerHalf:
             hints=hints,
             job=found.job,
             number=found.job.turns if found.job else 1,
-            arrived_at=self._clock(),
+            arrived_at=arrived_at,
             pages=self.pages.names.of(request, shared),
             gap=found.gap,
         )
         self.turns.add(turn)
-        job = turn.job.key if turn.job is not None else None
-        self.admission.fairness.on_arrived(request, job, turn.arrived_at)
         if self.admission.gate.on_arrived(turn) and turn.job is not None:
-            self.gaps.manager.jobs.begin_anew(turn.job, turn.arrived_at)
+            self.gaps.manager.jobs.begin_anew(turn.job, arrived_at)
+        return turn
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Find what can be restored of a waiting request.
