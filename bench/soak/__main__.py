@@ -1,26 +1,38 @@
-"""A real server under random agents for a while, stock vLLM under the same beside it.
+"""A real server under random agents for a while, stock vLLM next to it under the same load.
 
     python -m bench.soak --minutes 30 --json
 
-Agents grow contexts turn by turn, pause, hang up in mid-answer, send hints that make no sense, and
-now and then somebody resets the prefix cache. Beside them one client leaves all its jobs open, and
-one lies about its tools (``bench.soak.clients``). Both servers run at the same time, each with such
-clients of its own, who do the same. At the end the cache is reset once more, and then:
+More agents than the server has seats grow their contexts turn by turn, for as long as the run
+lasts. Some turns hang up in mid-answer or carry hints that make no sense. Newcomers arrive at a
+fixed pace. One client sends all of its traffic under one session id, another leaves all its jobs
+open, a third lies about its tools. Snapshots of agents are taken, restored and deleted, and agents
+are forked. Every minute the weights are loaded into the engine again, every other time different
+ones (``bench.soak.clients``). Both servers run at the same time, each with its own copy of these
+clients, which send the same prompts. At the end the cache is reset, and then:
 
-- ``requests``, ``errors``: sent, and those that failed though nobody had hung up; of both servers.
-- ``leaked``, ``left``: whether there is more of something than after the warm-up, and of what:
-  pages in CPU memory, pinned blocks and orders by the connector's gauges, threads and file
-  descriptors by /proc. Jobs and pages on SSD are not looked at.
-- ``newcomers``, ``newcomer_s``: new jobs of agents, and the median time to their first token;
-  ``newcomer_ratio``: over stock's. ``newcomer_s_tenths``: the medians of each tenth of them.
-- ``admission``: jobs and turns that were held so far, and the percentage of the pool that new jobs
-  were let in for at the end.
+- ``requests``, ``errors``: turns sent, and failures of any call: turns, snapshots, updates. Neither
+  a client that hangs up nor a refusal of the snapshot routes is one (``refused`` has their
+  reasons).
+- ``crowded``: fraction of samples at which more turns were open than the server has seats.
+- ``snapshots``, ``updates``: snapshots, restores and forks done; weight updates.
+- ``overtaken``: turns that waited longer than ``admission_max_wait_s`` and ``service_s`` (the
+  longest wait for a first token on stock) while a turn that was sent later got its first token.
+- ``compared``, ``different``: answers to prompts that both servers computed with the same weights,
+  and those that differ from stock's where stock was sure of the token.
+- ``leaked``, ``left``: whether the server holds more than after the warm-up, and of what: pages in
+  CPU memory, pinned blocks and orders by the connector's gauges, threads and file descriptors by
+  /proc. Jobs and pages on SSD are not checked.
+- ``newcomers``, ``newcomer_s``: jobs that arrived during the run, and the median time to their
+  first token; ``newcomer_ratio``: over stock's. ``newcomer_s_tenths``: medians of each tenth of
+  them. ``newcomer_ratio_end``: the ratio for the last three tenths of the newcomers.
+- ``admission``: jobs and turns that were held back so far, and the percentage of the pool that new
+  jobs could take at the end.
 - ``compression``: pages of CPU memory that were compressed, and decompressed again; and those that
   left it altogether.
 - ``failures``: pages of ours that could not be copied, compressed or decoded, or were bad on SSD.
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
-- ``rss_mib``: its memory at the begin, after each tenth of the run, and at the end.
-- ``stock``: what of this is known of stock vLLM.
+- ``rss_mib``: its memory at the start, after each tenth of the run, and at the end.
+- ``stock``: the same figures of stock vLLM, where it has them.
 
 On CPU PyTorch and oneDNN keep something for each number of tokens that they met: in a process of
 its own, 500 of them on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off.
@@ -31,14 +43,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import httpx2
@@ -60,11 +73,21 @@ from tiered_kv.bench.common.server import (
 )
 from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
 from tiered_kv.bench.replay.measure import resident_bytes
-from tiered_kv.bench.soak.clients import MAX_LEN, Tally, all_clients
+from tiered_kv.bench.soak.clients import MAX_LEN, SEATS, Site, all_clients
+from tiered_kv.bench.soak.tally import (
+    Tally,
+    compare,
+    medians,
+    overtaken,
+    ratio_of_medians,
+    slope,
+    tenths,
+)
 from tiered_kv.doctor.metrics_page import events
 
 POOL_TOKENS = 6_400
 CPU_GIB, SSD_GIB = 0.25, 0.5
+ADMISSION_MAX_WAIT_S = 20.0
 WARM_UP_S = 20.0
 SAMPLE_EVERY_S = 2.0
 SETTLE_S = 120.0
@@ -75,15 +98,24 @@ SLACK = {"threads": 4, "descriptors": 8}
 """Surplus that a server may have at the end: connections and pools that are kept for a while."""
 FEW_SHAPES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 """Settings of PyTorch and oneDNN: see the module."""
+SNAPSHOTS, OTHER_WEIGHTS = "snapshots", "other-weights"
+NEGATED = "model.layers.0.self_attn.v_proj.weight"
+LAST = 0.3
+"""Part of the newcomers that ``newcomer_ratio_end`` is about."""
 
 
 async def soak(
     servers: Mapping[str, VllmServer],
     seconds: float,
     seed: int,
+    folder: Path,
     tick: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Tally]:
-    """Clients of each server, side by side, and a look at its memory now and then."""
+    """Run the clients of all servers concurrently, and sample each server's memory.
+
+    Args:
+        folder: as ``prepare`` left it.
+    """
     began = time.monotonic()
 
     async def one(server: VllmServer, tally: Tally) -> None:
@@ -91,10 +123,15 @@ async def soak(
         async with httpx2.AsyncClient(
             base_url=server.url, timeout=900.0, limits=limits, trust_env=False
         ) as http:
-            clients = asyncio.create_task(all_clients(http, seconds, seed, tally))
+            weights = (Path(server.options.model), folder / OTHER_WEIGHTS)
+            with_routes = server.options.kv_transfer_config is not None
+            snapshots = folder / SNAPSHOTS if with_routes else None
+            site = Site(http, began + seconds, seed, tally, weights, snapshots)
+            clients = asyncio.create_task(all_clients(site))
             while not clients.done():
                 now = time.monotonic() - began
                 tally.samples.append((now, resident_bytes(server.pid or 0)))
+                tally.open_turns.append(tally.open)
                 tick(now)
                 await asyncio.wait([clients], timeout=SAMPLE_EVERY_S)
             await clients
@@ -102,6 +139,19 @@ async def soak(
     tallies = {name: Tally() for name in servers}
     await asyncio.gather(*(one(servers[name], tally) for name, tally in tallies.items()))
     return tallies
+
+
+def prepare(folder: Path, model: Path) -> None:
+    """Create a folder for snapshots, and other weights for the model: the same but for the values
+    of the first layer's attention, which are negated."""
+    (folder / SNAPSHOTS).mkdir()
+    shutil.copytree(model, folder / OTHER_WEIGHTS)
+    path = folder / OTHER_WEIGHTS / "model.safetensors"
+    head = int.from_bytes(path.read_bytes()[:8], "little")
+    data = np.memmap(path, np.uint8, "r+")
+    begin, end = json.loads(data[8 : 8 + head].tobytes())[NEGATED]["data_offsets"]
+    data[8 + head + begin + 1 : 8 + head + end : 2] ^= 0x80  # the sign of each bf16
+    data.flush()
 
 
 def holdings(server: VllmServer) -> dict[str, int]:
@@ -135,21 +185,16 @@ def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: amount for name, amount in found.items() if amount > 0}
 
 
-def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """MiB a minute, over the second half of the samples."""
-    late = np.array(samples[len(samples) // 2 :], dtype=float)
-    if len(late) < 2:
-        return 0.0
-    per_second = np.polyfit(late[:, 0], late[:, 1], 1)[0]
-    return float(per_second * 60 / 2**20)
-
-
 def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
-    """The same server with the connector and its scheduler; its SSD tier lies in ``folder``."""
+    """The same server with the connector and its scheduler; its SSD tier and its snapshots lie in
+    ``folder``."""
     tiers = {
         "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}",
         "TIERED_KV_SSD_PATH": str(folder / "ssd"),
         "TIERED_KV_SSD_GIB": f"{SSD_GIB:g}",
+        "TIERED_KV_SNAPSHOT_PATH": str(folder / SNAPSHOTS),
+        "TIERED_KV_ADMISSION_MAX_WAIT_S": f"{ADMISSION_MAX_WAIT_S:g}",
+        "VLLM_PLUGINS": "tiered_kv",
     }
     return replace(
         stock,
@@ -157,20 +202,6 @@ def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
         env={**stock.env, **tiers},
         extra_args=(*stock.extra_args, "--scheduler-cls", SCHEDULER),
     )
-
-
-def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
-    """MiB after each tenth of the samples, from the first to the last."""
-    if not samples:
-        return []
-    at = np.linspace(0, len(samples) - 1, 11).astype(int)
-    return [round(samples[n][1] / 2**20) for n in at]
-
-
-def medians(values: Sequence[float]) -> list[float]:
-    """Medians of each tenth of the values, from the first to the last."""
-    parts = np.array_split(np.array(values), 10)
-    return [round(float(np.median(part)), 3) for part in parts if len(part)]
 
 
 def admission(metrics: str) -> dict[str, float]:
@@ -194,23 +225,25 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         block_size=BLOCK,
         max_model_len=MAX_LEN,
         env={"VLLM_SERVER_DEV_MODE": "1", **FEW_SHAPES, "VLLM_CPU_OMP_THREADS_BIND": theirs},
-        extra_args=("--enable-prefix-caching",),
+        extra_args=("--enable-prefix-caching", "--max-num-seqs", str(SEATS)),
     )
     same = replace(stock, env={**stock.env, "VLLM_CPU_OMP_THREADS_BIND": mine})
     with (
-        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        tempfile.TemporaryDirectory(prefix="soak-") as scratch,
         progress() as bar,
         VllmServer(stock, logs / "soak-stock.log") as control,
-        VllmServer(with_every_tier(same, Path(folder)), logs / "soak.log") as ours,
+        VllmServer(with_every_tier(same, Path(scratch)), logs / "soak.log") as ours,
     ):
+        folder = Path(scratch)
+        prepare(folder, small_model())
         bar.disable = not sys.stderr.isatty()
         task = bar.add_task("seconds", total=60 * minutes)
         servers = {"ours": ours, "stock": control}
-        asyncio.run(soak(servers, min(WARM_UP_S, 20 * minutes), seed + 1))
+        asyncio.run(soak(servers, min(WARM_UP_S, 20 * minutes), seed + 1, folder))
         asyncio.run(settle(ours))
         before = holdings(ours)
-        told = asyncio.run(
-            soak(servers, 60 * minutes, seed, lambda s: bar.update(task, completed=s))
+        tallies = asyncio.run(
+            soak(servers, 60 * minutes, seed, folder, lambda s: bar.update(task, completed=s))
         )
         metrics = ours.metrics_text()
         asyncio.run(settle(ours))
@@ -218,19 +251,30 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         for server in servers.values():
             server.check()
     left = leaks(before, after)
-    found, control_found = summary(told["ours"]), summary(told["stock"])
+    found, control_found = tallies["ours"], tallies["stock"]
+    waits, control_waits = found.newcomer_waits(), control_found.newcomer_waits()
+    service_s = max((turn.wait_s for turn in control_found.turns), default=0.0)
+    compared, different = compare(found.turns, control_found.turns)
     return {
-        **found,
+        **summary(found),
+        "snapshots": found.snapshots,
+        "refused": dict(found.refused),
+        "overtaken": overtaken(found.turns, ADMISSION_MAX_WAIT_S + service_s),
+        "admission_max_wait_s": ADMISSION_MAX_WAIT_S,
+        "service_s": service_s,
+        "compared": compared,
+        "different": different,
         "leaked": bool(left),
         "left": left,
-        "newcomer_ratio": ratio(found["newcomer_s"], control_found["newcomer_s"]),
+        "newcomer_ratio": ratio_of_medians(waits, control_waits),
+        "newcomer_ratio_end": ratio_of_medians(waits, control_waits, LAST),
         "admission": admission(metrics),
         "compression": counted(metrics, COMPRESSION),
         "failures": counted(metrics, FAILURES),
         "dtype": str(machine_dtype()),
         "before": before,
         "after": after,
-        "stock": control_found,
+        "stock": summary(control_found),
     }
 
 
@@ -244,22 +288,20 @@ def halves(cores: Sequence[int]) -> tuple[str, str]:
 
 
 def summary(tally: Tally) -> dict[str, Any]:
-    """Everything that is told of one server."""
+    """Return the figures of one server."""
+    waits = tally.newcomer_waits()
     return {
         "requests": tally.requests,
         "errors": len(tally.errors),
         "first_error": tally.errors[0] if tally.errors else None,
-        "newcomers": len(tally.first_tokens),
-        "newcomer_s": median(tally.first_tokens) if tally.first_tokens else None,
-        "newcomer_s_tenths": medians(tally.first_tokens),
+        "crowded": float(np.mean([number > SEATS for number in tally.open_turns])),
+        "updates": tally.updates,
+        "newcomers": len(waits),
+        "newcomer_s": float(np.median(waits)) if waits else None,
+        "newcomer_s_tenths": medians(waits),
         "rss_slope": slope(tally.samples),
         "rss_mib": tenths(tally.samples),
     }
-
-
-def ratio(of: float | None, over: float | None) -> float | None:
-    """One number over the other; None where one is missing."""
-    return of / over if of is not None and over else None
 
 
 def main(
@@ -267,13 +309,15 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the agents.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Run it. Exit with 1 if a request or a page failed, or something was left behind."""
+    """Run it. Exit with 1 if a request or a page failed, an answer differs, a turn was overtaken,
+    or something was left behind."""
     logs = ROOT / ".replay"
     logs.mkdir(exist_ok=True)
     result = measure(minutes, seed, logs)
     show("A real server under random agents", result, as_json)
-    failed = any(result["failures"].values())
-    if result["errors"] or result["stock"]["errors"] or result["leaked"] or failed:
+    wrong = ("errors", "different", "overtaken", "leaked")
+    failed = result["stock"]["errors"] or any(result["failures"].values())
+    if failed or any(result[name] for name in wrong):
         raise typer.Exit(1)
 
 

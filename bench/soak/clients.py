@@ -1,6 +1,9 @@
-"""The clients of a soak: random agents, and two that a fair server must not let harm the others.
+"""The clients of a soak: agents that never end, newcomers, and several that a fair server must not
+let harm the others.
 
-Each has a ``cache_salt`` of its own, as a gateway gives its tenants one; the agents share one.
+The same seed makes the same clients, so those of two servers send the same prompts in the same
+order. Each client has a ``cache_salt`` of its own, as a gateway gives its tenants one; agents and
+newcomers share one.
 """
 
 from __future__ import annotations
@@ -8,20 +11,35 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from tiered_kv.bench.common.server import MODEL_NAME
 
+from .tally import Tally, Turn
+
+SEATS = 4
+"""``--max-num-seqs`` of the servers."""
 AGENTS = 6
+PROXY_TURNS = 3
+"""Turns that the client with one job id keeps open at a time."""
 MAX_LEN = 2_048
-RESET_SHARE, HANG_UP_SHARE, NONSENSE_SHARE = 0.01, 0.08, 0.08
+LONGEST_CONTEXT, HEAD, TAIL = 1_600, 256, 512
+"""An agent whose context is longer keeps only its head and tail, in tokens."""
+NEWCOMER_EVERY_S, SNAPSHOT_EVERY_S, UPDATE_EVERY_S = 4.0, 5.0, 60.0
 LEAVES_S = 2.0, 8.0
 """Between two jobs of the client that leaves them open."""
+HANG_UP_SHARE, NONSENSE_SHARE = 0.08, 0.08
+OPERATION_S = 300.0
+"""Timeout of a snapshot, restore or fork: they wait for a turn, which waits for a seat."""
+REFUSALS = (404, 409, 429)
+"""Statuses by which the routes refuse what cannot be done now (docs/snapshots.md)."""
 NONSENSE: Sequence[Any] = (
     {"job_id": {"a": 1}},
     {"job_id": "j", "is_last_step": "perhaps"},
@@ -35,7 +53,7 @@ LIES: Sequence[dict[str, Any]] = (
     {"tool_name": "bash", "tool_command": "true"},
     {"is_last_step": True},
 )
-"""Said of tools, or of the turn, whatever comes after it."""
+"""Reported of tools, or of the turn, whatever comes after it."""
 
 
 class RequestError(Exception):
@@ -43,18 +61,52 @@ class RequestError(Exception):
 
 
 @dataclass(slots=True)
-class Tally:
-    """Everything the clients of one server saw.
+class Site:
+    """One server, as its clients see it.
 
     Attributes:
-        first_tokens: seconds to the first token of each agent's new job.
-        samples: seconds, and bytes of the server's memory.
+        until: monotonic seconds at which they stop.
+        weights: folders of the weights that it serves in turn; the first at the start.
+        snapshots: folder of its snapshots; None for stock vLLM, which has none.
+        live: the context of each agent, by job.
+        serving: the weights served now; None during an update.
+        generation: part of each ``cache_salt``, so that nothing older is found.
     """
 
-    requests: int = 0
-    errors: list[str] = field(default_factory=list)
-    first_tokens: list[float] = field(default_factory=list)
-    samples: list[tuple[float, int]] = field(default_factory=list)
+    http: httpx2.AsyncClient
+    until: float
+    seed: int
+    tally: Tally
+    weights: Sequence[Path]
+    snapshots: Path | None = None
+    live: dict[str, list[int]] = field(default_factory=dict)
+    serving: str | None = None
+    generation: int = 0
+
+    def goes_on(self) -> bool:
+        """Return False once time is up."""
+        return time.monotonic() < self.until
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep, but not beyond the end."""
+        await asyncio.sleep(max(0.0, min(seconds, self.until - time.monotonic())))
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
+        """POST to a route that is not the model's. Count a refusal or an error.
+
+        Returns:
+            True if it was done.
+        """
+        try:
+            answer = await self.http.post(path, json=body)
+        except httpx2.HTTPError as error:
+            self.tally.errors.append(f"{path}: {error!r}")
+            return False
+        if answer.status_code in REFUSALS and path.startswith("/tiered_kv/"):
+            self.tally.refused[f"{path}: {answer.text}"] += 1
+        elif answer.status_code != 200:
+            self.tally.errors.append(f"{path}: {answer.status_code}: {answer.text[:200]}")
+        return answer.status_code == 200
 
 
 @dataclass(slots=True)
@@ -62,64 +114,80 @@ class Client:
     """One client of a server.
 
     Attributes:
-        salt: its ``cache_salt``. until: monotonic seconds at which it stops.
+        salt: its ``cache_salt``. session: sent as ``X-Session-ID``, if any.
     """
 
-    http: httpx2.AsyncClient
+    site: Site
     rng: random.Random
     salt: str
-    until: float
-    tally: Tally
-
-    def goes_on(self) -> bool:
-        """Look at the clock: False once time is up."""
-        return time.monotonic() < self.until
+    session: str | None = None
 
     def tokens(self, count: int) -> list[int]:
         """Random token ids."""
         return [self.rng.randrange(40_000) for _ in range(count)]
 
-    async def pause(self, seconds: float) -> None:
-        """Sleep, but not beyond the end."""
-        await asyncio.sleep(max(0.0, min(seconds, self.until - time.monotonic())))
-
     async def ask(
-        self, prompt: Sequence[int], tokens: int, hints: Any, patience_s: float | None = None
-    ) -> float | None:
-        """Send a request, and hang up after ``patience_s``.
-
-        Returns:
-            Seconds to the first token; None if there was none.
-        """
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        hints: Any,
+        patience_s: float | None = None,
+        *,
+        newcomer: bool = False,
+    ) -> None:
+        """Send a turn and read its answer. Hang up after ``patience_s``."""
+        site = self.site
         body = {
             "model": MODEL_NAME,
             "prompt": list(prompt),
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,
             "stream": True,
-            "cache_salt": self.salt,
+            "cache_salt": f"{self.salt}-{site.generation}",
             **({} if hints is None else {"kv_transfer_params": hints}),
         }
-        self.tally.requests += 1
+        sent_at, weights, updates = time.monotonic(), site.serving, site.tally.updates
+        site.tally.requests += 1
+        site.tally.open += 1
         try:
             async with asyncio.timeout(patience_s):
-                return await self._first_token(body)
+                wait_s, chosen, margins = await self._answer(body)
         except TimeoutError:
-            return None  # it has hung up
+            return  # it has hung up
         except (httpx2.HTTPError, RequestError) as error:
-            self.tally.errors.append(repr(error))
-            return None
+            site.tally.errors.append(repr(error))
+            return
+        finally:
+            site.tally.open -= 1
+        same = weights == site.serving and updates == site.tally.updates
+        site.tally.turns.append(
+            Turn(
+                sent_at,
+                wait_s,
+                hash((tuple(prompt), tokens)),
+                weights if same else None,
+                tuple(chosen),
+                tuple(margins),
+                newcomer,
+            )
+        )
 
-    async def _first_token(self, body: dict[str, Any]) -> float:
-        """Read a whole answer.
+    async def _answer(self, body: dict[str, Any]) -> tuple[float, list[str], list[float]]:
+        """Read a whole answer: seconds to its first token, its tokens and their margins.
 
         Raises:
             RequestError: it is refused, or incomplete.
         """
         began, first = time.monotonic(), None
         ended = False
-        async with self.http.stream("POST", "/v1/completions", json=body) as answer:
+        tokens: list[str] = []
+        margins: list[float] = []
+        headers = {} if self.session is None else {"X-Session-ID": self.session}
+        stream = self.site.http.stream("POST", "/v1/completions", json=body, headers=headers)
+        async with stream as answer:
             if answer.status_code != 200:
                 text = (await answer.aread()).decode(errors="replace")
                 raise RequestError(f"{answer.status_code}: {text[:200]}")
@@ -128,44 +196,79 @@ class Client:
                     continue
                 if line == "data: [DONE]":
                     ended = True
-                elif "error" in json.loads(line[6:]):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
                     raise RequestError(line[:200])
-                elif first is None:
-                    first = time.monotonic() - began
-        if first is None or not ended:
+                first = first or time.monotonic() - began
+                logprobs = chunk["choices"][0]["logprobs"]
+                if logprobs is not None:
+                    tokens += logprobs["tokens"]
+                    for best in logprobs["top_logprobs"]:
+                        high, low, *_ = sorted(best.values(), reverse=True)
+                        margins.append(high - low)
+        if first is None or not ended or len(tokens) != body["max_tokens"]:
             raise RequestError("an answer broke off")
-        return first
+        return first, tokens, margins
 
 
-async def work(client: Client) -> None:
-    """One agent after the other: contexts grow turn by turn, some hang up, some talk nonsense."""
+async def work(client: Client, name: str) -> None:
+    """An agent that never ends. Its context grows turn by turn, and is trimmed when it is long.
+    Sometimes it hangs up, sends nonsense, or sends no hints."""
+    rng, site = client.rng, client.site
+    context = client.tokens(rng.randrange(20, 900))
+    while site.goes_on():
+        if len(context) > LONGEST_CONTEXT:
+            context = context[:HEAD] + context[-TAIL:]
+        site.live[name] = context
+        tokens = rng.randrange(1, 25)
+        hints: Any = {"job_id": name, "is_last_step": False}
+        if rng.random() < NONSENSE_SHARE:
+            hints = rng.choice(NONSENSE)
+        elif rng.random() < 0.2:
+            hints = None
+        patience_s = rng.uniform(0.01, 0.5) if rng.random() < HANG_UP_SHARE else None
+        await client.ask(context, tokens, hints, patience_s)
+        context = context + client.tokens(tokens + rng.randrange(5, 200))
+        await site.pause(rng.choice([0.0, 0.05, 0.3, 1.0]))
+
+
+async def proxy(client: Client) -> None:
+    """One conversation after the other, of a proxy that sends all of them with one session."""
     rng = client.rng
-    while client.goes_on():
-        name = f"job-{rng.getrandbits(48):x}"
-        context = client.tokens(rng.randrange(20, 900))
-        turns = rng.randrange(1, 6)
-        for number in range(turns):
-            tokens = rng.randrange(1, 25)
-            if len(context) + tokens >= MAX_LEN or not client.goes_on():
-                break
-            hints: Any = {"job_id": name, "is_last_step": number + 1 == turns}
-            if rng.random() < NONSENSE_SHARE:
-                hints = rng.choice(NONSENSE)
-            elif rng.random() < 0.2:
-                hints = None
-            patience_s = rng.uniform(0.01, 0.5) if rng.random() < HANG_UP_SHARE else None
-            first_s = await client.ask(context, tokens, hints, patience_s)
-            if first_s is not None and not number and patience_s is None:
-                client.tally.first_tokens.append(first_s)
-            context += client.tokens(tokens + rng.randrange(5, 200))
-            await client.pause(rng.choice([0.0, 0.05, 0.3, 1.0]))
-            if rng.random() < RESET_SHARE:
-                await client.http.post("/reset_prefix_cache")
+    while client.site.goes_on():
+        context = client.tokens(rng.randrange(100, 600))
+        for _ in range(rng.randrange(1, 6)):
+            await client.ask(context, rng.randrange(4, 16), None)
+            context = context + client.tokens(rng.randrange(20, 150))
+            if not client.site.goes_on():
+                return
+
+
+async def newcomers(site: Site) -> None:
+    """New jobs at a fixed pace, however long the earlier ones wait."""
+    began, number = time.monotonic(), 0
+    async with asyncio.TaskGroup() as group:
+        while site.goes_on():
+            rng = random.Random(f"{site.seed} newcomer {number}")
+            group.create_task(_newcomer(Client(site, rng, "agents"), f"newcomer-{number}"))
+            number += 1
+            await site.pause(began + number * NEWCOMER_EVERY_S - time.monotonic())
+
+
+async def _newcomer(client: Client, name: str) -> None:
+    """A job of two turns."""
+    context = client.tokens(client.rng.randrange(20, 900))
+    await client.ask(context, 8, {"job_id": name, "is_last_step": False}, newcomer=True)
+    await client.site.pause(client.rng.uniform(0.5, 4.0))
+    if client.site.goes_on():
+        context = context + client.tokens(client.rng.randrange(20, 150))
+        await client.ask(context, 8, {"job_id": name, "is_last_step": True})
 
 
 async def abandon(client: Client) -> None:
-    """One job after the other is begun, said to go on in a second, and never heard of again."""
-    while client.goes_on():
+    """One job after the other starts, announces its next turn in a second, and never sends it."""
+    while client.site.goes_on():
         hints = {
             "job_id": f"left-{client.rng.getrandbits(48):x}",
             "is_last_step": False,
@@ -173,32 +276,89 @@ async def abandon(client: Client) -> None:
             "expected_tool_s": 1.0,
         }
         await client.ask(client.tokens(client.rng.randrange(100, 900)), 2, hints)
-        await client.pause(client.rng.uniform(*LEAVES_S))
+        await client.site.pause(client.rng.uniform(*LEAVES_S))
 
 
 async def lie(client: Client) -> None:
-    """Jobs of several turns; nothing that is said of their tools is so."""
+    """Jobs of several turns, with hints about tools that are all false."""
     rng = client.rng
-    while client.goes_on():
+    while client.site.goes_on():
         name, context = f"lies-{rng.getrandbits(48):x}", client.tokens(rng.randrange(100, 600))
         for _ in range(rng.randrange(1, 5)):
             hints = {"job_id": name, "is_last_step": False, **rng.choice(LIES)}
             await client.ask(context, 4, hints)
             context += client.tokens(rng.randrange(5, 200))
-            await client.pause(rng.choice([0.0, 0.5, 4.0]))
-            if not client.goes_on():
+            await client.site.pause(rng.choice([0.0, 0.5, 4.0]))
+            if not client.site.goes_on():
                 return
 
 
-async def all_clients(http: httpx2.AsyncClient, seconds: float, seed: int, tally: Tally) -> None:
-    """Agents side by side, beside one client that abandons jobs and one that lies."""
-    until = time.monotonic() + seconds
+async def keep(client: Client) -> None:
+    """Take a snapshot of an agent, running or waiting, restore it as another job, delete it, and
+    fork the agent. One turn of each new job follows; stock vLLM gets these turns alone."""
+    site, rng = client.site, client.rng
+    number = 0
+    while site.goes_on():
+        await site.pause(SNAPSHOT_EVERY_S)
+        job, number = f"agent-{rng.randrange(AGENTS)}", number + 1
+        name, back, fork = f"soak-{number}", f"back-{number}", f"fork-{number}"
+        prompt = site.live.get(job, []) + client.tokens(20)
+        taken = {"job": job, "name": name, "wait_turn": rng.random() < 0.3}
+        if site.snapshots is not None:
+            patience = {"timeout_s": OPERATION_S}
+            if await site.call("/tiered_kv/snapshots", taken | patience):
+                site.tally.snapshots += 1
+                restored = {"name": name, "job": back} | patience
+                site.tally.snapshots += await site.call("/tiered_kv/restores", restored)
+                await asyncio.to_thread(shutil.rmtree, site.snapshots / name)
+            forked = {"job": job, "as": [fork]} | patience
+            site.tally.snapshots += await site.call("/tiered_kv/forks", forked)
+        for child in (back, fork):
+            await client.ask(prompt, 4, {"job_id": child, "is_last_step": True})
 
-    def client(salt: str, number: int) -> Client:
-        return Client(http, random.Random(seed * 100 + number), salt, until, tally)
+
+async def update(site: Site) -> None:
+    """Load weights into the server at a fixed pace: the same again, then other ones, and so on.
+
+    Other weights come with a reset, as vLLM wants it. vLLM alone refuses a reset while requests
+    run. So its clients change their ``cache_salt`` at every update, after which it finds as little
+    of before as a server that was reset.
+    """
+    every_s = min(UPDATE_EVERY_S, (site.until - time.monotonic()) / 3)
+    began = time.monotonic()
+    while True:
+        await site.pause(began + (site.tally.updates + 1) * every_s - time.monotonic())
+        if not site.goes_on():
+            return
+        number = site.tally.updates + 1
+        await _load(site, site.weights[number // 2 % len(site.weights)], number)
+        site.tally.updates = number
+
+
+async def _load(site: Site, weights: Path, number: int) -> None:
+    site.serving = None
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+    await site.call("/collective_rpc", body)
+    if site.snapshots is None:
+        site.generation += 1
+    if number % 2 == 0:
+        await site.call("/reset_prefix_cache")
+    site.serving = str(weights)
+
+
+async def all_clients(site: Site) -> None:
+    """Run all clients of one server until its time is up and their last turns are answered."""
+    await _load(site, site.weights[0], 0)
+
+    def client(salt: str, number: int, session: str | None = None) -> Client:
+        return Client(site, random.Random(site.seed * 100 + number), salt, session)
 
     await asyncio.gather(
         abandon(client("abandons", AGENTS)),
         lie(client("lies", AGENTS + 1)),
-        *(work(client("agents", number)) for number in range(AGENTS)),
+        keep(client("agents", AGENTS + 2)),
+        newcomers(site),
+        update(site),
+        *(proxy(client("proxy", 50 + number, "everybody")) for number in range(PROXY_TURNS)),
+        *(work(client("agents", number), f"agent-{number}") for number in range(AGENTS)),
     )

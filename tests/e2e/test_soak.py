@@ -17,7 +17,11 @@ def test_a_quarter_of_a_minute_of_agents_leaves_nothing_behind(
     found = measure(0.25, seed=1, logs=tmp_path)
     log = (tmp_path / "soak.log").read_text()
     assert found["errors"] == 0, found["first_error"]
+    assert found["stock"]["errors"] == 0, found["stock"]["first_error"]
     assert not found["leaked"], found["left"]
     assert found["requests"] > 6
+    assert found["updates"] > 0
+    assert found["snapshots"] + sum(found["refused"].values()) > 0
+    assert found["different"] == 0, f"{found['compared']} compared"
     assert "failed; the engine goes on" not in log, "a hook raised"
     assert "ContinuumScheduler" in log
