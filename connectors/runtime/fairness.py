@@ -20,6 +20,7 @@ from typing import TypeAlias
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.admission.fair_share import ClientUse, EqualShare
 from tiered_kv.policies.admission.holding import is_overdue
+from tiered_kv.policies.admission.job_order import SENIORITY
 from tiered_kv.policies.base import JobKey
 
 from .base import BlockPool, EngineFacts, Request
@@ -69,11 +70,15 @@ class Fairness:
         max_wait_s: wait after which a request is overdue, seconds.
         pool: the engine's block pool.
         clock: monotonic seconds.
+
+    Attributes:
+        seats_short: True if more requests wait than there are free seats.
     """
 
     def __init__(
         self, facts: EngineFacts, max_wait_s: float, pool: BlockPool, clock: Callable[[], float]
     ) -> None:
+        self.seats_short = False
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._pool = pool
@@ -145,6 +150,12 @@ class Fairness:
         """When a request arrived, seconds; now for an unknown one."""
         live = self._live.get(request_id)
         return self._clock() if live is None else live.arrived_at
+
+    @property
+    def seniority_s(self) -> float:
+        """Longest time by which a later request may precede an earlier one where seats are short,
+        seconds."""
+        return SENIORITY * self._max_wait_s
 
     def overdue_until(self) -> float:
         """Waiting requests that arrived until then are overdue, seconds."""

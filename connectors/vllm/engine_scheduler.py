@@ -4,11 +4,12 @@
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
 It changes three things. Requests that the connector holds are parked outside the waiting queue.
-Requests in the queue go in the order in which their jobs started, jobs with pinned KV first; a
-client gets an equal share while others wait, and a request that has waited for the admission limit
-goes before every later one. And the request that loses least is preempted. Without our connector,
-or with ``--scheduling-policy priority`` (the operator's own order), only parking is changed.
-Diffusion models, for which vLLM has a separate scheduler, are refused (``UnsupportedError``).
+Requests in the queue go in the order in which their jobs started, jobs with pinned KV first; where
+seats are short, nearly in the order of their arrival. A client gets an equal share while others
+wait, and a request that has waited for the admission limit goes before every later one. And the
+request that loses least is preempted. Without our connector, or with ``--scheduling-policy
+priority`` (the operator's own order), only parking is changed. Diffusion models, for which vLLM has
+a separate scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class _InJobOrder:
     requests: dict[str, Any]
     waiting: Any
     running: list[Any]
+    max_num_running_reqs: int
     policy: SchedulingPolicy
     _pause_state: PauseState
 
@@ -155,7 +157,11 @@ class _InJobOrder:
 
     def _put_in_order(self) -> None:
         assert self._half is not None
-        queue, waiting = self._half.admission.queue, self.waiting
+        queue, fairness = self._half.admission.queue, self._half.admission.fairness
+        waiting = self.waiting
+        seats_short = len(waiting) > self.max_num_running_reqs - len(self.running)
+        if seats_short != fairness.seats_short:
+            fairness.seats_short, self._unsorted = seats_short, True
         if len(waiting) > 1 and (self._unsorted or queue.order_is_stale):
             ordered = queue.in_waiting_order(waiting)
             waiting.clear()

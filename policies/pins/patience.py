@@ -22,13 +22,14 @@ def waiter_started_at(
     ``release_order`` wants it; None if all pins give way to it.
 
     A turn does not wait where no running request would give blocks back, nor where it goes before
-    all others. Where requests are taken in the order of their jobs,
+    those that the pins are for. Where requests are taken in the order of their jobs,
     every other turn waits. In any other order an older job's turn may be behind the one that
     waits, so that only a new job does.
 
     Args:
         job_started_at: start of the turn's job, seconds.
-        goes_first: True if the turn was preempted, or has waited for the admission limit.
+        goes_first: True if the turn was preempted, has waited for the admission limit, or goes by
+            its arrival.
         somebody_runs: True if some request has blocks.
         in_job_order: True if requests are taken in the order of their jobs.
         new: True if no turn of its job has had blocks.

@@ -177,3 +177,39 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
     # other two share the rest.
     assert running["c"] > 0.6 * STEPS
     assert 0.8 < running["a"] / running["b"] < 1.25
+
+
+def newcomers_wait_s(folder: Path, extra: dict[str, Any] | None) -> float:
+    """Mean time to the first token of newcomers, among twice as many agents as seats."""
+    options = RigOptions(
+        blocks=100,
+        max_num_seqs=4,
+        max_model_len=LONGEST,
+        in_job_order=extra is not None,
+        extra=extra,
+    )
+    rng, waits, sent = random.Random(5), list[float](), dict[str, float]()
+    contexts = {f"a{n}": text(60, seed=n) for n in range(8)}
+    turns = dict.fromkeys(contexts, 0)
+    with Rig(folder / "model", options) as rig:
+        for step in range(1200):
+            for job, turn in turns.items():
+                if not turn or f"{job}.{turn}" in rig.finished:
+                    turns[job] += 1
+                    params, tokens = {"job_id": job}, rng.randrange(4, 24)
+                    rig.add(f"{job}.{turns[job]}", contexts[job], tokens, params=params)
+            if step > 200 and not step % 20:
+                sent[f"new{step}"] = rig.now
+                rig.add(f"new{step}", text(30, seed=step), 6, params={"job_id": f"new{step}"})
+            rig.step()
+            rig.now += STEP_S
+            waits += [rig.now - sent.pop(name) for name in list(sent) if rig.outputs[name]]
+        rig.run()
+    assert len(waits) >= 40
+    return sum(waits) / len(waits)
+
+
+def test_newcomers_wait_no_longer_than_in_order_of_arrival(tmp_path: Path) -> None:
+    ours = {"cpu_gib": 0.001, "policy": "occupancy", "admission_max_wait_s": 2.0}
+    ratio = newcomers_wait_s(tmp_path / "ours", ours) / newcomers_wait_s(tmp_path / "stock", None)
+    assert ratio < 1.2

@@ -139,10 +139,15 @@ class JobQueue:
     def in_waiting_order(self, waiting: Iterable[Any]) -> list[Any]:
         """The engine's waiting requests in the order in which they are admitted; see
         ``waiting_rank``. Those that would take their client over its share are last."""
-        overdue_until = self._fairness.overdue_until()
-        ranked = sorted(waiting, key=lambda one: self._waiting_rank(one, overdue_until))
-        self._order_until = self._fairness.next_overdue_at()
-        over = self._fairness.over_share(one.request_id for one in ranked)
+        fairness = self._fairness
+        overdue_until = fairness.overdue_until()
+        seniority_s = fairness.seniority_s if fairness.seats_short else math.inf
+        ranked = sorted(
+            waiting,
+            key=lambda one: waiting_rank(self._waiting_position(one, overdue_until), seniority_s),
+        )
+        self._order_until = fairness.next_overdue_at()
+        over = fairness.over_share(one.request_id for one in ranked)
         if not over:
             return ranked
         return sorted(ranked, key=lambda one: over.get(one.request_id, (0.0, 0.0)))
@@ -152,21 +157,19 @@ class JobQueue:
         """True if the order of the waiting requests has to be made again although none came."""
         return self._fairness.shares_changed or self._clock() >= self._order_until
 
-    def _waiting_rank(self, request: Any, overdue_until: float) -> tuple[int, float, float]:
+    def _waiting_position(self, request: Any, overdue_until: float) -> QueuePosition:
         turn, preempted = self._turns.get(request.request_id), request.num_preemptions > 0
         if turn is None:
             at = self._fairness.arrived_at(request.request_id)
-            position = QueuePosition(at, at, preempted=preempted, overdue=at <= overdue_until)
-            return waiting_rank(position)
+            return QueuePosition(at, at, preempted=preempted, overdue=at <= overdue_until)
         job, at = turn.job, turn.arrived_at
-        position = QueuePosition(
+        return QueuePosition(
             at if job is None else job.started_at,
             at,
             preempted=preempted,
             overdue=at <= overdue_until,
             has_kv=bool(turn.tiers.awaits) or (job is not None and job.key in self._pins),
         )
-        return waiting_rank(position)
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""

@@ -125,10 +125,10 @@ class PinPressure:
         spare = turn.job.key if turn.job else None
 
         somebody_runs = any(self._pool.tables[CONTEXT].values())
-        overdue = self._fairness.is_overdue(turn.request_id)
+        goes_first = self._fairness.seats_short or self._fairness.is_overdue(turn.request_id)
         waiter = waiter_started_at(
             job_started_at(turn),
-            goes_first=overdue or turn.request.num_preemptions > 0,
+            goes_first=goes_first or turn.request.num_preemptions > 0,
             somebody_runs=somebody_runs,
             in_job_order=self.in_job_order,
             new=turn.hold.new,

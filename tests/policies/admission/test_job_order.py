@@ -58,3 +58,16 @@ def test_the_order_of_victims_matters_while_a_step_may_take_all_that_is_free(
     block_size: int, free: int, running: int, tight: bool
 ) -> None:
     assert is_tight(free, running, prefill_blocks(block_size)) is tight
+
+
+def test_where_seats_are_short_an_older_job_precedes_by_its_seniority_at_most() -> None:
+    waits, old, pinned = (
+        QueuePosition(50.0, 100.0),
+        QueuePosition(1.0, 109.0),
+        QueuePosition(60.0, 108.0, has_kv=True),
+    )
+    late, preempted = QueuePosition(1.0, 170.0), QueuePosition(80.0, 80.0, preempted=True)
+    overdue = QueuePosition(90.0, 90.0, overdue=True)
+    crowd = [late, waits, old, pinned, overdue, preempted]
+    order = sorted(crowd, key=lambda one: waiting_rank(one, seniority_s=60.0))
+    assert order == [preempted, overdue, pinned, old, waits, late]
