@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from operator import attrgetter
@@ -42,9 +43,14 @@ class Job:
 
 
 class JobTable:
-    """Jobs by key, least recently heard of first. One thread."""
+    """Jobs by key, least recently heard of first. One thread.
+
+    Attributes:
+        on_forgotten: called with the key of each job that is forgotten.
+    """
 
     def __init__(self) -> None:
+        self.on_forgotten: Callable[[JobKey], None] = lambda _: None
         self._jobs: OrderedDict[JobKey, Job] = OrderedDict()
         self._listed: list[Job] = []  # by number
         self._salted: dict[str, dict[JobKey, None]] = {}  # those with a salt, by name
@@ -52,6 +58,10 @@ class JobTable:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def get(self, key: JobKey) -> Job | None:
+        """The job of that key; None if there is none."""
+        return self._jobs.get(key)
 
     def turn_arrived(self, key: JobKey, request_id: str, now: float, blocks: int) -> Job:
         """The job of a new turn, made if it is the first.
@@ -132,3 +142,4 @@ class JobTable:
             del named[job.key]
             if not named:
                 del self._salted[job.key.name]
+        self.on_forgotten(job.key)

@@ -304,8 +304,9 @@ class SchedulerHalf:
         return self.pages.dispatch.take()
 
     def on_reports(self, reports: Reports) -> None:
-        """Hear the workers' reports."""
+        """Handle the workers' reports."""
         self.pages.dispatch.on_reports(reports, self.step)
+        self.snapshots.on_reports()
 
     # -- a turn ends ----------------------------------------------------------------
 
@@ -367,6 +368,7 @@ class SchedulerHalf:
         """Give up every reference on VRAM blocks. Saves under way become invisible."""
         self.admission.pins.release_all()
         self.admission.boundaries.release_all()
+        self.snapshots.release_vram()
         self.pages.tiers.invalidate(self.pages.saves.drop_all())
 
     def reset(self) -> None:

@@ -110,6 +110,14 @@ class ColdPages:
         self.num_slots -= len(free)
         return (), free
 
+    def first_slot(self, key: PageKey) -> int:
+        """Return the first slot of a page's bundle.
+
+        Raises:
+            KeyError: the page is not cold.
+        """
+        return self._of[key].slots[0]
+
     def acquire(self, key: PageKey) -> int:
         """Keep a page's bundle in place until ``release``; gives its first slot.
 

@@ -126,8 +126,20 @@ class PageIndex:
         return key in self._cpu or key in self.cold.pages
 
     def known(self, key: PageKey) -> bool:
-        """True if the page exists or is on its way: it need not be saved again."""
+        """True if the page is readable or moving. A copy that brings it here may still fail, so
+        this only means that another copy cannot be ordered now."""
         return key in self._cpu or key in self._saving or key in self.cold.pages
+
+    def moving(self, key: PageKey) -> bool:
+        """True if the page is being copied to CPU memory, or compressed there. It becomes readable
+        unless that fails."""
+        return key in self._saving or self.being_packed(key)
+
+    def place(self, key: PageKey) -> int | None:
+        """Return the place where ``acquire`` would hold the page; None if it is not readable."""
+        if key in self.cold:
+            return cold_place(self.cold.first_slot(key))
+        return self._cpu.get(key)
 
     def unknown(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
         """The pages that are not known, with their values, in the same order."""

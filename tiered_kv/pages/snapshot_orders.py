@@ -1,8 +1,8 @@
 """Orders for snapshots: pages of CPU memory that are written to one, or read from one.
 
-They are two-phase, as those of the order book. Pages that are written stay where they are until
-every rank has reported. Pages that are read have slots of their own from the first, and are found
-only once all of them are there, on every rank.
+They are two-phase, like the orders of the order book. Pages that are written stay where they are
+until every rank has reported. Pages that are read have slots of their own from the start, and can
+be found only once all of them have arrived, on every rank.
 
 One thread, no locks, nothing blocks.
 """
@@ -17,6 +17,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import ExportOrder, ImportOrder, OrderId, OrderReport, SnapshotOrder
 
 from .cpu_index import PageIndex
+from .held_pages import HeldPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,27 @@ class ContextPage:
     key: PageKey
 
 
-@dataclass(slots=True)
-class _Flight:
+@dataclass(slots=True, eq=False)
+class SnapshotFlight:
+    """An order for a snapshot, until every rank has reported it. Written by ``SnapshotOrders``.
+
+    Attributes:
+        report: the reports so far, merged.
+        failed: number of pages that some rank could not move; None until every rank has reported.
+    """
+
     order: SnapshotOrder
     report: OrderReport | None = None
+    failed: int | None = None
+
+    @property
+    def over(self) -> bool:
+        """True once every rank has reported the order."""
+        return self.failed is not None
 
 
 class SnapshotOrders:
-    """Orders for snapshots that are in flight.
+    """Orders for snapshots that are in flight. Results stay with their ``SnapshotFlight``.
 
     Args:
         ranks: how many workers must report an order before it counts.
@@ -45,8 +59,7 @@ class SnapshotOrders:
         self._index = index
         self._ranks = ranks
         self._ids = map(OrderId, count(-1, -1))
-        self._flights: dict[OrderId, _Flight] = {}
-        self._failed: dict[OrderId, int] = {}
+        self._flights: dict[OrderId, SnapshotFlight] = {}
         self.unsent: list[SnapshotOrder] = []
 
     @property
@@ -59,20 +72,22 @@ class SnapshotOrders:
         orders, self.unsent = tuple(self.unsent), []
         return orders
 
-    def write(self, folder: str, pages: Sequence[ContextPage]) -> OrderId:
-        """Order readable pages to be written.
+    def write(
+        self, folder: str, pages: Sequence[ContextPage], held: HeldPages
+    ) -> SnapshotFlight:
+        """Order held pages to be written. The order holds them from now on, until every rank has
+        reported it.
 
         Raises:
-            KeyError, ValueError: one of them is not readable; nothing has changed.
+            KeyError: a page is not held.
         """
         keys = tuple(page.key for page in pages)
-        slots = tuple(self._index.acquire_all(keys))
         groups, blocks = _places(pages)
-        order = ExportOrder(next(self._ids), folder, groups, blocks, keys, slots)
-        return self._begin(order)
+        slots = held.hand_over(keys)
+        return self._begin(ExportOrder(next(self._ids), folder, groups, blocks, keys, slots))
 
-    def read(self, path: str, pages: Sequence[ContextPage]) -> OrderId | None:
-        """Order pages to be read that CPU memory does not know; None if it has no room for all of
+    def read(self, path: str, pages: Sequence[ContextPage]) -> SnapshotFlight | None:
+        """Order pages to be read that CPU memory does not know; None if it has no slots for all of
         them now."""
         keys = tuple(page.key for page in pages)
         slots = tuple(self._index.reserve_all(keys))
@@ -83,21 +98,13 @@ class SnapshotOrders:
         groups, blocks = _places(pages)
         return self._begin(ImportOrder(next(self._ids), path, groups, blocks, keys, slots))
 
-    def _begin(self, order: SnapshotOrder) -> OrderId:
-        self._flights[order.order_id] = _Flight(order)
+    def _begin(self, order: SnapshotOrder) -> SnapshotFlight:
+        flight = self._flights[order.order_id] = SnapshotFlight(order)
         self.unsent.append(order)
-        return order.order_id
-
-    def over(self, order_id: OrderId) -> bool:
-        """True once every rank has reported the order."""
-        return order_id not in self._flights
-
-    def failures(self, order_id: OrderId) -> int:
-        """Pages of an order that is over that some rank could not move; told once."""
-        return self._failed.pop(order_id, 0)
+        return flight
 
     def settle(self, reports: Mapping[OrderId, OrderReport]) -> None:
-        """Take in reports. Those of other orders are ignored."""
+        """Handle the workers' reports. Those of other orders are ignored."""
         if not self._flights:
             return
         for order_id, report in reports.items():
@@ -107,20 +114,19 @@ class SnapshotOrders:
             flight.report = flight.report.merge(report) if flight.report else report
             if flight.report.ranks == self._ranks:
                 del self._flights[order_id]
-                self._finish(flight.order, flight.report)
+                flight.failed = len(flight.report.failed)
+                self._finish(flight.order, failed=flight.failed > 0)
 
-    def _finish(self, order: SnapshotOrder, report: OrderReport) -> None:
+    def _finish(self, order: SnapshotOrder, *, failed: bool) -> None:
         index = self._index
-        if report.failed:
-            self._failed[order.order_id] = len(report.failed)
         if isinstance(order, ExportOrder):
             for key, slot in zip(order.keys, order.slots, strict=True):
                 index.release(key, slot, used=False)
-        elif report.failed:
+        elif failed:
             for key, slot in zip(order.keys, order.slots, strict=True):
                 index.abort(key, slot)
-        elif index.commit_all(order.keys, order.slots) < len(order.keys):
-            self._failed[order.order_id] = len(order.keys)  # a reset came between
+        else:
+            index.commit_all(order.keys, order.slots)
 
 
 def _places(pages: Sequence[ContextPage]) -> tuple[tuple[int, ...], tuple[int, ...]]:

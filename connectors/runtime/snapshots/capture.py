@@ -1,17 +1,19 @@
-"""Capture of a job's pages: they are brought into CPU memory, and kept there until they were used.
+"""Capture of a job's pages: they are brought into CPU memory and held there.
 
-Of a running turn the pages are copied from its blocks, at the last boundary of its answer: the very
-bytes that it would go on with. A full block does not change any more, and what the next steps write
-behind the boundary does not matter. So nobody waits.
+The pages of a running turn are copied from its blocks, up to the last boundary of its answer: the
+very bytes that the turn goes on with. A full block does not change any more, and what later steps
+write behind the boundary does not matter. So the turn waits for nothing.
 
-Of a job between two turns the pages are found by their keys, wherever they are.
+The pages of a job between two turns are found by their keys, wherever they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
@@ -21,7 +23,7 @@ from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import DIGEST_BYTES, PageKey
-from tiered_kv.orders import OrderId
+from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.snapshot_orders import ContextPage
 from tiered_kv.snapshot.manifest import SnapshotError
@@ -30,35 +32,41 @@ from .context_pages import ContextNames, context_pages
 from .job_contexts import Context
 from .operations import Wait, file_work
 
+LOST_BLOCKS = "The turn has just lost its blocks: try again."
+
 
 @dataclass(slots=True)
 class Captured:
-    """Pages of a context in CPU memory. They stay until ``Captures.release``.
+    """A context whose pages are held in CPU memory.
 
     Attributes:
         context: the context; ``kv_tokens`` of it have their KV in the pages.
         named: a turn of those tokens.
         salt: cache salt that the pages are named by.
         saved: pages that were copied from VRAM for this.
-        held: the place of each page that is kept.
     """
 
     context: Context
     named: Turn
     salt: str | None
-    pages: tuple[ContextPage, ...]
+    pages: tuple[ContextPage, ...] = ()
     saved: int = 0
-    held: dict[PageKey, int] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[PageKey]:
+        """Keys of the pages."""
+        return [page.key for page in self.pages]
 
 
 Capturing: TypeAlias = Generator[Wait, None, Captured]
+"""A capture under way. Whatever ends it, the caller's ``HeldPages`` releases what it held."""
 
 
 class Captures:
     """Captures contexts. One thread, the scheduler's.
 
     Args:
-        finder, promotions, sources: those of restores.
+        finder, promotions, sources: the components that restores use.
         group_of: gives the group of a page; None if that is not known.
         names: names contexts, on a thread of ``files``.
     """
@@ -89,23 +97,39 @@ class Captures:
         self._names = names
         self._files = files
         self._clock = clock
+        self._in_use: dict[int, list[Block]] = {}  # held blocks of VRAM, by the list's id
 
-    def release(self, captured: Captured, *, forget: bool) -> None:
-        """Keep the pages no longer.
+    def hold_nothing(self) -> HeldPages:
+        """Return a holder without pages, for a capture to fill."""
+        return HeldPages(self._index)
 
-        Args:
-            forget: True if nobody can ask for them: they have names of their own.
-        """
-        held, captured.held = captured.held, {}
-        for key, place in held.items():
-            self._index.release(key, place, used=False)
-        for page in captured.pages if forget else ():  # those still on their way, too
-            self._index.forget(page.key)
+    def release_vram(self) -> None:
+        """Release every block of VRAM that captures hold. A capture that still needs one fails."""
+        for blocks in self._in_use.values():
+            self._pool.release(reversed(blocks))
+            blocks.clear()
+
+    @contextmanager
+    def _blocks_held(self, blocks: list[Block]) -> Iterator[None]:
+        """Hold blocks of VRAM. ``release_vram`` empties the list."""
+        self._pool.hold(blocks)
+        self._in_use[id(blocks)] = blocks
+        try:
+            yield
+        finally:
+            del self._in_use[id(blocks)]
+            self._pool.release(reversed(blocks))
+
+    def _named(self, tokens: Sequence[int], salt: str | None) -> Generator[Wait, None, Turn]:
+        naming = self._files.submit(self._names.name, tokens, salt)
+        return (yield from file_work("the context is named", naming))
 
     # -- of a running turn ----------------------------------------------------------
 
-    def running(self, turn: Turn, salt: str | None, parents: tuple[str, ...]) -> Capturing:
-        """Capture a turn that has begun to answer, under names with that salt.
+    def running(
+        self, turn: Turn, salt: str | None, parents: tuple[str, ...], held: HeldPages
+    ) -> Capturing:
+        """Capture a turn that has started to answer, under names with that salt.
 
         Raises:
             SnapshotError: it cannot be captured; the sentence says what to do.
@@ -119,28 +143,12 @@ class Captures:
         tokens = list(context.token_ids[: context.kv_tokens + 1])
         context = replace(context, token_ids=tokens)  # the request's own list grows
         blocks = self._blocks(turn, context.kv_tokens)
-        self._pool.hold(blocks)  # while names are computed; the request may end meanwhile
-        try:
-            naming = self._files.submit(self._names.name, tokens[: context.kv_tokens], salt)
-            yield file_work("the context is named", naming)
-            captured = Captured(context, naming.result(), salt, ())
-            captured.pages = context_pages(captured.named, self._facts)
-        except BaseException:
-            self._pool.release(reversed(blocks))
-            raise
-        try:
-            try:
-                orders = self._save(captured, blocks)
-            finally:
-                self._pool.release(reversed(blocks))
-            yield Wait("pages are copied to CPU memory", lambda: self._settled(orders))
-            for page in captured.pages:
-                if not self._index.readable(page.key):
-                    raise SnapshotError("A copy to CPU memory failed: try again.")
-                captured.held[page.key] = self._index.acquire(page.key)
-        except BaseException:
-            self.release(captured, forget=salt != context.salt)
-            raise
+        with self._blocks_held(blocks):  # the request may end meanwhile
+            named = yield from self._named(tokens[: context.kv_tokens], salt)
+            captured = Captured(context, named, salt, context_pages(named, self._facts))
+            if salt != context.salt:
+                held.make_private(captured.keys)
+            yield from self._copy(captured, blocks, held)
         return captured
 
     def _blocks(self, turn: Turn, tokens: int) -> list[Block]:
@@ -150,86 +158,120 @@ class Captures:
             table = self._pool.tables[at].get(turn.request_id, ())
             for block in group.needs(tokens):
                 if block >= len(table) or table[block].is_null:
-                    raise SnapshotError("The turn has just lost its blocks: try again.")
+                    raise SnapshotError(LOST_BLOCKS)
                 found.append(table[block])
         return found
 
-    def _save(self, captured: Captured, blocks: Sequence[Block]) -> list[OrderId]:
-        if len(captured.pages) != len(blocks):
-            raise SnapshotError("Tokens alone do not tell this prompt: it cannot be taken out.")
-        filled: list[dict[PageKey, int]] = [{} for _ in self._facts.groups]
-        for page, block in zip(captured.pages, blocks, strict=True):
-            if not self._index.known(page.key):
-                filled[page.group][page.key] = block.block_id
-        wanted = sum(map(len, filled))
-        orders = self._saves.capture(filled)
-        captured.saved = sum(len(order.keys) for order in orders)
-        if captured.saved < wanted:
-            raise SnapshotError(
-                f"CPU memory has no room for {wanted} pages now: try again, or set "
-                "TIERED_KV_CPU_GIB higher."
-            )
-        return [order.order_id for order in orders]
+    def _copy(
+        self, captured: Captured, blocks: Sequence[Block], held: HeldPages
+    ) -> Generator[Wait, None, None]:
+        """Copy the pages that CPU memory lacks from their blocks, and hold all of them.
 
-    def _settled(self, orders: Sequence[OrderId]) -> bool:
-        return not any(map(self._book.under_way, orders))
+        Pages that another save or the compression is moving are waited for. If that fails, they
+        are copied too. Each round of copies must get further than the one before.
+        """
+        pages = captured.pages
+        if not blocks:
+            raise SnapshotError(LOST_BLOCKS)
+        if len(pages) != len(blocks):
+            raise SnapshotError("Tokens alone do not tell this prompt: it cannot be taken out.")
+        if len(pages) > self._index.num_slots:
+            raise _no_room(len(pages))
+        sources = {
+            page.key: (page.group, block.block_id)
+            for page, block in zip(pages, blocks, strict=True)
+        }
+        least: float = math.inf
+        while missing := held.hold(captured.keys):
+            absent = [key for key in missing if not self._index.moving(key)]
+            if absent:
+                if not blocks:
+                    raise SnapshotError(LOST_BLOCKS)
+                if len(missing) >= least:
+                    raise SnapshotError("A copy to CPU memory failed: try again.")
+                least = len(missing)
+                saved = self._save({key: sources[key] for key in absent})
+                if not saved and len(absent) == len(missing):
+                    raise _no_room(len(absent))
+                captured.saved += saved
+            yield _arrival(held, missing)
+
+    def _save(self, sources: Mapping[PageKey, tuple[int, int]]) -> int:
+        """Order copies of pages, each from a group's block; return how many have slots."""
+        filled: list[dict[PageKey, int]] = [{} for _ in self._facts.groups]
+        for key, (group, block) in sources.items():
+            filled[group][key] = block
+        return sum(len(order.keys) for order in self._saves.capture(filled))
 
     # -- of a job between two turns ---------------------------------------------------
 
-    def waiting(self, context: Context) -> Capturing:
-        """Capture the context of a job that waits, as far as its KV can be found.
+    def waiting(self, context: Context, held: HeldPages) -> Capturing:
+        """Capture the context of a waiting job, as far as its KV can be found.
 
         Raises:
-            SnapshotError: there is none; the sentence says what to do.
+            SnapshotError: nothing of it can; the sentence says what to do.
         """
-        naming = self._files.submit(self._names.name, context.token_ids, context.salt)
-        yield file_work("the context is named", naming)
-        whole: Turn = naming.result()
-        captured = Captured(context, whole, context.salt, ())
-        try:
-            yield from self._gather(captured, whole)
-        except BaseException:
-            self.release(captured, forget=False)
-            raise
+        whole = yield from self._named(context.token_ids, context.salt)
+        captured = Captured(context, whole, context.salt)
+        yield from self._gather(captured, held)
         kv_tokens = captured.context.kv_tokens
-        naming = self._files.submit(self._names.name, context.token_ids[:kv_tokens], context.salt)
-        yield file_work("the context is named", naming)
-        captured.named = naming.result()
+        captured.named = yield from self._named(context.token_ids[:kv_tokens], context.salt)
         return captured
 
-    def _gather(self, captured: Captured, whole: Turn) -> Generator[Wait, None, None]:
-        """Bring the pages into CPU memory, and keep them there."""
-        context, index = captured.context, self._index
+    def _gather(self, captured: Captured, held: HeldPages) -> Generator[Wait, None, None]:
+        """Bring the pages into CPU memory, and hold them there.
+
+        Pages may be evicted or fail to arrive meanwhile. Then a shorter prefix is taken. Each round
+        of orders must get further than the one before.
+        """
+        context = captured.context
+        tokens, least = context.kv_tokens, (math.inf, math.inf)
         while True:
             somewhere = self._somewhere()
-            found = self._finder.find(whole, 0, context.kv_tokens, somewhere, run_of(somewhere))
+            found = self._finder.find(captured.named, 0, tokens, somewhere, run_of(somewhere))
             if found is None:
                 raise SnapshotError(
                     "Nothing of this job's KV is left: it was evicted from every tier. Take it "
                     "while a turn runs, or give the tiers more room."
                 )
-            pages = tuple(
+            tokens = found.tokens
+            captured.pages = tuple(
                 ContextPage(part.group, part.first + i, key)
                 for part in found.parts
                 for i, key in enumerate(part.keys)
             )
-            missing = self._hold(captured, pages)
+            missing = held.hold(captured.keys)
             if not missing:
-                captured.pages = pages
-                captured.context = replace(context, kv_tokens=found.tokens)
-                for key in captured.held.keys() - {page.key for page in pages}:
-                    index.release(key, captured.held.pop(key), used=False)
-                return
-            captured.saved += self._fetch(missing)
-            yield self._arrival([page.key for page in missing])
-
-    def _arrival(self, keys: Sequence[PageKey]) -> Wait:
-        return Wait("pages come to CPU memory", lambda: not any(map(self._moves, keys)))
+                break
+            absent = [key for key in missing if not self._index.moving(key)]
+            if absent:
+                if (tokens, len(missing)) >= least:
+                    raise SnapshotError("A copy to CPU memory failed: try again.")
+                least = tokens, len(missing)
+                saved, ordered = self._fetch(absent)
+                if not ordered and len(absent) == len(missing):
+                    raise SnapshotError(
+                        f"CPU memory has no room for the {len(missing)} pages of this context "
+                        "that are not there: set TIERED_KV_CPU_GIB higher."
+                    )
+                captured.saved += saved
+            yield _arrival(held, missing)
+        captured.context = replace(context, kv_tokens=tokens)
+        held.keep_only(captured.keys)
 
     def _somewhere(self) -> Callable[[PageKey], bool]:
-        """A test whether a page can be had: in CPU memory, on its way there, below, or in VRAM."""
-        below = self._sources.somewhere()
-        return lambda key: self._index.known(key) or below(key) or self._in_vram(key) is not None
+        """A test whether a page can be had: in CPU memory, moving there, in a lower tier that
+        answers, or in VRAM."""
+        sources, promoting = self._sources.somewhere(), self._book.promoting
+
+        def somewhere(key: PageKey) -> bool:
+            return (
+                sources(key)
+                or (self._index.moving(key) and key not in promoting)
+                or self._in_vram(key) is not None
+            )
+
+        return somewhere
 
     def _in_vram(self, key: PageKey) -> tuple[int, Block] | None:
         """The block of a page in VRAM, with its group; None if none has it."""
@@ -237,40 +279,22 @@ class Captures:
         block = self._pool.cached(key[DIGEST_BYTES:], at) if at is not None else None
         return (at, block) if at is not None and block is not None else None
 
-    def _hold(self, captured: Captured, pages: Sequence[ContextPage]) -> list[ContextPage]:
-        """Keep the pages that are readable; gives the others."""
-        missing = list[ContextPage]()
-        for page in pages:
-            if page.key in captured.held:
-                continue
-            if self._index.readable(page.key):
-                captured.held[page.key] = self._index.acquire(page.key)
-            else:
-                missing.append(page)
-        return missing
+    def _fetch(self, absent: Sequence[PageKey]) -> tuple[int, int]:
+        """Order pages to CPU memory; return how many are copied from VRAM, and how many in all."""
+        found = {key: self._in_vram(key) for key in absent}
+        saved = self._save(
+            {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}
+        )
+        below = [key for key in absent if not self._index.moving(key)]
+        promoted = self._promotions.promote_ahead(below, self._clock()) if below else 0
+        return saved, saved + promoted
 
-    def _fetch(self, missing: Sequence[ContextPage]) -> int:
-        """Order pages to CPU memory; gives how many are copied from VRAM.
 
-        Raises:
-            SnapshotError: nothing can be ordered, and nothing is on its way.
-        """
-        if any(self._moves(page.key) for page in missing):
-            return 0
-        filled: list[dict[PageKey, int]] = [{} for _ in self._facts.groups]
-        for page in missing:
-            if (found := self._in_vram(page.key)) is not None:
-                filled[found[0]][page.key] = found[1].block_id
-        saved = sum(len(order.keys) for order in self._saves.capture(filled))
-        below = [page.key for page in missing if not self._index.known(page.key)]
-        ordered = self._promotions.promote_ahead(below, self._clock()) if below else 0
-        if not saved and not ordered:
-            raise SnapshotError(
-                f"CPU memory has no room for the {len(missing)} pages of this context that are not "
-                "there: set TIERED_KV_CPU_GIB higher."
-            )
-        return saved
+def _arrival(held: HeldPages, keys: Sequence[PageKey]) -> Wait:
+    return Wait("pages are copied to CPU memory", held.arrival(keys))
 
-    def _moves(self, key: PageKey) -> bool:
-        """True if a page is on its way to CPU memory, or being compressed there."""
-        return self._index.known(key) and not self._index.readable(key)
+
+def _no_room(pages: int) -> SnapshotError:
+    return SnapshotError(
+        f"CPU memory has no room for {pages} pages now: try again, or set TIERED_KV_CPU_GIB higher."
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,8 +20,6 @@ from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 from .capture import Captured
 from .context_pages import ContextNames
 
-MOST_PARENTS = 100
-"""Parents that a manifest names: the last ones."""
 LEFT_OUT = ("generation", "hash_algorithm")
 """Fields of a fingerprint that say nothing of bytes: whoever restores computes keys anew."""
 
@@ -81,13 +80,15 @@ class SnapshotFiles:
             self._facts.ranks, self._facts.hash_tokens, self._facts.version, groups
         )
 
-    def begin(self, name: str) -> Future[SnapshotDraft]:
-        """Begin a snapshot."""
-        return self.thread.submit(_begin, self.root, name)
-
-    def abandon(self, draft: Future[SnapshotDraft]) -> None:
-        """Remove a snapshot that was not sealed."""
-        self.thread.submit(_abandon, draft)
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Future[SnapshotDraft]]:
+        """Begin a snapshot. On leaving, its draft is removed unless it was sealed."""
+        drafting = self.thread.submit(_begin, self.root, name)
+        try:
+            yield drafting
+        finally:
+            if not drafting.cancel():
+                self.thread.submit(_abandon, drafting)
 
     def seal(
         self, draft: SnapshotDraft, captured: Captured, job: str, exact: bool, now: float
@@ -113,7 +114,7 @@ class SnapshotFiles:
                     prompt_tokens=context.prompt_tokens,
                     job=job,
                     turns=context.turns,
-                    parents=context.parents[-MOST_PARENTS:],
+                    parents=context.parents,
                     cache_salt=context.salt,
                     exact=exact,
                     sampling=context.sampling,

@@ -12,6 +12,7 @@ from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pages.ends import kept_tokens
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.policies.base import JobKey
 from tiered_kv.snapshot.manifest import SnapshotError
 
@@ -56,16 +57,25 @@ class JobCaptures:
                 turn.request.end_after_next_token()
         yield Wait("the turn runs to its end", lambda: not job.running, LONGEST_TURN_S)
 
-    def of(self, job: Job, *, exact: bool) -> Generator[Wait, None, Captured]:
+    def hold_nothing(self) -> HeldPages:
+        """Return a holder without pages, for a capture to fill."""
+        return self._pages.hold_nothing()
+
+    def release_vram(self) -> None:
+        """Release every block of VRAM that captures hold. A capture that still needs one fails."""
+        self._pages.release_vram()
+
+    def of(self, job: Job, held: HeldPages, *, exact: bool) -> Generator[Wait, None, Captured]:
         """Capture a job, whatever it does.
+
+        Args:
+            held: holds the pages; with ``exact`` it forgets them at the end unless published.
 
         Raises:
             SnapshotError: it cannot be captured; the sentence says what to do.
         """
-        running = self._running(job)
-        if running is not None:
-            yield self._boundary(running)
-        turn = self._running(job)
+        while (turn := self._running(job)) is not None and not self._has_boundary(turn):
+            yield self._boundary(turn)  # another turn may run once this one has ended
         if turn is None:
             context = self.contexts.get(job.key)
             if context is None:
@@ -78,7 +88,7 @@ class JobCaptures:
                     "Pages of a job that waits may be of another computation of the same text: "
                     "exact needs a turn that runs."
                 )
-            return (yield from self._pages.waiting(context))
+            return (yield from self._pages.waiting(context, held))
         if not is_named_by_tokens(turn):
             raise SnapshotError(
                 "Only contexts of text, of the base model, can be taken: this turn has images, "
@@ -88,7 +98,7 @@ class JobCaptures:
         if exact:
             self._check_exact(turn)
             salt = fresh_salt()
-        return (yield from self._pages.running(turn, salt, self.parents(job.key)))
+        return (yield from self._pages.running(turn, salt, self.parents(job.key), held))
 
     def _running(self, job: Job) -> Turn | None:
         turns = [self._turns.by_id[one] for one in job.running if one in self._turns.by_id]
@@ -99,9 +109,10 @@ class JobCaptures:
         return turns[0] if turns else None
 
     def _boundary(self, turn: Turn) -> Wait:
+        live = self._turns.by_id
         return Wait(
             "the turn gets its first token",
-            lambda: turn.request.finished or self._has_boundary(turn),
+            lambda: live.get(turn.request_id) is not turn or self._has_boundary(turn),
             LONGEST_TURN_S,
         )
 
@@ -126,12 +137,3 @@ class JobCaptures:
         """Names of the jobs that it was forked or restored from, oldest first."""
         context = self.contexts.get(job)
         return context.parents if context is not None else ()
-
-    def release(self, captured: Captured, *, forget: bool | None = None) -> None:
-        """Keep the pages of a capture no longer.
-
-        Args:
-            forget: True if nobody may find them; None for those that have names of their own.
-        """
-        own = captured.salt != captured.context.salt
-        self._pages.release(captured, forget=own if forget is None else forget)

@@ -11,8 +11,15 @@ from tiered_kv.connectors.runtime.pages.ends import kept_tokens
 from tiered_kv.policies.base import JobKey
 
 MOST_TOKENS = 1 << 22
-"""Tokens that are remembered of all jobs together: some 150 MB. The contexts that were used the
-longest ago are forgotten."""
+"""Tokens remembered of all jobs together, some 150 MB. The least recently used contexts are
+forgotten first. Contexts that share their tokens, as forks do, count them once."""
+OVERHEAD_TOKENS = 256
+"""What a context counts as, in addition to its tokens: its job's name, sampling parameters and
+bookkeeping take memory as well."""
+TOKEN_BYTES = 36
+"""Memory that a token takes in a list, bytes: a pointer and an int."""
+MOST_PARENTS = 100
+"""Parents that a context names: the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,14 @@ class Context:
 
 
 class Contexts:
-    """The last context of each job that is between two turns. One thread."""
+    """The last context of each job that is between two turns. One thread.
+
+    Each belongs to a job that exists: whoever forgets a job calls ``forget``.
+    """
 
     def __init__(self) -> None:
         self._contexts: OrderedDict[JobKey, Context] = OrderedDict()
+        self._sharing: dict[int, int] = {}  # contexts that have a list of tokens, by its id
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -70,17 +81,32 @@ class Contexts:
         """Remember a job's context in place of the one before. The tokens may not change."""
         self.forget(job)
         self._contexts[job] = context
-        self._tokens += len(context.token_ids)
+        tokens = id(context.token_ids)
+        sharing = self._sharing[tokens] = self._sharing.get(tokens, 0) + 1
+        self._tokens += _own_tokens(job, context) + (sharing == 1) * len(context.token_ids)
         while self._tokens > MOST_TOKENS:
             self.forget(next(iter(self._contexts)))
 
     def forget(self, job: JobKey) -> None:
         """Forget a job. Unknown ones are ignored."""
         context = self._contexts.pop(job, None)
-        if context is not None:
+        if context is None:
+            return
+        tokens = id(context.token_ids)
+        self._sharing[tokens] -= 1
+        self._tokens -= _own_tokens(job, context)
+        if not self._sharing[tokens]:
+            del self._sharing[tokens]
             self._tokens -= len(context.token_ids)
 
     def clear(self) -> None:
         """Forget every job."""
         self._contexts.clear()
+        self._sharing.clear()
         self._tokens = 0
+
+
+def _own_tokens(job: JobKey, context: Context) -> int:
+    """Number of tokens that take as much memory as a context without its tokens."""
+    names = len(job.name) + len(job.salt) + sum(map(len, context.parents))
+    return OVERHEAD_TOKENS + (names + len(repr(context.sampling))) // TOKEN_BYTES

@@ -57,6 +57,12 @@ class NoSnapshots:
     def advance(self) -> None:
         """Do nothing."""
 
+    def on_reports(self) -> None:
+        """Do nothing."""
+
+    def release_vram(self) -> None:
+        """Do nothing."""
+
     def on_ended(self, turn: Turn) -> None:
         """Do nothing."""
 

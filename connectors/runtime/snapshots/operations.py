@@ -12,12 +12,13 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tiered_kv.snapshot.manifest import SnapshotError
 
 logger = logging.getLogger(__name__)
 
+_Done = TypeVar("_Done")
 LONGEST_WAIT_S = 300.0
 """Longest wait of an operation for files or copies, seconds."""
 OUTCOMES_KEPT = 256
@@ -44,9 +45,14 @@ Steps: TypeAlias = Generator[Wait, None, dict[str, Any]]
 """An operation. It returns its result, or raises ``SnapshotError`` with a sentence."""
 
 
-def file_work(doing: str, future: Future[Any]) -> Wait:
-    """Wait for work on files."""
-    return Wait(doing, future.done)
+def file_work(doing: str, future: Future[_Done]) -> Generator[Wait, None, _Done]:
+    """Wait for work on files, and return its result. Work that has not started is cancelled if the
+    operation ends meanwhile."""
+    try:
+        yield Wait(doing, future.done)
+        return future.result()
+    finally:
+        future.cancel()
 
 
 @dataclass(slots=True)
@@ -95,14 +101,32 @@ class Operations:
             del self._all[old]
         return number
 
+    def poll(self) -> None:
+        """Let every operation hold what has arrived for it, without going on."""
+        for number, operation in [*self._live.items()]:
+            self._is_over(number, operation)
+
     def advance(self) -> None:
         """Go on with every operation whose wait is over."""
         for number, operation in [*self._live.items()]:
-            wait = operation.wait
-            if wait is None or wait.over():
+            if self._is_over(number, operation):
                 self._go_on(number, operation)
-            elif self._clock() - operation.since > wait.limit_s:
-                self._end(number, operation, why=f"It took too long: {wait.doing}. Try again.")
+
+    def _is_over(self, number: int, operation: _Operation) -> bool:
+        """True if an operation's wait is over. An operation that waits for too long, or whose test
+        fails, is ended."""
+        wait = operation.wait
+        if wait is None:
+            return True
+        try:
+            if wait.over():
+                return True
+        except Exception:
+            self._fail(number, operation)
+            return False
+        if self._clock() - operation.since > wait.limit_s:
+            self._end(number, operation, why=f"It took too long: {wait.doing}. Try again.")
+        return False
 
     def _go_on(self, number: int, operation: _Operation) -> None:
         try:
@@ -112,16 +136,19 @@ class Operations:
                     operation.wait, operation.since = wait, self._clock()
                     return
         except StopIteration as done:
-            operation.result = done.value
+            operation.result, operation.wait = done.value, None
             del self._live[number]
         except SnapshotError as error:
             self._end(number, operation, why=str(error))
         except Exception:
-            logger.exception("an operation on a snapshot failed")
-            self._end(number, operation, why="It failed; the engine's log says why.")
+            self._fail(number, operation)
+
+    def _fail(self, number: int, operation: _Operation) -> None:
+        logger.exception("an operation on a snapshot failed")
+        self._end(number, operation, why="It failed; the engine's log says why.")
 
     def _end(self, number: int, operation: _Operation, why: str) -> None:
-        operation.why = why
+        operation.why, operation.wait = why, None  # the wait refers to all that was held
         del self._live[number]
         try:
             operation.steps.close()

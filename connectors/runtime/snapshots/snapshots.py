@@ -6,7 +6,7 @@ first, and would find other bytes of the same text under the usual names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,17 @@ from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.cpu_index import PageIndex
+from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.pages.snapshot_orders import SnapshotOrders
+from tiered_kv.pages.snapshot_orders import ContextPage, SnapshotFlight, SnapshotOrders
 from tiered_kv.policies.base import JobKey, TurnEnd
 from tiered_kv.snapshot.manifest import SnapshotError
 
-from .capture import Captured
 from .context_pages import context_pages, remember_tail
-from .file_thread import SnapshotFiles
+from .file_thread import Opened, SnapshotFiles
 from .job_capture import JobCaptures, is_named_by_tokens
-from .job_contexts import Context
-from .operations import Operations, Steps, Wait, file_work
+from .job_contexts import MOST_PARENTS, Context
+from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
 
 MOST_NAMESAKES = 2
 """Jobs of one name that are looked for."""
@@ -61,6 +61,7 @@ class Snapshots:
     ) -> None:
         self.operations = Operations(clock)
         self.contexts = captures.contexts
+        manager.jobs.on_forgotten = self.contexts.forget
         self.orders = orders
         self._facts = facts
         self._index = index
@@ -123,7 +124,7 @@ class Snapshots:
                 "This engine keeps no KV in CPU memory: snapshots need TIERED_KV_CPU_GIB above 0, "
                 "and a model whose KV can be offloaded."
             )
-        if self.operations.full:
+        if self.operations.full or self.orders.in_flight >= MOST_AT_ONCE:  # a disk may hang
             raise SnapshotError("Too much is under way already: ask again in a while.")
         if exact and self._facts.speculates:
             raise SnapshotError(
@@ -147,32 +148,24 @@ class Snapshots:
     # -- operations ---------------------------------------------------------------------
 
     def _take(self, job: Job, to: str, wait_turn: bool, stop: bool, exact: bool) -> Steps:
-        began = self._clock()
-        drafting = self._files.begin(to)
-        captured: Captured | None = None
-        try:
-            yield file_work("the folder is made", drafting)
-            draft = drafting.result()
+        started = self._clock()
+        with self._captures.hold_nothing() as held, self._files.draft(to) as drafting:
+            draft = yield from file_work("the folder is made", drafting)
             self._files.identity()
             if stop or wait_turn:
                 yield from self._captures.turn_over(job, stop=stop)
             pausing = self._clock()
-            captured = yield from self._captures.of(job, exact=exact)
+            captured = yield from self._captures.of(job, held, exact=exact)
             pause_s = self._clock() - pausing
-            order = self.orders.write(str(draft.folder), captured.pages)
-            yield Wait("pages are written", lambda: self.orders.over(order))
-            if failed := self.orders.failures(order):
+            writing = self.orders.write(str(draft.folder), captured.pages, held)
+            yield Wait("pages are written", lambda: writing.over)
+            if writing.failed:
                 raise SnapshotError(
-                    f"{failed} pages could not be written: see the engine's log, and whether the "
-                    "folder has room."
+                    f"{writing.failed} pages could not be written: see the engine's log, and "
+                    "whether the folder has room."
                 )
             sealing = self._files.seal(draft, captured, job.key.name, exact, self._wall())
-            yield file_work("the manifest is written", sealing)
-            manifest = sealing.result()
-        finally:
-            self._files.abandon(drafting)  # nothing is left of it to abandon once it is sealed
-            if captured is not None:
-                self._captures.release(captured)
+            manifest = yield from file_work("the manifest is written", sealing)
         self._counters.add("snapshots_taken")
         return {
             "name": to,
@@ -184,18 +177,16 @@ class Snapshots:
             "shared_bytes": manifest.shared_bytes,
             "exact": exact,
             "capture_ms": round(1e3 * pause_s, 3),
-            "durable_ms": round(1e3 * (self._clock() - began), 3),
+            "durable_ms": round(1e3 * (self._clock() - started), 3),
         }
 
     def _restore(self, name: str, job: str | None, salt: str | None) -> Steps:
-        began = self._clock()
+        started = self._clock()
         opening = self._files.open(name, salt)
-        yield file_work("the snapshot is looked at", opening)
-        opened = opening.result()
+        opened = yield from file_work("the snapshot is looked at", opening)
         manifest, named = opened.manifest, opened.named
         key = JobKey(opened.salt or "", job or manifest.job)
-        if any(found.key == key and found.running for found in self._named(key)):
-            raise SnapshotError("A job of this name runs: give another with --job.")
+        before = self._turns_of(key)
         pages = context_pages(named, self._facts)
         theirs = {(page.group, page.block) for page in manifest.pages}
         if theirs != {(page.group, page.block) for page in pages}:
@@ -205,39 +196,32 @@ class Snapshots:
                 f"{name} has {len(pages)} pages, and CPU memory holds {self._index.num_slots}: set "
                 "TIERED_KV_CPU_GIB higher."
             )
-        index = self._index
-        wanted = [page for page in pages if not index.known(page.key)]
-        # What is there already must not make room for the rest.
-        held = {page.key: index.acquire(page.key) for page in pages if index.readable(page.key)}
-        try:
-            order = self.orders.read(str(opened.path), wanted) if wanted else None
-            if order is not None:
-                yield Wait("pages are read", lambda: self.orders.over(order))
-            elif wanted:
-                raise SnapshotError("CPU memory has no room now: all of it is in use. Try again.")
-        finally:
-            for held_key, place in held.items():
-                index.release(held_key, place, used=False)
-        if order is not None and (failed := self.orders.failures(order)):
-            raise SnapshotError(
-                f"{failed} pages of {name} are damaged or gone; nothing of it was restored."
-            )
         keys = [page.key for page in pages]
-        self._index.touch(reversed(keys))
-        remember_tail(named, self._facts, self._tails)
-        parents = (
-            manifest.parents if key.name == manifest.job else (*manifest.parents, manifest.job)
-        )
-        context = Context(
-            token_ids=manifest.token_ids,
-            kv_tokens=manifest.kv_tokens,
-            prompt_tokens=manifest.prompt_tokens,
-            salt=opened.salt,
-            turns=manifest.turns,
-            parents=parents,
-            sampling=manifest.sampling,
-        )
-        self._adopt(key, context, named, keys)
+        with self._captures.hold_nothing() as held:
+            if salt is not None:
+                held.make_private(keys)
+            yield from self._read(opened, pages, held)
+            if self._turns_of(key) != before:
+                raise SnapshotError(
+                    "A turn of this job arrived while its snapshot was read: give another name "
+                    "with --job, or restore it once the job has ended."
+                )
+            self._index.touch(reversed(keys))
+            remember_tail(named, self._facts, self._tails)
+            parents = (
+                manifest.parents if key.name == manifest.job else (*manifest.parents, manifest.job)
+            )
+            context = Context(
+                token_ids=manifest.token_ids,
+                kv_tokens=manifest.kv_tokens,
+                prompt_tokens=manifest.prompt_tokens,
+                salt=opened.salt,
+                turns=manifest.turns,
+                parents=parents[-MOST_PARENTS:],
+                sampling=manifest.sampling,
+            )
+            self._adopt(key, context, named, keys)
+            held.publish()
         self._counters.add("snapshots_restored")
         return {
             "job": key.name,
@@ -245,30 +229,64 @@ class Snapshots:
             "kv_tokens": manifest.kv_tokens,
             "pages": len(pages),
             "cache_salt": opened.salt,
-            "ms": round(1e3 * (self._clock() - began), 3),
+            "ms": round(1e3 * (self._clock() - started), 3),
         }
 
-    def _named(self, key: JobKey) -> list[Job]:
-        return self._manager.jobs.named(key.name, MOST_NAMESAKES)
+    def _turns_of(self, key: JobKey) -> tuple[int, int] | None:
+        """Number and turns of a job that waits; None if there is none of that key.
+
+        Raises:
+            SnapshotError: it runs.
+        """
+        job = self._manager.jobs.get(key)
+        if job is not None and job.running:
+            raise SnapshotError("A job of this name runs: give another with --job.")
+        return (job.number, job.turns) if job is not None else None
+
+    def _read(
+        self, opened: Opened, pages: Sequence[ContextPage], held: HeldPages
+    ) -> Generator[Wait, None, None]:
+        """Hold a snapshot's pages in CPU memory: those that are readable there, and the others from
+        its files.
+
+        Pages that a save is moving are waited for. If that fails, they are read too. Each round of
+        reads must get further than the one before.
+        """
+        by_key, least = {page.key: page for page in pages}, len(pages) + 1
+        while missing := held.hold(by_key):
+            absent = [by_key[key] for key in missing if not self._index.moving(key)]
+            if not absent:
+                yield Wait("pages are copied to CPU memory", held.arrival(missing))
+                continue
+            if len(missing) >= least:
+                raise SnapshotError("CPU memory has lost pages that were just read: try again.")
+            least = len(missing)
+            reading = self.orders.read(str(opened.path), absent)
+            if reading is None:
+                raise SnapshotError("CPU memory has no room now: all of it is in use. Try again.")
+            yield _all_read(reading, held.arrival([page.key for page in absent]))
+            if reading.failed:
+                raise SnapshotError(
+                    f"{reading.failed} pages of {opened.path.name} are damaged or gone; nothing of "
+                    "it was restored."
+                )
 
     def _fork(self, job: Job, children: Sequence[str], exact: bool) -> Steps:
-        captured = yield from self._captures.of(job, exact=exact)
-        try:
-            salt = captured.salt
+        with self._captures.hold_nothing() as held:
+            captured = yield from self._captures.of(job, held, exact=exact)
+            salt, pages = captured.salt, captured.keys
             keys = [JobKey(salt or "", child) for child in children]
             for key in keys:
-                if any(one.key == key for one in self._named(key)):
+                if self._manager.jobs.get(key) is not None:
                     raise SnapshotError(f"There is a job called {key.name!r} already.")
+            if held.hold(pages):
+                raise SnapshotError("A page of this context has just been lost: try again.")
             remember_tail(captured.named, self._facts, self._tails)
-            pages = [page.key for page in captured.pages]
-            parents = (*captured.context.parents, job.key.name)
+            parents = (*captured.context.parents, job.key.name)[-MOST_PARENTS:]
             context = replace(captured.context, salt=salt, parents=parents)
             for key in keys:
                 self._adopt(key, context, captured.named, pages)
-        except BaseException:
-            self._captures.release(captured)
-            raise
-        self._captures.release(captured, forget=False)
+            held.publish()
         self._counters.add("jobs_forked", len(keys))
         return {
             "jobs": list(children),
@@ -299,6 +317,7 @@ class Snapshots:
         if job is None:
             return
         goes_on = turn.source.admitted and not turn.hints.is_last_step
+        goes_on = goes_on and self._manager.jobs.get(job.key) is job
         if not (goes_on and is_named_by_tokens(turn)):
             self.contexts.forget(job.key)
             return
@@ -309,6 +328,14 @@ class Snapshots:
     def advance(self) -> None:
         """Go on with what is under way, between two steps."""
         self.operations.advance()
+
+    def on_reports(self) -> None:
+        """Hold the pages that have arrived, before others can evict them."""
+        self.operations.poll()
+
+    def release_vram(self) -> None:
+        """Release every block of VRAM that captures hold. A capture that still needs one fails."""
+        self._captures.release_vram()
 
     @property
     def under_way(self) -> bool:
@@ -336,3 +363,7 @@ class Snapshots:
         """Give up what is under way, and end the thread. Idempotent."""
         self.operations.end_all("The engine ends.")
         self._files.close()
+
+
+def _all_read(reading: SnapshotFlight, arrived: Callable[[], bool]) -> Wait:
+    return Wait("pages are read", lambda: arrived() and reading.over)

@@ -1,0 +1,94 @@
+"""Pages that a long operation holds in CPU memory, so that they are not evicted before it ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from tiered_kv.keys import PageKey
+
+from .cpu_index import PageIndex
+
+
+class HeldPages:
+    """Pages held for one operation. A context manager: leaving it releases every page, whatever
+    ended the operation, so enter it before holding the first page.
+
+    One thread, the scheduler's.
+    """
+
+    def __init__(self, index: PageIndex) -> None:
+        self._index = index
+        self._places: dict[PageKey, int] = {}
+        self._private: Collection[PageKey] = ()
+
+    def __enter__(self) -> HeldPages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        places, self._places = self._places, {}
+        private, self._private = self._private, ()
+        for key, place in places.items():
+            self._index.release(key, place, used=False)
+        for key in private:  # including pages that are still being copied
+            self._index.forget(key)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def hold(self, keys: Iterable[PageKey]) -> list[PageKey]:
+        """Hold the readable pages among ``keys``; return the others, in the same order.
+
+        A held page that another request has made the index forget counts as missing, unless it is
+        readable again.
+        """
+        index, missing = self._index, list[PageKey]()
+        for key in keys:
+            held, place = self._places.get(key), index.place(key)
+            if held is not None and held != place:
+                index.release(key, self._places.pop(key), used=False)
+            if place is None:
+                missing.append(key)
+            elif held != place:
+                self._places[key] = index.acquire(key)
+        return missing
+
+    def arrival(self, keys: Sequence[PageKey]) -> Callable[[], bool]:
+        """Return a test that is True once none of these pages is moving any more.
+
+        Each call holds the pages that have become readable, so that no other page can evict them.
+        All calls together take O(pages).
+        """
+        awaited = deque(keys)
+
+        def arrived() -> bool:
+            while awaited and not self._index.moving(awaited[0]):
+                self.hold((awaited.popleft(),))
+            return not awaited
+
+        return arrived
+
+    def keep_only(self, keys: Iterable[PageKey]) -> None:
+        """Release the held pages that are not among ``keys``."""
+        for key in self._places.keys() - set(keys):
+            self._index.release(key, self._places.pop(key), used=False)
+
+    def hand_over(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
+        """Return the place of each held page. The caller has to release them from now on.
+
+        Raises:
+            KeyError: a page is not held; nothing has changed.
+        """
+        places = tuple(map(self._places.__getitem__, keys))
+        for key in keys:
+            del self._places[key]
+        return places
+
+    def make_private(self, keys: Collection[PageKey]) -> None:
+        """Forget these pages on leaving: only this operation knows their names. ``publish`` undoes
+        it."""
+        self._private = keys
+
+    def publish(self) -> None:
+        """Leave private pages in CPU memory: a job may ask for them."""
+        self._private = ()
