@@ -85,6 +85,13 @@ class PageIndex:
     def free_slots(self) -> int:
         return len(self._free)
 
+    @property
+    def in_use(self) -> int:
+        """Number of references on pages: copies under way, and holders. 0 in an idle engine."""
+        orphans = chain.from_iterable(self._orphans.values())
+        readers = sum(self._readers.values()) + sum(one.readers for one in self.cold.bundles)
+        return readers + len(self._saving) + sum(one.readers for one in orphans)
+
     def limit(self, num_slots: int) -> None:
         """Use the first ``num_slots`` slots only. Before the first page.
 

@@ -72,9 +72,7 @@ class SnapshotOrders:
         orders, self.unsent = tuple(self.unsent), []
         return orders
 
-    def write(
-        self, folder: str, pages: Sequence[ContextPage], held: HeldPages
-    ) -> SnapshotFlight:
+    def write(self, folder: str, pages: Sequence[ContextPage], held: HeldPages) -> SnapshotFlight:
         """Order held pages to be written. The order holds them from now on, until every rank has
         reported it.
 

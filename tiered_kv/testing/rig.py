@@ -164,6 +164,9 @@ class EngineRig(ABC):
         if self.half is not None:
             self.index.check_integrity()
             assert self.pages.book.in_flight == 0, "orders never settled"
+            assert self.pages.snapshots.in_flight == 0, "orders of snapshots never settled"
+            assert not self.half.snapshots.under_way, "operations never ended"
+            assert not self.index.in_use, f"{self.index.in_use} references on pages are left"
             assert not len(self.turns), "turns never finished"
             assert self.count("hook_errors") == 0, "a hook raised"
 
