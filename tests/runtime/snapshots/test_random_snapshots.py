@@ -19,10 +19,14 @@ from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.groups.kinds import MODELS
 from tests.runtime.snapshots.asking import ask, fork, restore, take
 from tests.runtime.test_random_scripts import break_once
+from tiered_kv.connectors.runtime.base import Request
+from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies import registry
+from tiered_kv.policies.base import JobKey, TurnEnd
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.testing import shrinking
 from tiered_kv.testing.checked_kv import expected, text
@@ -42,48 +46,61 @@ INJECTED = "It failed; the engine's log says why."
 
 
 class Naming:
-    """Naming of contexts that is slow, or fails, when a script says so."""
+    """Naming of contexts that is slow, or fails, when a script says so.
 
-    def __init__(self, rig: EngineRig) -> None:
-        names = rig.half.snapshots._captures._pages._names
-        self._name: Callable[..., Turn] = names.name
-        self._failing = 0
-        self.failed = 0
+    Attributes:
+        goes_on: set unless naming waits.
+        failing: calls that are to fail. failed: calls that did.
+    """
+
+    def __init__(self) -> None:
         self.goes_on = threading.Event()
+        self.start_over()
+
+    def start_over(self) -> None:
         self.goes_on.set()
-        names.name = self._named
+        self.failing = self.failed = 0
 
-    def fail_next(self) -> None:
-        self._failing += 1
-
-    def _named(self, tokens: Sequence[int], salt: str | None) -> Turn:
+    def strike(self) -> None:
+        """Wait, and fail if this call is to."""
         assert self.goes_on.wait(300)
-        if self._failing:
-            self._failing -= 1
+        if self.failing:
+            self.failing -= 1
             self.failed += 1
             raise RuntimeError("injected")
-        return self._name(tokens, salt)
+
+
+@pytest.fixture
+def naming(monkeypatch: pytest.MonkeyPatch) -> Iterator[Naming]:
+    made, name = Naming(), ContextNames.name
+
+    def named(names: ContextNames, token_ids: Sequence[int], salt: str | None) -> Turn:
+        made.strike()
+        return name(names, token_ids, salt)
+
+    monkeypatch.setattr(ContextNames, "name", named)
+    yield made
+    made.goes_on.set()
 
 
 class Player:
     """One engine, and what a script has asked of it."""
 
-    def __init__(self, rig: EngineRig, rng: random.Random, *, calm: bool) -> None:
-        self.rig, self.rng, self.calm = rig, rng, calm
+    def __init__(self, rig: EngineRig, rng: random.Random, naming: Naming, *, calm: bool) -> None:
+        self.rig, self.rng, self.naming, self.calm = rig, rng, naming, calm
         self.root: Path = rig.half.given.config.snapshot_path
-        self.naming = Naming(rig)
         self.faulty: FaultyTransfer = rig.inject(FaultyTransfer)
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.gone: set[str] = set()  # aborted, perhaps while a step was under way
         self.begun: list[dict[str, Any]] = []
         self.names: dict[str, bool] = {}  # snapshots, and whether they are exact
-        adopt = rig.half.snapshots._adopt
+        adopt = rig.gaps.manager.adopt
 
-        def adopted(key: Any, context: Any, named: Any, pages: Sequence[bytes]) -> None:
+        def adopted(end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
             assert all(map(rig.index.readable, pages)), "a job is back without its pages"
-            adopt(key, context, named, pages)
+            adopt(end, named, pages)
 
-        rig.half.snapshots._adopt = adopted
+        rig.gaps.manager.adopt = adopted  # type: ignore[method-assign]
 
     def turn(self, job: str, prompt: list[int], salt: str | None = None) -> None:
         rng, name = self.rng, f"r{len(self.asked)}"
@@ -145,7 +162,7 @@ class Player:
                 self.faulty.let_go()
                 self.naming.goes_on.set()
             case 4:
-                self.naming.fail_next()
+                self.naming.failing += 1
             case 5:
                 self.naming.goes_on.clear()
             case 6:
@@ -200,18 +217,20 @@ def _no_pages_are_kept() -> Iterator[None]:
 
 
 @pytest.mark.scripts(150, nightly=10_000)
-def test_random_scripts_with_snapshots_end_well(tmp_path: Path, seeds: range) -> None:
+def test_random_scripts_with_snapshots_end_well(
+    tmp_path: Path, naming: Naming, seeds: range
+) -> None:
     counts = dict.fromkeys(("snapshots_taken", "snapshots_restored", "jobs_forked"), 0)
 
     def play(folder: Path, seed: int) -> None:
-        play_script(folder, seed, counts)
+        play_script(folder, seed, naming, counts)
         shrinking.forget_pages()
 
     play_each(tmp_path, seeds, play)
     assert all(counts.values()) or len(seeds) < BATCH, f"nothing was done: {counts}"
 
 
-def play_script(folder: Path, seed: int, counts: dict[str, int]) -> None:
+def play_script(folder: Path, seed: int, naming: Naming, counts: dict[str, int]) -> None:
     """Play one script on one engine, or on two that share a folder of snapshots."""
     rng = random.Random(seed)
     folder.mkdir()
@@ -221,7 +240,7 @@ def play_script(folder: Path, seed: int, counts: dict[str, int]) -> None:
         for at in range(rng.choice([1, 2])):
             rigs.append(kind(at))
         calm = rng.random() < 0.25
-        players = [Player(rig, rng, calm=calm) for rig in rigs]
+        players = [Player(rig, rng, naming, calm=calm) for rig in rigs]
         play(players, rng)
         if rng.random() < 0.1:
             return  # with operations under way
@@ -231,8 +250,7 @@ def play_script(folder: Path, seed: int, counts: dict[str, int]) -> None:
                 counts[name] += one.rig.count(name)
         go_on_elsewhere(players, rng)
     finally:
-        for one in players:
-            one.naming.goes_on.set()
+        naming.start_over()
         for rig in rigs:
             rig.close()
 
@@ -283,10 +301,10 @@ def go_on_elsewhere(players: Sequence[Player], rng: random.Random) -> None:
             there.rig.wait_for_worker()
             there.rig.step()
         if said["state"] == "done":
-            named = there.rig.half.snapshots.contexts
-            key = next(key for key in named._contexts if key.name == f"from {name}")
-            so_far = list(named.get(key).token_ids)[: LONGEST - 20]
-            there.turn(f"from {name}", so_far, salt=said["result"]["cache_salt"])
+            salt = said["result"]["cache_salt"]
+            context = there.rig.half.snapshots.contexts.get(JobKey(salt or "", f"from {name}"))
+            so_far = list(context.token_ids)[: LONGEST - 20]
+            there.turn(f"from {name}", so_far, salt)
     there.end()
 
 
