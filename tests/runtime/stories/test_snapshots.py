@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,15 @@ from tests.runtime.snapshots.asking import (
     why,
 )
 from tests.runtime.stories.conftest import MakeEngine
-from tiered_kv.snapshot.reader import open_snapshot
+from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames
+from tiered_kv.connectors.runtime.snapshots.operations import LONGEST_WAIT_S, MOST_AT_ONCE
+from tiered_kv.snapshot.draft import SnapshotDraft
+from tiered_kv.snapshot.rank_writer import PageWriter
+from tiered_kv.snapshot.reader import Snapshot, open_snapshot
 from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.rig import EngineRig
+from tiered_kv.transfer.base import Direction
 
 PROMPT = text(300, seed=1)
 JOB = {"job_id": "agent"}
@@ -359,4 +367,425 @@ def test_whoever_hangs_up_meanwhile_leaves_it_whole(engine: Any, at: int) -> Non
     so_far = PROMPT + expected(PROMPT, brought["tokens"] - 300)
     assert other.ask("on", so_far, params=JOB) == expected(so_far, 4)
     rig.run()
+    clean(rig)
+
+
+# -- operations that end in the middle ---------------------------------------------------
+
+ENDS = {
+    "reset": "The cache was reset meanwhile.",
+    "too long": "It took too long",
+    "error": "the engine's log says why",
+}
+GATES = {
+    "the folder is made": (SnapshotDraft, "begin"),
+    "the context is named": (ContextNames, "name"),
+    "pages are written": (PageWriter, "add"),
+    "the manifest is written": (SnapshotDraft, "seal"),
+    "the snapshot is looked at": (ContextNames, "name"),
+    "pages are read": (Snapshot, "read_page"),
+}
+"""The call that an operation waits for, by its words for that."""
+
+
+COPIED = "pages are copied to CPU memory"
+
+
+class Gate:
+    """A call that waits, and may then fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, where: type, name: str, number: int) -> None:
+        self.reached, self.goes_on, self.fails = threading.Event(), threading.Event(), False
+        call, numbers = getattr(where, name), itertools.count(1)
+
+        def gated(*args: Any) -> Any:
+            if next(numbers) == number:
+                self.reached.set()
+                assert self.goes_on.wait(60)
+                if self.fails:
+                    raise RuntimeError("injected")
+            return call(*args)
+
+        patch.setattr(where, name, gated)
+
+
+def until_waiting(rig: EngineRig, begun: dict[str, Any], doing: str, gate: Gate) -> None:
+    """Step until an operation waits for that, at the gate."""
+    for _ in range(600):
+        reached = gate.reached.wait(0.05)
+        said = ask(rig, "operation", engine=0, id=begun["operation"])
+        assert said["state"] == "running", said
+        if reached and said["doing"] == doing:
+            return
+        rig.step()
+    raise AssertionError(f"it never waited for this: {doing}")
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("how", "doing", "number"),
+    [
+        ("running", "the folder is made", 1),
+        ("running", "the context is named", 1),
+        ("running", "pages are written", 1),
+        ("running", "the manifest is written", 1),
+        ("exact", "the context is named", 1),
+        ("exact", "pages are written", 1),
+        ("exact", "the manifest is written", 1),
+        ("exact fork", "the context is named", 1),
+        ("waiting", "the context is named", 1),
+        ("waiting", "the context is named", 2),
+        ("waiting", "pages are written", 1),
+        ("waiting", "the manifest is written", 1),
+        ("waiting fork", "the context is named", 2),
+        ("restore", "the snapshot is looked at", 1),
+        ("restore", "pages are read", 1),
+    ],
+)
+def test_an_operation_that_ends_in_the_middle_holds_nothing(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, how: str, doing: str, number: int, end: str
+) -> None:
+    rig = engine()
+    where, name = GATES[doing]
+    if "waiting" in how:
+        answered(rig)
+        rig.wait_for_worker()
+        rig.run()
+    elif how == "restore":
+        other = engine()
+        answered(other)
+        result(other, take(other, "agent", "night"))
+    else:
+        rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
+        until_answering(rig, "turn 1", 5)
+    gate = Gate(monkeypatch, where, name, number)
+    if how == "restore":
+        begun = restore(rig, "night")
+    elif "fork" in how:
+        begun = fork(rig, "agent", "child", exact="exact" in how)
+    else:
+        begun = take(rig, "agent", "night", exact="exact" in how)
+    until_waiting(rig, begun, doing, gate)
+
+    gate.fails = end == "error"
+    if end == "reset":
+        rig.reset_cache()
+    elif end == "too long":
+        rig.now += LONGEST_WAIT_S + 1
+        rig.step()
+    gate.goes_on.set()
+    for _ in range(3):
+        step(rig)
+    said = outcome(rig, begun)
+    rig.run()
+
+    assert said["state"] == "failed"
+    assert ENDS[end] in said["why"] or doing in ("pages are written", "pages are read")
+    clean(rig)
+    if "exact" in how and end != "reset":
+        assert len(rig.index) <= 25, "pages are kept that no job can ask for"
+    assert "turn 1" not in rig.outputs or rig.outputs["turn 1"][:8] == ANSWER
+
+
+@pytest.mark.parametrize("how", ["waiting", "exact", "exact fork"])
+def test_a_capture_that_ends_while_pages_are_copied_holds_nothing(engine: Any, how: str) -> None:
+    rig = engine()
+    faulty = rig.inject(FaultyTransfer)
+    rig.add("turn 1", PROMPT, max_tokens=60, params=JOB)
+    until_answering(rig, "turn 1", 5)
+    if how == "waiting":  # its last blocks are in VRAM alone
+        faulty.hold(Direction.SAVE)
+        while "turn 1" not in rig.finished:
+            rig.step()
+        begun = take(rig, "agent", "night")
+    else:
+        faulty.hold(Direction.SAVE)
+        begin = fork if "fork" in how else take
+        begun = begin(rig, "agent", "night", exact=True)
+    while ask(rig, "operation", engine=0, id=begun["operation"]).get("doing") != COPIED:
+        rig.half.snapshots.drain()
+        rig.step()
+
+    rig.now += LONGEST_WAIT_S + 1
+
+    assert "It took too long" in why(rig, begun)
+    faulty.let_go()
+    rig.run()
+    assert rig.outputs["turn 1"] == expected(PROMPT, 60)
+    clean(rig)
+    assert len(rig.index) <= 23
+
+
+# -- pages that CPU memory has, or almost has ----------------------------------------------
+
+
+def test_a_capture_makes_no_room_from_its_own_pages(engine: Any) -> None:
+    page = engine().half.facts.slot_bytes
+    rig = engine(cpu_gib=(30 * page + 1) / (1 << 30), codec="raw")
+    rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
+    until_answering(rig, "turn 1", 3)
+    rig.now += 60
+    for at in range(2):  # other pages fill CPU memory, and were used later
+        rig.add(f"other {at}", text(100, seed=5 + at), max_tokens=1)
+        while f"other {at}" not in rig.finished:
+            step(rig)
+    assert rig.index.free_slots < 2
+
+    taken = result(rig, take(rig, "agent", "night"))
+
+    other = engine()
+    assert result(other, restore(other, "night"))["kv_tokens"] == taken["kv_tokens"]
+    rig.run()
+    clean(rig)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_waits_for_pages_that_are_being_saved(engine: Any, fails: bool) -> None:
+    rig = engine()
+    faulty = rig.inject(FaultyTransfer)
+    if fails:
+        faulty.fail_next(Direction.SAVE)
+    faulty.hold(Direction.SAVE)
+    rig.add("turn 1", PROMPT, max_tokens=60, params=JOB)
+    while len(rig.outputs["turn 1"]) < 5:
+        rig.step()
+    saving = faulty.held
+    assert saving
+
+    begun = take(rig, "agent", "night")
+    for _ in range(5):
+        rig.half.snapshots.drain()
+        rig.step()
+    assert ask(rig, "operation", engine=0, id=begun["operation"])["doing"] == COPIED
+    faulty.let_go()
+    taken = result(rig, begun)
+
+    assert faulty.struck == fails
+    other = engine()
+    assert result(other, restore(other, "night"))["kv_tokens"] == taken["kv_tokens"] > 300
+    so_far = PROMPT + expected(PROMPT, taken["tokens"] - 300)
+    assert other.ask("on", so_far, params=JOB) == expected(so_far, 4)
+    rig.run()
+    clean(rig)
+
+
+def test_a_capture_whose_copies_keep_failing_says_so(engine: Any) -> None:
+    rig = engine()
+    faulty = rig.inject(FaultyTransfer)
+    rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
+    until_answering(rig, "turn 1", 5)
+    for _ in range(9):
+        faulty.fail_next(Direction.SAVE)
+
+    assert "A copy to CPU memory failed" in why(rig, take(rig, "agent", "night", exact=True))
+
+    assert 1 <= faulty.struck < 9
+    rig.run()
+    assert rig.outputs["turn 1"] == expected(PROMPT, 100)
+    clean(rig)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_restore_waits_for_pages_that_are_being_saved(engine: Any, fails: bool) -> None:
+    here, there = engine(), engine()
+    answered(here)
+    taken = result(here, take(here, "agent", "night"))
+    faulty = there.inject(FaultyTransfer)
+    if fails:
+        faulty.fail_next(Direction.SAVE)
+    faulty.hold(Direction.SAVE)
+    there.add("other", PROMPT, max_tokens=40)
+    while not faulty.held:
+        there.step()
+
+    begun = restore(there, "night")
+    for _ in range(20):
+        there.half.snapshots.drain()
+        there.worker_half.snapshots.drain()
+        there.step()
+    assert ask(there, "operation", engine=0, id=begun["operation"])["state"] == "running"
+    faulty.let_go()
+    result(there, begun)
+
+    there.run()
+    forget_vram(there)
+    before = there.count("prompt_tokens_cpu")
+    there.ask("turn 2", TURN_2, params=JOB)
+    assert there.count("prompt_tokens_cpu") - before == taken["kv_tokens"]
+    clean(there)
+
+
+def forget_vram(rig: EngineRig) -> None:
+    """Have nothing found in VRAM."""
+    rig.pins.release_all()
+    rig.half.pool.forget([one.block_id for one in rig.half.pool.blocks if not one.is_null])
+
+
+def until_named_twice(rig: EngineRig, begun: dict[str, Any], gate: Gate) -> None:
+    """Step until a capture of a waiting job holds its pages, and names them once more."""
+    until_waiting(rig, begun, "the context is named", gate)
+    assert rig.index.in_use > 10
+
+
+def lose_a_page(rig: EngineRig) -> None:
+    """A restore of the same text fails for one page, which is forgotten."""
+    forget_vram(rig)
+    rig.inject(FaultyTransfer).fail_next(Direction.LOAD, {2})
+    rig.add("other", PROMPT, max_tokens=4)
+    while "other" not in rig.finished:
+        rig.step()
+        rig.worker_half.backend.drain()
+    assert rig.count("restore_failures") == 1
+    assert rig.outputs["other"] == expected(PROMPT, 4)
+
+
+def test_a_held_page_that_is_forgotten_is_written_all_the_same(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = engine()
+    answered(rig)
+    gate = Gate(monkeypatch, ContextNames, "name", 2)
+    begun = take(rig, "agent", "night")
+    until_named_twice(rig, begun, gate)
+    lose_a_page(rig)
+    gate.goes_on.set()
+
+    result(rig, begun)
+
+    other = engine()
+    assert result(other, restore(other, "night"))["kv_tokens"] == 307
+    assert other.ask("turn 2", TURN_2, params=JOB) == expected(TURN_2, 4)
+    assert other.count("prompt_tokens_cpu") == 307
+    rig.run()
+    clean(rig)
+
+
+def test_a_fork_whose_page_is_forgotten_is_none(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = engine()
+    answered(rig)
+    gate = Gate(monkeypatch, ContextNames, "name", 2)
+    begun = fork(rig, "agent", "child")
+    until_named_twice(rig, begun, gate)
+    forget_vram(rig)
+    key = next(iter(rig.index.least_valuable(10**6)), None)
+    assert key is None, "all of them are held"
+    lose_a_page(rig)
+    said = list(rig.finished)
+    gate.goes_on.set()
+
+    ended = outcome(rig, begun)
+
+    assert "other" in said
+    if ended["state"] == "failed":  # nothing has saved the page again meanwhile
+        assert "try again" in ended["why"]
+        assert ask(rig, "job", id="child")["jobs"] == []
+    rig.run()
+    clean(rig)
+
+
+# -- jobs that go on meanwhile -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_job_that_goes_on_while_it_is_restored_is_left_alone(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    here, there = engine(), engine()
+    answered(here)
+    result(here, take(here, "agent", "night"))
+    gate = Gate(monkeypatch, Snapshot, "read_page", 1)
+    begun = restore(there, "night")
+    until_waiting(there, begun, "pages are read", gate)
+    prompt = text(200, seed=9)
+    there.add("r0", prompt, max_tokens=4 if ends else 60, params=JOB)  # its client goes on
+    there.step()
+    while ends and "r0" not in there.finished:
+        there.step()
+    gate.goes_on.set()
+
+    said = why(there, begun)
+
+    assert "--job" in said
+    job = ask(there, "job", id="agent")["jobs"][0]
+    assert (job["gap"] is None) is (not ends)
+    assert there.gaps.manager.jobs.named("agent", 1)[0].turns == 1
+    there.run()
+    assert there.outputs["r0"] == expected(prompt, 4 if ends else 60)
+    clean(there)
+
+
+def test_a_job_is_found_among_many_of_its_name(engine: Any) -> None:
+    here, there = engine(), engine()
+    here.ask("turn 1", PROMPT, max_tokens=8, params=JOB, salt="c")
+    result(here, take(here, "agent", "night"))
+    for salt in "abc":
+        there.add(f"of {salt}", PROMPT, max_tokens=40, params=JOB, salt=salt)
+    there.step()
+
+    assert "runs" in why(there, restore(there, "night"))
+
+    there.run()
+    clean(there)
+
+
+def test_a_capture_waits_for_the_first_token_of_whichever_turn_runs(engine: Any) -> None:
+    rig = engine()
+    rig.add("turn 1", PROMPT, max_tokens=8, params=JOB)
+    begun = take(rig, "agent", "night")
+    rig.half.snapshots.drain()
+    rig.half.snapshots.advance()
+    assert "first token" in ask(rig, "operation", engine=0, id=begun["operation"])["doing"]
+    rig.abort("turn 1")
+    rig.add("turn 2", TURN_2, max_tokens=40, params=JOB)
+
+    taken = result(rig, begun)
+
+    assert taken["kv_tokens"] >= len(TURN_2)
+    rig.run()
+    clean(rig)
+
+
+# -- what an error costs -------------------------------------------------------------------
+
+
+def test_a_capture_gives_its_blocks_back_when_the_engine_needs_all(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = engine()
+    rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
+    until_answering(rig, "turn 1", 5)
+    gate = Gate(monkeypatch, ContextNames, "name", 1)
+    begun = take(rig, "agent", "night", exact=True)
+    until_waiting(rig, begun, "the context is named", gate)
+    rig.abort("turn 1")
+    rig.wait_for_worker()
+    rig.step()
+    assert rig.free_blocks < rig.free_at_start
+
+    rig.half.release_all()  # as after a hook that failed
+
+    assert rig.free_blocks == rig.free_at_start
+    gate.goes_on.set()
+    assert "lost its blocks" in why(rig, begun)
+    rig.run()
+    clean(rig)
+
+
+def test_a_disk_that_hangs_gets_no_more_to_do(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = engine()
+    answered(rig)
+    gate = Gate(monkeypatch, SnapshotDraft, "begin", 1)
+    begun = [take(rig, "agent", f"night-{i}") for i in range(MOST_AT_ONCE)]
+    assert "ask again" in take(rig, "agent", "late")["refused"]
+    rig.now += LONGEST_WAIT_S + 1
+    rig.step()
+    assert {ask(rig, "operation", engine=0, id=one["operation"])["state"] for one in begun} == {
+        "failed"
+    }
+    gate.goes_on.set()
+    rig.half.snapshots.drain()
+    assert not [one for one in rig.half.given.config.snapshot_path.iterdir() if one.is_dir()]
+    assert result(rig, take(rig, "agent", "morning"))["kv_tokens"] == 307
     clean(rig)
