@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -317,6 +318,7 @@ class SchedulerHalf:
         if turn is None:
             return None
         try:
+            self._release(turn)
             return self._end_turn(turn)
         except Exception:
             if turn.job is not None:
@@ -326,12 +328,17 @@ class SchedulerHalf:
         finally:
             self.admission.boundaries.release(request_id)
 
+    def _release(self, turn: Turn) -> None:
+        """Release what a turn holds: its place in the queue, its pages, its restore. An error in
+        one component does not keep what the others hold."""
+        with ExitStack() as releases:
+            releases.callback(self.pages.pieces.end, turn)
+            releases.callback(self.pages.promotions.claimed, turn)
+            releases.callback(self.admission.queue.on_left, turn.request_id)
+            self.pages.dispatch.restored.pop(turn.request_id, None)
+
     def _end_turn(self, turn: Turn) -> dict[str, Any] | None:
         request, pages = turn.request, self.pages
-        pages.dispatch.restored.pop(request.request_id, None)
-        self.admission.queue.on_left(request.request_id)
-        pages.promotions.claimed(turn)
-        pages.pieces.end(turn)
         has_kv = turn.source.admitted and not turn.loading
         context, save = list[PageKey](), None
         if has_kv and turn.pages.fingerprints:

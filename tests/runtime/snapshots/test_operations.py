@@ -1,0 +1,153 @@
+"""Operations: generators that own something, ended at any of their waits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tiered_kv.connectors.runtime.snapshots.operations import (
+    LONGEST_WAIT_S,
+    MOST_AT_ONCE,
+    OUTCOMES_KEPT,
+    Operations,
+    Wait,
+    file_work,
+)
+from tiered_kv.snapshot.manifest import SnapshotError
+
+Steps = Generator[Wait, None, dict[str, Any]]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def operations(clock: Clock) -> Operations:
+    return Operations(clock)
+
+
+class Owner:
+    """An operation that owns something until it ends."""
+
+    def __init__(self) -> None:
+        self.owns, self.over = False, False
+
+    def test(self) -> bool:
+        return self.over
+
+    def steps(self) -> Steps:
+        self.owns = True
+        try:
+            yield Wait("something", self.test)
+        finally:
+            self.owns = False
+        return {"answer": 1}
+
+
+def test_it_goes_on_once_its_wait_is_over(operations: Operations) -> None:
+    owner = Owner()
+    number = operations.begin(owner.steps())
+    operations.advance()
+    assert operations.outcome(number) == {"state": "running", "doing": "something"}
+    owner.over = True
+    operations.poll()
+    assert owner.owns, "polling does not go on"
+    operations.advance()
+    assert operations.outcome(number) == {"state": "done", "result": {"answer": 1}}
+    assert not operations.under_way
+
+
+def test_a_test_that_fails_ends_its_own_operation_alone(operations: Operations) -> None:
+    broken, other, fails = Owner(), Owner(), [False]
+    first = operations.begin(_waits_for(fails, broken))
+    second = operations.begin(other.steps())
+    fails[0] = other.over = True
+
+    operations.advance()
+
+    assert operations.outcome(first)["state"] == "failed"
+    assert not broken.owns
+    assert operations.outcome(second)["state"] == "done"
+
+
+def _waits_for(fails: list[bool], owner: Owner) -> Steps:
+    def over() -> bool:
+        if fails[0]:
+            raise KeyError("injected")
+        return False
+
+    owner.owns = True
+    try:
+        yield Wait("something that breaks", over)
+    finally:
+        owner.owns = False
+    return {}
+
+
+def test_one_that_waits_for_too_long_is_ended(operations: Operations, clock: Clock) -> None:
+    owner = Owner()
+    number = operations.begin(owner.steps())
+    clock.now = LONGEST_WAIT_S
+    operations.advance()
+    assert owner.owns
+    clock.now += 1
+    operations.poll()
+    assert not owner.owns
+    assert "too long: something" in operations.outcome(number)["why"]
+
+
+def test_all_can_be_ended_though_one_cannot_be_undone(operations: Operations) -> None:
+    def stubborn() -> Steps:
+        try:
+            yield Wait("something", lambda: False)
+        finally:
+            raise RuntimeError("injected")
+
+    owner = Owner()
+    numbers = [operations.begin(stubborn()), operations.begin(owner.steps())]
+    operations.end_all("The engine ends.")
+    assert not owner.owns
+    assert {operations.outcome(one)["why"] for one in numbers} == {"The engine ends."}
+    assert not operations.under_way
+
+
+def test_work_that_has_not_started_is_cancelled(operations: Operations) -> None:
+    work = Future[int]()
+
+    def steps() -> Steps:
+        return {"found": (yield from file_work("files", work))}
+
+    number = operations.begin(steps())
+    operations.end_all("The cache was reset meanwhile.")
+    assert work.cancelled()
+    work = Future()
+    number = operations.begin(steps())
+    work.set_result(3)
+    operations.advance()
+    assert operations.outcome(number)["result"] == {"found": 3}
+
+
+def test_outcomes_are_kept_of_so_many(operations: Operations) -> None:
+    def refuse(i: int) -> Steps:
+        yield Wait("nothing", lambda: True)
+        raise SnapshotError(f"{i}")
+
+    numbers = [operations.begin(refuse(i)) for i in range(OUTCOMES_KEPT + 9)]
+    assert operations.outcome(numbers[8])["why"].startswith("Nothing is known")
+    assert operations.outcome(numbers[9])["why"] == "9"
+    assert not operations.full
+    for _ in range(MOST_AT_ONCE):
+        operations.begin(Owner().steps())
+    assert operations.full
