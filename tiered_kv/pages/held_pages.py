@@ -68,11 +68,6 @@ class HeldPages:
 
         return arrived
 
-    def keep_only(self, keys: Iterable[PageKey]) -> None:
-        """Release the held pages that are not among ``keys``."""
-        for key in self._places.keys() - set(keys):
-            self._index.release(key, self._places.pop(key), used=False)
-
     def hand_over(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
         """Return the place of each held page. The caller has to release them from now on.
 

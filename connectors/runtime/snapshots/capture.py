@@ -257,7 +257,6 @@ class Captures:
                 captured.saved += saved
             yield _arrival(held, missing)
         captured.context = replace(context, kv_tokens=tokens)
-        held.keep_only(captured.keys)
 
     def _somewhere(self) -> Callable[[PageKey], bool]:
         """A test whether a page can be had: in CPU memory, moving there, in a lower tier that

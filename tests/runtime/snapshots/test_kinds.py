@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.cold import cold_settings, fill_cpu, prompt
+from tests.runtime.cold import Held, cold_settings, fill_cpu, prompt, start_packing
+from tests.runtime.cold import held as held
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.conftest import MakeRig
 from tests.runtime.groups.kinds import ANSWER, JOB, MODELS, PROMPT, cpu_tokens
-from tests.runtime.snapshots.asking import fork, restore, result, step, take, why
+from tests.runtime.snapshots.asking import ask, fork, restore, result, step, take, why
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.snapshot.reader import open_snapshot
@@ -134,6 +135,26 @@ def test_compressed_pages_are_written_as_they_were(make: MakeOne) -> None:
         assert there.ask(f"t-{i}", turn, params={"job_id": f"job{i}"}) == expected(turn, 4)
 
     assert cpu_tokens(there) == JOBS * (len(prompt(0)) + 3)
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_pages_that_are_being_compressed_are_waited_for(make: MakeOne, held: Held) -> None:
+    here, there = make(extra=cold_settings()), make()
+    start_packing(here, held)
+
+    begun = take(here, "job0", "night")
+    for _ in range(9):
+        here.half.snapshots.drain()
+        here.step()
+    said = ask(here, "operation", engine=0, id=begun["operation"])
+    assert said["doing"] == "pages are copied to CPU memory"
+    held.let_go()
+    taken = result(here, begun)
+
+    assert taken["kv_tokens"] == len(prompt(0)) + 3
+    result(there, restore(there, "night"))
+    turn = prompt(0) + expected(prompt(0), 4) + text(9, seed=1)
+    assert there.ask("on", turn, params={"job_id": "job0"}) == expected(turn, 4)
 
 
 def test_each_rank_has_pages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,9 +199,9 @@ class Player:
                 assert said == expected(prompt, tokens)[: len(said)], name
                 assert said, name
         for begun in self.begun:
-            said = ask(rig, "operation", engine=begun["engine"], id=begun["operation"])
-            assert said["state"] in ("done", "failed"), said
-            if said["state"] == "failed" and said["why"] == INJECTED:
+            ended = ask(rig, "operation", engine=begun["engine"], id=begun["operation"])
+            assert ended["state"] in ("done", "failed"), ended
+            if ended["state"] == "failed" and ended["why"] == INJECTED:
                 assert self.naming.failed, "an operation failed with a traceback"
         for i in range(2):
             rig.wait_for_worker()
@@ -312,7 +312,7 @@ def make_kind(folder: Path, rng: random.Random) -> Callable[[int], EngineRig]:
     """Choose a kind of engine, and return what makes one by its number."""
     groups = rng.choice([(), (), (), *MODELS.values()])
     second = not groups and rng.random() < 0.5
-    size = {
+    size: dict[str, Any] = {
         "max_model_len": LONGEST,
         "max_batched_tokens": rng.choice([64, 256]),
     }

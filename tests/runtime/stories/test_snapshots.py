@@ -24,6 +24,7 @@ from tests.runtime.snapshots.asking import (
 from tests.runtime.stories.conftest import MakeEngine
 from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames
 from tiered_kv.connectors.runtime.snapshots.operations import LONGEST_WAIT_S, MOST_AT_ONCE
+from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.rank_writer import PageWriter
 from tiered_kv.snapshot.reader import Snapshot, open_snapshot
@@ -300,6 +301,7 @@ def test_what_only_vram_holds_is_taken_from_there(engine: Any) -> None:
     answered(rig)  # pinned
     rig.ask("rival", text(400, seed=9))
 
+    assert result(rig, fork(rig, "agent", "child"))["extra_pages"] > 0
     assert result(rig, take(rig, "agent", "late"))["kv_tokens"] >= 304  # without its tail
     clean(rig)
 
@@ -502,9 +504,10 @@ def test_a_capture_that_ends_while_pages_are_copied_holds_nothing(engine: Any, h
         faulty.hold(Direction.SAVE)
         begin = fork if "fork" in how else take
         begun = begin(rig, "agent", "night", exact=True)
-    while ask(rig, "operation", engine=0, id=begun["operation"]).get("doing") != COPIED:
+    for _ in range(20):
         rig.half.snapshots.drain()
         rig.step()
+    assert ask(rig, "operation", engine=0, id=begun["operation"])["doing"] == COPIED
 
     rig.now += LONGEST_WAIT_S + 1
 
@@ -580,6 +583,53 @@ def test_a_capture_whose_copies_keep_failing_says_so(engine: Any) -> None:
     assert "A copy to CPU memory failed" in why(rig, take(rig, "agent", "night", exact=True))
 
     assert 1 <= faulty.struck < 9
+    rig.run()
+    assert rig.outputs["turn 1"] == expected(PROMPT, 100)
+    clean(rig)
+
+
+def test_a_waiting_job_whose_copies_keep_failing_says_so(engine: Any) -> None:
+    rig = engine()
+    faulty = rig.inject(FaultyTransfer)
+    for _ in range(60):
+        faulty.fail_next(Direction.SAVE)
+    answered(rig)  # its KV is in VRAM alone
+    assert not len(rig.index)
+    struck = faulty.struck
+
+    assert "A copy to CPU memory failed" in why(rig, take(rig, "agent", "night"))
+
+    assert faulty.struck == struck + 1
+    rig.run()
+    clean(rig)
+
+
+def test_a_capture_needs_slots_for_just_its_pages(engine: Any) -> None:
+    page = engine().half.facts.slot_bytes
+    rig = engine(cpu_gib=(20 * page + 1) / (1 << 30), codec="raw")
+    rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
+    until_answering(rig, "turn 1", 6)  # 19 pages and a part of one more
+    for _ in range(9):
+        step(rig)
+
+    forked = result(rig, fork(rig, "agent", "child", exact=True))
+
+    assert forked["extra_pages"] == -(-forked["kv_tokens"] // 16) == rig.index.num_slots
+    rig.run()
+    clean(rig)
+
+
+def test_a_capture_next_to_held_pages_says_that_there_is_no_room(engine: Any) -> None:
+    page = engine().half.facts.slot_bytes
+    rig = engine(cpu_gib=(30 * page + 1) / (1 << 30), codec="raw")
+    rig.ask("other", text(200, seed=3), max_tokens=4, params={"job_id": "other"})
+    rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
+    until_answering(rig, "turn 1", 5)
+    with HeldPages(rig.index) as held:  # another operation
+        held.hold(list(rig.index.least_valuable(14)))
+
+        assert "TIERED_KV_CPU_GIB" in why(rig, take(rig, "agent", "midway", exact=True))
+
     rig.run()
     assert rig.outputs["turn 1"] == expected(PROMPT, 100)
     clean(rig)

@@ -4,6 +4,7 @@ told the end of it."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from tiered_kv.connectors.vllm.routes import engine_operations
 from tiered_kv.connectors.vllm.routes.core_method import FAILED, METHOD, NO_CONNECTOR
 from tiered_kv.connectors.vllm.routes.engine_operations import (
     CROWD,
-    MOST_WAITED_FOR,
     SEVERAL,
     EngineOperations,
     Patience,
@@ -121,6 +121,40 @@ def test_what_is_refused_or_fails_is_told_in_the_engines_words(
             assert sentence(post(ask, path), status) == "Set a folder first."
 
 
+def test_an_engine_without_the_job_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = WorkingCore(["j"], [])
+    core.refuses = {1: ("It has no folder.", 501)}
+    _, ask = serve(monkeypatch, core)
+    for path in (SNAPSHOTS, FORKS):
+        assert post(ask, path).json() == {"engine": 0, "tokens": 7}
+
+
+def test_an_operation_is_polled_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, sleep = list[float](), asyncio.sleep
+    core = WorkingCore(["j"])
+    core.looks = 60
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.undo()  # with pauses
+    monkeypatch.setattr(asyncio, "sleep", slept)
+
+    async def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in await core.call_utility_all_async(METHOD, question)]
+
+    async def story() -> None:
+        await EngineOperations(ask).of_all({"ask": "restore"}, Patience.of(60.0, stays))
+
+    asyncio.run(story())
+    waited = [one for one in pauses if one]
+    assert len(waited) == 60
+    assert 0.001 < waited[0] < 0.01
+    assert all(a <= b < 1.5 * a for a, b in itertools.pairwise(waited))
+    assert 0.05 < waited[-1] == waited[-9] < 0.5
+
+
 def test_an_engine_that_is_older_or_has_no_connector_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,10 +222,8 @@ def test_of_a_crowd_some_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def story(client: httpx.AsyncClient) -> None:
         body = BODIES[RESTORES]
-        waiting = [
-            asyncio.create_task(client.post(RESTORES, json=body)) for _ in range(MOST_WAITED_FOR)
-        ]
-        while len(core.begun) < MOST_WAITED_FOR:
+        waiting = [asyncio.create_task(client.post(RESTORES, json=body)) for _ in range(16)]
+        while len(core.begun) < 16:
             await asyncio.sleep(0)
         assert sentence(await client.post(RESTORES, json=body), 429) == CROWD
         core.looks = 0
