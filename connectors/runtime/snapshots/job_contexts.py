@@ -14,7 +14,7 @@ MOST_TOKENS = 1 << 22
 """Tokens remembered of all jobs together, some 150 MB. The least recently used contexts are
 forgotten first. Contexts that share their tokens, as forks do, count them once."""
 OVERHEAD_TOKENS = 256
-"""What a context counts as, in addition to its tokens: its job's name, sampling parameters and
+"""Tokens that a context counts as in addition to its own: its job's name, sampling parameters and
 bookkeeping take memory as well."""
 TOKEN_BYTES = 36
 """Memory that a token takes in a list, bytes: a pointer and an int."""
