@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import filterfalse, repeat
+from itertools import filterfalse, islice, repeat, takewhile
 
 from tiered_kv.keys import PageKey
 from tiered_kv.tiers import Knowledge, TierSpec
@@ -22,8 +22,8 @@ ASSUMED_BANDWIDTH = 1e9
 PRESENT_S, ABSENT_S = 5.0, 10.0
 """Ages at which an answer is asked for again: a page that was there may be evicted by others, one
 that was not may be written by others."""
-MOST_ANSWERS = 1 << 20
-"""Answers kept; those of the pages that were asked for first go first."""
+MOST_ANSWERS = 1 << 17
+"""Answers kept, the latest: those of 300 turns with 400 pages each. They take some 30 MB."""
 
 
 class TierIndex:
@@ -100,7 +100,7 @@ class AskedIndex(TierIndex):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
         self._clock = clock
-        self._until: dict[PageKey, float] = {}  # present or absent, in order of first answers
+        self._until: dict[PageKey, float] = {}  # present or absent, in order of their answers
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used and self._fresh(key)
@@ -134,12 +134,20 @@ class AskedIndex(TierIndex):
         until = self._until.get(key)
         return until is not None and self._clock() < until
 
-    def _answered(self, keys: Iterable[PageKey], good_s: float) -> None:
-        self._until.update(zip(keys, repeat(self._clock() + good_s)))
-        while len(self._until) > MOST_ANSWERS:
-            oldest = next(iter(self._until))
-            del self._until[oldest]
-            self._used.pop(oldest, None)
+    def _answered(self, keys: Collection[PageKey], good_s: float) -> None:
+        """Keep new answers and drop old ones, no more than two for each that is new: a step must
+        not take longer because an hour has passed."""
+        until, now = self._until, self._clock()
+        deque(map(until.pop, keys, repeat(None)), maxlen=0)
+        until.update(zip(keys, repeat(now + good_s)))
+        outdated = islice(until.items(), 2 * len(keys))
+        dropped = [*takewhile(lambda answer: answer[1] <= now, outdated)]
+        excess = len(until) - len(dropped) - MOST_ANSWERS
+        if excess > 0:
+            dropped = [*islice(until.items(), len(dropped) + excess)]
+        for key, _ in dropped:
+            del until[key]
+            self._used.pop(key, None)
 
 
 def make_index(spec: TierSpec, clock: Callable[[], float]) -> TierIndex:

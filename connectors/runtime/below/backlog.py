@@ -25,6 +25,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()
+        self._taken = 0  # of the first context
         self._pages = 0
 
     def __len__(self) -> int:
@@ -42,14 +43,16 @@ class Backlog:
         Raises:
             IndexError: none waits.
         """
-        keys, runs = self._waiting.popleft()
-        if len(keys) > most:
-            self._waiting.appendleft(Waiting(keys[most:], runs))
-            keys = keys[:most]
-        self._pages -= len(keys)
-        return Waiting(keys, runs)
+        keys, runs = self._waiting[0]
+        taken = keys[self._taken : self._taken + most]
+        self._taken += len(taken)
+        if self._taken == len(keys):
+            self._waiting.popleft()
+            self._taken = 0
+        self._pages -= len(taken)
+        return Waiting(taken, runs)
 
     def clear(self) -> None:
         """Forget all of them."""
         self._waiting.clear()
-        self._pages = 0
+        self._taken = self._pages = 0

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 NOW = 0.0
 """Due at once, on any machine's clock."""
+MOST_LOOKED_AT = 4096
+"""Waiting pages that one call examines: most may have been evicted while a disk hung, and a step
+must not take longer for that."""
 
 
 class LowerTier:
@@ -92,6 +95,8 @@ class LowerTier:
         self._asked = spec.knowledge is Knowledge.ASKED
         self._events = event_names(shared=spec.shared)
         self._backlog = Backlog()
+        slots = self._index.num_slots
+        self._most_waiting = most_waiting(slots) if spec.shared else slots
         self._demotes: list[DemoteOrder] = []
         self._promotes: list[PromoteOrder] = []
         self._lookups: list[LookupOrder] = []
@@ -220,28 +225,29 @@ class LowerTier:
     # -- down ---------------------------------------------------------------------
 
     def demote(self, keys: Sequence[PageKey]) -> None:
-        """Order pages down, as far as they are in CPU memory."""
-        if self._clock() >= self._pause_until:
-            self._backlog.add(Waiting(self._mine(keys), {}))
-            self._feed()
-
-    def share(self, keys: Sequence[PageKey]) -> None:
-        """Order down what other engines may want of a context, as far as it is in CPU memory and
-        not there already.
+        """Order down the pages that are in CPU memory and not in the tier, a limited number at a
+        time. The others wait, no more of them than CPU memory may keep for the tier: a disk that
+        hangs reports nothing, and so begins no pause.
 
         Args:
-            keys: pages of a context from its beginning, or the first of them.
+            keys: for a shared tier pages of a context from its beginning.
         """
         if not self._serves or self._clock() < self._pause_until:
             return
+        self._feed()
         mine, room = self._mine(keys), self._room
         runs = runs_of(mine) if self._in_runs else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
             return  # that was all of it
-        demoting = self.pages.demoting
-        fresh = [*filterfalse(demoting.__contains__, self.pages.index.unwritten(mine))]
-        left = max(0, most_waiting(self._index.num_slots) - len(self._backlog))
-        self.counters.add("pages_not_shared", len(fresh[left:]))
+        demoting, readable = self.pages.demoting, self._index.is_readable
+        fresh = [
+            key
+            for key in self.pages.index.unwritten(mine)
+            if key not in demoting and readable(key)
+        ]
+        left = max(0, self._most_waiting - len(self._backlog))
+        if self.spec.shared:  # an own tier gets them before they are evicted
+            self.counters.add("pages_not_shared", len(fresh[left:]))
         self._backlog.add(Waiting(fresh[:left], runs))
         self._feed()
 
@@ -275,8 +281,11 @@ class LowerTier:
 
     def _feed(self) -> None:
         """Order the backlog down, but not so much at a time that nothing can be evicted."""
-        while self._backlog and (room := self._room):
-            self._order_down(*self._backlog.take(room), room)
+        looked_at = 0
+        while self._backlog and (room := self._room) and looked_at < MOST_LOOKED_AT:
+            waiting = self._backlog.take(room)
+            looked_at += len(waiting.keys)
+            self._order_down(*waiting, room)
 
     @property
     def _room(self) -> int:

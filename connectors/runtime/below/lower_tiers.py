@@ -121,7 +121,7 @@ class LowerTiers:
 
     def _share(self, keys: Sequence[PageKey]) -> None:
         for tier in self._shared:
-            tier.share(keys)
+            tier.demote(keys)
 
     # -- reports ------------------------------------------------------------------
 

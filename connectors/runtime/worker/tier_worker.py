@@ -86,7 +86,9 @@ class TierWorker:
         # The same of bundles, by first slot. One whose slots were given to others may be among
         # them: its pages are no longer what they were, which their digests tell.
         self._bundles: dict[int, Sequence[tuple[PageKey, OrderId]]] = {}
-        self._invalidated: set[OrderId] = set()
+        # Saves up to this one that have not been reported yet are invalid: orders are numbered in
+        # sequence, and all that are in flight become invalid together.
+        self._invalid_to = OrderId(0)
         self._counted = Counter[str]()
         self._counted_of = store
         self._failures = 0
@@ -104,13 +106,13 @@ class TierWorker:
             site = self._site
             self.io.replace_store(lambda: self._tier.open(site))
         if orders.invalidated:
-            self._invalidated.update(orders.invalidated)
+            invalid = frozenset(orders.invalidated)
+            self._invalid_to = max(self._invalid_to, *invalid)
             for slot, (_, order_id) in list(self._holds.items()):
-                if order_id in self._invalidated:
+                if order_id in invalid:
                     del self._holds[slot]
             for first, pages in self._bundles.items():
-                kept = [page for page in pages if page[1] not in self._invalidated]
-                self._bundles[first] = kept
+                self._bundles[first] = [page for page in pages if page[1] not in invalid]
         if orders.lost:
             self.io.drop(orders.lost)
         if (dying := orders.reclaims.get(self._site.rank)) is not None:
@@ -128,8 +130,10 @@ class TierWorker:
 
     def saved(self, order: SaveOrder, failed: frozenset[int]) -> None:
         """Note that slots now hold pages that are perhaps nowhere else."""
+        if order.order_id <= self._invalid_to:
+            return
         for i, (slot, key) in enumerate(zip(order.slots, order.keys, strict=True)):
-            if i not in failed and order.order_id not in self._invalidated:
+            if i not in failed:
                 self._holds[slot] = (key, order.order_id)
 
     def forget_slots(self, slots: tuple[int, ...]) -> None:
