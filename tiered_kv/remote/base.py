@@ -28,8 +28,8 @@ class Outcome(Enum):
     BAD = "bad"
     """A value that is none of ours: of another type, or longer than any."""
     STORED = "stored"
-    FULL = "full"
-    """The store takes nothing more."""
+    REFUSED = "refused"
+    """The store does not take the value: it is full or read-only, or we may not write."""
     LATE = "late"
     """The deadline came before an answer."""
     DOWN = "down"
@@ -89,7 +89,7 @@ class RemoteStore(Protocol):
         """
 
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
-        """Store values: STORED, FULL, LATE or DOWN for each. The parts do not change meanwhile."""
+        """Store values: STORED, REFUSED, LATE or DOWN for each. The parts do not change meanwhile."""
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
         """Delete values; False if some may still be there. Those that only others may delete are

@@ -1,5 +1,5 @@
-"""Circuit breaker: a server that fails is left alone for a while, longer each time; and how long
-what it did not take is offered to it again. Pure."""
+"""Circuit breaker: a server that fails is left alone for a while, longer each time; how long what it
+did not take is offered to it again; and how often its trouble is logged. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ PATIENCE_S = 10.0
 """Seconds for which writes that a store did not take are tried again. A stall of its machine or of
 ours is over by then. Not longer: pages that wait keep their slots in CPU memory."""
 
+REMINDER_S = 600.0
+"""Seconds after which trouble that comes and goes, or stays the same, may be logged once more."""
+MOST_COMPLAINTS = 8
+"""Different sentences that are logged in this time: some hold an address, or a number."""
+
 
 class Breaker:
-    """One server's breaker. Times are of one clock, in seconds."""
+    """The breaker of one server, or of one kind of calls to it. Times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._closed_until = 0.0
@@ -48,3 +53,28 @@ class Patience:
     def renew(self) -> None:
         """Take in that it took something."""
         self._since = None
+
+
+class Complaint:
+    """One kind of trouble: logged when it begins, when it becomes another one, and when it is over;
+    not each time if it comes and goes. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._is_logged = False
+        self._logged: dict[str, float] = {}
+
+    def begins(self, what: str, now: float) -> bool:
+        """Record trouble. True if it should be logged."""
+        logged = self._logged = {
+            said: at for said, at in self._logged.items() if now - at < REMINDER_S
+        }
+        if what in logged or len(logged) >= MOST_COMPLAINTS:
+            return False
+        logged[what] = now
+        self._is_logged = True
+        return True
+
+    def ends(self) -> bool:
+        """Record that all went well. True if the end of trouble should be logged."""
+        logged, self._is_logged = self._is_logged, False
+        return logged

@@ -175,7 +175,7 @@ def test_the_oldest_values_go_when_a_folder_is_full(root: Path, open_store: Open
     assert found == sorted(found, key=lambda one: one is HIT), "the oldest"
     assert 10 <= found.count(HIT) <= 20
     assert read_all(theirs, wanted[-10:]) == {at: bytes([50 + at]) * 40_000 for at in range(10)}
-    assert ours.put([(keys("big")[0], [bytes(800_001)])], soon()) == [Outcome.FULL]
+    assert ours.put([(keys("big")[0], [bytes(800_001)])], soon()) == [Outcome.REFUSED]
 
 
 def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
@@ -227,7 +227,7 @@ def test_a_full_disk_is_full_and_the_values_before_are_there(
     ours, theirs = open_store(), open_store()
     put_all(ours, keys("before"), [b"value"])
     failures = failing(monkeypatch, "pwrite", errno.ENOSPC)
-    assert ours.put([(keys("page")[0], [b"value"])], soon()) == [Outcome.FULL]
+    assert ours.put([(keys("page")[0], [b"value"])], soon()) == [Outcome.REFUSED]
     failures.clear()
     put_all(ours, keys("after"), [b"value"])
     assert theirs.exists(keys("before", "page", "after"), soon()) == [HIT, MISS, HIT]

@@ -65,7 +65,7 @@ def test_an_engine_that_cannot_write_reads_what_others_have(
 
     monkeypatch.setattr(own_folder, "_write", failing)
     mine = SharedRoot(tmp_path, MOST)
-    assert mine.put([(new, [b"z" * 10])], soon()) == [Outcome.FULL]
+    assert mine.put([(new, [b"z" * 10])], soon()) == [Outcome.REFUSED]
     assert mine.exists([there], soon()) == [Outcome.HIT]
     mine.close()
     others.close()

@@ -1,4 +1,24 @@
-"""Client of one server: reads, writes and look-ups of many keys at a time, each by its deadline."""
+"""Client of one server: reads, writes and lookups of many keys at a time, each by its deadline.
+
+An error that a server returns is the answer to one command. It tells of the whole server only if its
+code says so:
+
+| code | what it is about | read | written |
+|---|---|---|---|
+| ``WRONGTYPE`` | the key: another type of value lies there | BAD | REFUSED |
+| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | MISS | REFUSED |
+| ``READONLY`` | writes: a replica has all values, and may be promoted | DOWN | REFUSED |
+| ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep them, and has all others | DOWN | REFUSED |
+| ``NOPERM``, ``DENIED`` | the command or the key: the user may do other things | DOWN | REFUSED |
+| ``CLUSTERDOWN``, ``TRYAGAIN`` | the key's slot: others may be served | DOWN | REFUSED |
+| ``LOADING``, ``MASTERDOWN``, ``BUSY`` | the server: it answers no command for now | DOWN | DOWN |
+| ``NOAUTH``, ``WRONGPASS`` | the connection: it must log in again | DOWN | DOWN |
+| ``ERR`` and all others | unknown, so the command alone | DOWN | REFUSED |
+
+A call of which every command was refused opens a breaker for calls of its kind: reads, or writes. So
+a server that takes no writes is read as before, and is offered writes now and then, as it may be
+promoted, or have room again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +29,7 @@ from collections.abc import Iterator, Sequence
 
 from tiered_kv.remote.address import RemoteAddress, Server
 from tiered_kv.remote.base import Outcome, Parts, RefusedError
-from tiered_kv.remote.breaker import Breaker
+from tiered_kv.remote.breaker import Breaker, Complaint
 
 from .connection import Connection
 from .replies import ABSENT, ServerError
@@ -27,7 +47,61 @@ SILENCE_S = 1.0
 alone has less time and tells nothing: on a busy machine a process may wait tenths of a second for a
 core."""
 
-_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
+_REFUSED = ("NOAUTH", "WRONGPASS", "DENIED")
+_OF_SERVER = frozenset({"LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"})
+_READ = {"WRONGTYPE": Outcome.BAD, "MOVED": Outcome.MISS, "ASK": Outcome.MISS}
+
+
+class _Refusals:
+    """Calls of one kind that the server refused, though it answers.
+
+    Args:
+        what: what it refuses, for the log.
+    """
+
+    def __init__(self, server: Server, what: str) -> None:
+        self._server = server
+        self._what = what
+        self._breaker = Breaker()
+        self._complaint = Complaint()
+        self._refused = ""
+        self._accepted = False
+
+    def lets_through(self) -> bool:
+        """True if a call may be made. Begins to record its answers."""
+        self._refused, self._accepted = "", False
+        return self._breaker.lets_through(time.monotonic())
+
+    def refuse(self, error: ServerError) -> None:
+        """Record an error that is the answer to one command.
+
+        Raises:
+            ServerError: it is about more than the command.
+        """
+        if _code(error) in _OF_SERVER:
+            raise error
+        self._refused = self._refused or str(error)
+
+    def accept(self) -> None:
+        """Record an answer that is no error."""
+        self._accepted = True
+
+    def answered(self) -> None:
+        """Record that all commands of a call were answered."""
+        now = time.monotonic()
+        if self._refused and not self._accepted:
+            self._breaker.failed(now)
+        elif self._accepted:
+            self._breaker.worked()
+        if self._refused and self._complaint.begins(_code_of(self._refused), now):
+            logger.warning(
+                "the remote store at %s refuses %s (%s); what it does not refuse goes on",
+                self._server,
+                self._what,
+                self._refused,
+            )
+        elif self._accepted and not self._refused and self._complaint.ends():
+            logger.info("the remote store at %s accepts %s again", self._server, self._what)
 
 
 class ValkeyClient:
@@ -42,12 +116,15 @@ class ValkeyClient:
         self._address = address
         self._tls = ssl.create_default_context() if address.tls else None
         self._breaker = Breaker()
+        self._complaint = Complaint()
+        self._reads = _Refusals(server, "reads")
+        self._writes = _Refusals(server, "writes")
+        self._deletions = _Refusals(server, "deletions")
         self._connection: Connection | None = None
         self._resolver = Resolver(server)
         self._called_at = 0.0
         self._silent_since: float | None = None
         self._put_given_up = False
-        self._said = ""
         self._closed = False
 
     def check(self, deadline: float) -> None:
@@ -63,14 +140,12 @@ class ValkeyClient:
         """Look keys up."""
         found: list[Outcome] = []
         try:
-            connection = self._connected(deadline)
+            connection = self._connected(deadline, self._reads)
             for start in range(0, len(names), LOOKED_UP):
                 some = names[start : start + LOOKED_UP]
                 connection.send([b"".join(_command(b"EXISTS", name) for name in some)])
-                for _ in some:
-                    there = connection.replies.number()
-                    found.append(Outcome.HIT if there else Outcome.MISS)
-            self._answered(connection)
+                found += [self._is_there(connection) for _ in some]
+            self._answered(connection, self._reads)
         except Exception as error:
             found += [self._lost(error)] * (len(names) - len(found))
         return found
@@ -81,16 +156,16 @@ class ValkeyClient:
         """Read values into the buffer; see ``RemoteStore``. Gives index, outcome and length."""
         at = asked = 0
         try:
-            connection = self._connected(deadline)
+            connection = self._connected(deadline, self._reads)
             while at < len(names):
                 if asked - at <= UNDER_WAY // 2:
                     some = names[asked : at + UNDER_WAY]
                     asked += len(some)
                     connection.send([b"".join(_command(b"GET", name) for name in some)])
-                outcome, nbytes = _read(connection, buffer)
+                outcome, nbytes = self._read(connection, buffer)
                 at += 1
                 yield at - 1, outcome, nbytes
-            self._answered(connection)
+            self._answered(connection, self._reads)
         except Exception as error:
             outcome = self._lost(error)
             for late in range(at, len(names)):
@@ -99,15 +174,17 @@ class ValkeyClient:
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
         """Store values."""
         found: list[Outcome] = []
+        if not self._closed and not self._writes.lets_through():
+            return [Outcome.REFUSED] * len(values)
         try:
             connection = self._connected(deadline)
             for at, (name, parts) in enumerate(values):
                 connection.send(_set(name, parts))
                 if at >= UNDER_WAY:
-                    found.append(_stored(connection))
+                    found.append(self._stored(connection))
             while len(found) < len(values):
-                found.append(_stored(connection))
-            self._answered(connection)
+                found.append(self._stored(connection))
+            self._answered(connection, self._writes)
         except Exception as error:
             found += [self._lost(error)] * (len(values) - len(found))
             self._put_given_up |= not isinstance(error, _NotAskedError)
@@ -119,19 +196,19 @@ class ValkeyClient:
         So it is once after values that were given up: the server may read these from another
         connection after it has deleted them.
         """
+        deleted = True
         try:
-            connection = self._connected(deadline)
+            connection = self._connected(deadline, self._deletions)
             for start in range(0, len(names), LOOKED_UP):
                 some = names[start : start + LOOKED_UP]
                 connection.send([b"".join(_command(b"UNLINK", name) for name in some)])
-                for _ in some:
-                    connection.replies.number()
-            self._answered(connection)
+                deleted &= all([self._is_deleted(connection) for _ in some])
+            self._answered(connection, self._deletions)
         except Exception as error:
             self._lost(error)
             return False
         given_up, self._put_given_up = self._put_given_up, False
-        return not given_up
+        return deleted and not given_up
 
     def close(self) -> None:
         """Give the connection up. Idempotent; afterwards the server is down."""
@@ -140,14 +217,19 @@ class ValkeyClient:
 
     # -- the connection -------------------------------------------------------------
 
-    def _connected(self, deadline: float) -> Connection:
+    def _connected(self, deadline: float, calls: _Refusals | None = None) -> Connection:
         """The connection, made if there is none; its deadline is set.
+
+        Args:
+            calls: the kind of the call; None for one that asks for nothing.
 
         Raises:
             Exception: there is none to be had.
         """
         self._called_at = time.monotonic()
         if self._closed or self._called_at >= deadline:  # another server took all the time
+            raise _NotAskedError
+        if calls is not None and not calls.lets_through():
             raise _NotAskedError
         if self._connection is not None and not self._connection.is_idle():
             self._drop()
@@ -163,9 +245,6 @@ class ValkeyClient:
         except BaseException:
             connection.close()
             raise
-        if self._said:
-            logger.info("the remote store at %s answers again", self._server)
-            self._said = ""
         self._connection = connection
         connection.begin(deadline)
         return connection
@@ -180,7 +259,9 @@ class ValkeyClient:
             connection.send([_command(b"PING")])
             connection.replies.status()
         except ServerError as error:
-            if str(error).startswith(_REFUSED):
+            if _code(error) == "NOPERM":  # known to it, and not allowed to ping
+                return
+            if _code(error) in _REFUSED:
                 raise RefusedError(str(error)) from error
             raise
 
@@ -197,8 +278,7 @@ class ValkeyClient:
         if not late or silent:
             self._breaker.failed(now)  # a slow server is not one that is down
         self._drop()
-        if not late and not self._closed and str(error) != self._said:
-            self._said = str(error)
+        if not late and not self._closed and self._complaint.begins(str(error), now):
             logger.warning(
                 "the remote store at %s does not serve (%s): KV that it has is computed meanwhile",
                 self._server,
@@ -206,37 +286,75 @@ class ValkeyClient:
             )
         return Outcome.LATE if late else Outcome.DOWN
 
-    def _answered(self, connection: Connection) -> None:
-        """Take in that all of a call was answered: the connection may be used for the next."""
+    def _answered(self, connection: Connection, calls: _Refusals | None = None) -> None:
+        """Record that all of a call was answered: the connection may be used for the next."""
         connection.owes = False
         self._breaker.worked()
         self._silent_since = None
+        if self._complaint.ends():
+            logger.info("the remote store at %s answers again", self._server)
+        if calls is not None:
+            calls.answered()
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
+    # -- replies -----------------------------------------------------------------------
+
+    def _is_there(self, connection: Connection) -> Outcome:
+        """Read the reply to a lookup."""
+        try:
+            there = connection.replies.number()
+        except ServerError as error:
+            self._reads.refuse(error)
+            return _READ.get(_code(error), Outcome.DOWN)
+        self._reads.accept()
+        return Outcome.HIT if there else Outcome.MISS
+
+    def _read(self, connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
+        """Read one value."""
+        try:
+            nbytes = connection.replies.length()
+        except ServerError as error:
+            if _code(error) == "WRONGTYPE":  # an answer as good as any
+                self._reads.accept()
+            else:
+                self._reads.refuse(error)
+            return _READ.get(_code(error), Outcome.DOWN), 0
+        self._reads.accept()
+        if nbytes == ABSENT:
+            return Outcome.MISS, 0
+        if nbytes > len(buffer):
+            connection.replies.skip(nbytes)
+            return Outcome.BAD, 0
+        connection.replies.value(buffer[:nbytes])
+        return Outcome.HIT, nbytes
+
+    def _stored(self, connection: Connection) -> Outcome:
+        """Read the reply to a value that was sent."""
+        try:
+            connection.replies.status()
+        except ServerError as error:
+            self._writes.refuse(error)
+            return Outcome.REFUSED
+        self._writes.accept()
+        return Outcome.STORED
+
+    def _is_deleted(self, connection: Connection) -> bool:
+        """Read the reply to a deletion."""
+        try:
+            connection.replies.number()
+        except ServerError as error:
+            self._deletions.refuse(error)
+            return False
+        self._deletions.accept()
+        return True
+
 
 class _NotAskedError(Exception):
     """The server was not asked: its breaker is open, or there is no time."""
-
-
-def _read(connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
-    """Read one value."""
-    try:
-        nbytes = connection.replies.length()
-    except ServerError as error:
-        if str(error).startswith("WRONGTYPE"):
-            return Outcome.BAD, 0
-        raise
-    if nbytes == ABSENT:
-        return Outcome.MISS, 0
-    if nbytes > len(buffer):
-        connection.replies.skip(nbytes)
-        return Outcome.BAD, 0
-    connection.replies.value(buffer[:nbytes])
-    return Outcome.HIT, nbytes
 
 
 def _let_in(connection: Connection) -> None:
@@ -245,20 +363,19 @@ def _let_in(connection: Connection) -> None:
     try:
         connection.replies.status()
     except ServerError as error:
-        if str(error).startswith(_REFUSED):
+        if _code(error) in _REFUSED:
             raise
         raise ServerError("it takes no password") from None
 
 
-def _stored(connection: Connection) -> Outcome:
-    """Read the reply to a value that was sent."""
-    try:
-        connection.replies.status()
-    except ServerError as error:
-        if str(error).startswith("OOM"):
-            return Outcome.FULL
-        raise
-    return Outcome.STORED
+def _code(error: ServerError) -> str:
+    return _code_of(str(error))
+
+
+def _code_of(said: str) -> str:
+    """Code that an error begins with, or all of it if it has none of its own."""
+    code = said.split(" ", 1)[0]
+    return said if code == "ERR" else code
 
 
 def _command(*words: bytes) -> bytes:

@@ -90,7 +90,7 @@ class OwnFolder:
             return True
 
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
-        """Add values: STORED, FULL or LATE for each.
+        """Add values: STORED, REFUSED or LATE for each.
 
         Raises:
             OSError: any of them may have been added.
@@ -106,14 +106,14 @@ class OwnFolder:
                 if time.monotonic() >= deadline:
                     outcomes.append(Outcome.LATE)
                 elif not self._has_room(nbytes, {entry.place.pack for entry in added}):
-                    outcomes.append(Outcome.FULL)
+                    outcomes.append(Outcome.REFUSED)
                 else:
                     try:
                         place = self._add(files, parts, nbytes)
                     except OSError as error:
                         if error.errno not in FULL:
                             raise
-                        outcomes.append(Outcome.FULL)
+                        outcomes.append(Outcome.REFUSED)
                         continue
                     added.append(Entry(Kind.VALUE, name, place))
                     outcomes.append(Outcome.STORED)

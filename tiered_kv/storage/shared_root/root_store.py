@@ -112,7 +112,7 @@ class SharedRoot:
         except OSError as error:
             if error.errno in NOT_WRITABLE:  # what others have can be read
                 self._say(f"the shared folder {self._root} takes nothing ({error.strerror})")
-                return [Outcome.FULL] * len(values)
+                return [Outcome.REFUSED] * len(values)
             return [self._lost(error)] * len(values)
         return outcomes
 
