@@ -234,6 +234,7 @@ SERIES: Mapping[str, Series] = {
             "fetch_failures": "fetch",
             "remote_pages_bad": "remote_page",
             "remote_calls_failed": "remote_call",
+            "remote_pages_refused": "remote_refused",
             "remote_errors": "remote",
             "ssd_pages_bad": "ssd_page",
             "ssd_segments_bad": "ssd_segment",

@@ -74,6 +74,7 @@ COUNTERS: Mapping[str, str] = {
     "remote_bytes_read": "Bytes read from the remote store, over all ranks, as stored.",
     "remote_pages_bad": "Values in the remote store that were not the page asked for.",
     "remote_calls_failed": "Calls of the remote store that were late, or that it did not answer.",
+    "remote_pages_refused": "Pages that the remote store did not take: it is full or read-only.",
     "remote_errors": "Failures of the remote tier itself.",
     "pages_promoted_ahead": "Of the pages read from SSD, those ordered before their job came back.",
     "pages_promoted_used": "Of the pages read from SSD, those that were then restored to VRAM.",

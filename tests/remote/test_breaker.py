@@ -5,8 +5,11 @@ from __future__ import annotations
 from tiered_kv.remote.breaker import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
+    MOST_COMPLAINTS,
     PATIENCE_S,
+    REMINDER_S,
     Breaker,
+    Complaint,
     Patience,
 )
 from tiered_kv.remote.rendezvous import server_of
@@ -37,6 +40,22 @@ def test_patience_is_lost_once_until_something_works() -> None:
     assert not patience.lasts(1000.0), "a store that is down is not waited for again"
     patience.renew()
     assert patience.lasts(1000.0)
+
+
+def test_trouble_that_lasts_or_comes_and_goes_is_logged_once() -> None:
+    complaint, now = Complaint(), 100.0
+    assert not complaint.ends(), "there was none"
+    assert complaint.begins("full", now)
+    assert not complaint.begins("full", now + 1)
+    assert complaint.begins("read-only", now + 2), "another one"
+    assert complaint.ends()
+    assert not complaint.ends()
+    for second in range(100):
+        assert not complaint.begins("full", now + 3 + second)
+        assert not complaint.ends()
+    assert complaint.begins("full", now + REMINDER_S)
+    said = [complaint.begins(f"error {number}", now + REMINDER_S) for number in range(99)]
+    assert said == [True] * (MOST_COMPLAINTS - 2) + [False] * (99 - MOST_COMPLAINTS + 2)
 
 
 def test_a_server_that_goes_moves_its_own_runs_alone() -> None:

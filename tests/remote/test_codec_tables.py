@@ -71,6 +71,7 @@ def test_a_table_that_was_damaged_is_counted_and_read_again(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_tables, "AGAIN_S", 0.0)
+    monkeypatch.setattr(codec_tables, "MISSING_S", 0.0)
     ours, damaging = open_at(server.url, "centred"), make_store(server.address)
     codec = put_trained(ours)
     name = TABLE_PREFIX + FINGERPRINT + table_name(codec.codec_id, codec.table)

@@ -1,12 +1,12 @@
 """Engines in turn, of which each finds what those before it left: in one folder, or in a place that
-they share and that must be asked. Whatever happened to either, outputs are right, and no engine sees
-KV of a generation that a reset ended."""
+they share and that must be asked. Whatever happened to either, outputs are right, and no engine
+sees KV of a generation that a reset ended."""
 
 from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ def live(
         rig.now += rng.choice([0, 0.1, 3, 20])
         what, job = rng.random(), rng.randrange(len(contexts))
         if what < 0.65:
-            context = contexts[job][: rng.randrange(len(contexts[job]) // 2, len(contexts[job]) + 1)]
+            context = contexts[job][
+                : rng.randrange(len(contexts[job]) // 2, len(contexts[job]) + 1)
+            ]
             params = {"job_id": f"job{job}", "is_last_step": rng.random() < 0.1}
             tokens = rng.randrange(1, 9)
             rig.add(f"{name}-{number}", context, tokens, params=rng.choice([params, None]))
@@ -101,17 +103,20 @@ def live(
             trouble(rig)
 
 
-def check(rig: SecondRig, *, clean: bool = True) -> None:
+def check(rig: SecondRig) -> None:
     """Run to the end: all answers are right, and nothing is left behind."""
     rig.run()
     for name, request in rig.requests.items():
         answer = expected(rig.prompts[name], request.max_tokens)
         if rig.finished[name].name != "CANCELLED":
             assert rig.outputs[name] == answer, name
-    if clean:
-        rig.half.release_all()
+    rig.now += 5 * 3600  # no gap is waited for that long
+    for number in range(2):
         rig.wait_for_worker()
-        rig.check_clean()
+        rig.ask(f"last{number}", text(1, seed=1))
+    rig.half.release_all()
+    rig.wait_for_worker()
+    rig.check_clean()
 
 
 def some_contexts(rng: random.Random) -> list[list[int]]:
@@ -133,7 +138,7 @@ def play_asked(folder: Path, seed: int) -> None:
             check(rig)
 
 
-@pytest.mark.scripts(200, nightly=10_000)
+@pytest.mark.scripts(75, nightly=10_000)
 def test_engines_over_an_asked_tier_end_well(
     tmp_path: Path, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +191,10 @@ def play_folder(folder: Path, seed: int, found: Callable[[SecondRig], None]) -> 
     for number in range(rng.randrange(2, 6)):
         on_disk: dict[str, Any] = {"ssd_path": f"{home}/ssd", "ssd_gib": rng.choice([0.003, 0.01])}
         kept: dict[str, Any] = {"cpu_path": f"{home}/memory", "cpu_keep": rng.random() < 0.7}
-        settings = {**(on_disk if not memory or rng.random() < 0.6 else {}), **(kept if memory else {})}
+        settings = {
+            **(on_disk if not memory or rng.random() < 0.6 else {}),
+            **(kept if memory else {}),
+        }
         following = folder / f"{number + 1}"
         with life(rng, **settings) as rig:
             live(rig, rng, contexts, f"{number}", lambda _: None)
@@ -204,7 +212,7 @@ def play_folder(folder: Path, seed: int, found: Callable[[SecondRig], None]) -> 
             damage(home, rng)
 
 
-@pytest.mark.scripts(150, nightly=10_000)
+@pytest.mark.scripts(50, nightly=10_000)
 def test_engines_in_turn_on_one_folder_end_well(tmp_path: Path, seeds: range) -> None:
     reused = 0
 

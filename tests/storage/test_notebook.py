@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from pathlib import Path
 
@@ -49,6 +50,36 @@ def test_it_goes_at_the_end_if_it_is_not_to_be_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "jobs.jsonl").exists()
     again = book(tmp_path)
     assert again.facts("") == {}
+    again.close()
+
+
+def test_a_full_disk_loses_new_facts_and_finds_none_that_were_struck_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, room, real = book(tmp_path), [10_000], os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        free = room[0] - (tmp_path / "jobs.jsonl").stat().st_size
+        if free <= 0:
+            raise OSError(errno.ENOSPC, "no space")
+        return real(fd, data[:free])
+
+    monkeypatch.setattr(os, "write", write)
+    one.note("kept", {"n": 1})
+    one.note("tail 1", {"n": 1})
+    assert one.drain(60.0)
+    room[0] = (tmp_path / "jobs.jsonl").stat().st_size + 10
+    one.note("too long", {"n": 2})
+    assert one.drain(60.0)
+    assert one.lost == 1
+    one.strike_all("tail ")
+    one.strike("too long")
+    assert one.drain(60.0)
+    room[0] = 10_000
+    one.note("later", {"n": 3})
+    one.close()
+    again = book(tmp_path)
+    assert again.facts("") == {"kept": {"n": 1}, "later": {"n": 3}}
     again.close()
 
 

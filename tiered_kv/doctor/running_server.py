@@ -28,6 +28,7 @@ FAILURES: Mapping[str, str] = {
     "fetch_failures": "Pages are evicted there soon after they are looked up: give it more memory.",
     "remote_pages_bad": "Somebody else writes to the remote store, or its link changes bytes.",
     "remote_calls_failed": "See the server's log: the remote store is down or slow.",
+    "remote_pages_refused": "See the server's log: the remote store is full or takes no writes.",
     "remote_errors": "See the server's log, and report what it says: each is logged once.",
     "hook_errors": "See the server's log, and report what it says: each is logged once.",
     "watchdog_barks": "See the server's log, and report what it says.",

@@ -89,7 +89,8 @@ class RemoteStore(Protocol):
         """
 
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
-        """Store values: STORED, REFUSED, LATE or DOWN for each. The parts do not change meanwhile."""
+        """Store values: STORED, REFUSED, LATE or DOWN for each. Until it returns the parts do not
+        change."""
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
         """Delete values; False if some may still be there. Those that only others may delete are

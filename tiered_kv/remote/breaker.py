@@ -1,5 +1,5 @@
-"""Circuit breaker: a server that fails is left alone for a while, longer each time; how long what it
-did not take is offered to it again; and how often its trouble is logged. Pure."""
+"""Circuit breaker: a server that fails is left alone for a while, longer each time; how long what
+it did not take is offered to it again; and how often its trouble is logged. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PATIENCE_S = 10.0
 ours is over by then. Not longer: pages that wait keep their slots in CPU memory."""
 
 REMINDER_S = 600.0
-"""Seconds after which trouble that comes and goes, or stays the same, may be logged once more."""
+"""Seconds after which the same trouble may be logged again."""
 MOST_COMPLAINTS = 8
 """Different sentences that are logged in this time: some hold an address, or a number."""
 
 
 class Breaker:
-    """The breaker of one server, or of one kind of calls to it. Times are of one clock, in seconds."""
+    """Breaker of one server, or of one kind of calls to it. Times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._closed_until = 0.0

@@ -142,7 +142,7 @@ class Notebook(NoNotebook):
     def _run(self) -> None:
         going_on = True
         while going_on:
-            lines, waiting = list[bytes](), list[threading.Event]()
+            lines, waiting, strikes = list[bytes](), list[threading.Event](), False
             while not lines or not self._queue.empty():
                 match self._queue.get():
                     case None:
@@ -154,14 +154,14 @@ class Notebook(NoNotebook):
                     case said:
                         lines.append(line := _line(said))
                         _take_in(self._lines, said, line)
-            self._append(lines)
+                        strikes |= said.get("fact") is None
+            self._append(lines, strikes=strikes)
             for one in waiting:
                 one.set()
 
-    def _append(self, lines: list[bytes]) -> None:
+    def _append(self, lines: list[bytes], *, strikes: bool) -> None:
         try:
-            _write(self._fd, b"".join(lines))
-            self._written += sum(map(len, lines))
+            self._add(b"".join(lines), strikes=strikes)
             if self._written > SPARE_BYTES + 2 * sum(map(len, self._lines.values())):
                 self._written = self._rewrite()
         except OSError as error:
@@ -169,6 +169,29 @@ class Notebook(NoNotebook):
             if not self._failing:
                 self._failing = True
                 logger.warning("%s cannot be written: %s", self.path, error)
+
+    def _add(self, data: bytes, *, strikes: bool) -> None:
+        """Write lines behind the others, or nothing.
+
+        A full disk has no space for a line that strikes facts out. Then the file is written again
+        in its own space: a kill at that point only loses facts, while facts that were struck out
+        must not be found.
+
+        Args:
+            strikes: True if a line strikes facts out.
+        """
+        try:
+            _write(self._fd, data)
+            self._written += len(data)
+        except OSError:
+            os.ftruncate(self._fd, self._written)  # part of a line would spoil the next one
+            if not strikes:
+                raise
+            os.ftruncate(self._fd, 0)
+            self._written = 0
+            data = b"".join(self._lines.values())
+            _write(self._fd, data)
+            self._written = len(data)
 
     def _rewrite(self) -> int:
         """Write the file anew, with a line for each fact; returns its size."""

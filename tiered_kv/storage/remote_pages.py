@@ -104,7 +104,7 @@ class RemotePages(PageStore):
         self._own: OrderedDict[PageKey, PageKey] = OrderedDict()  # with their runs
         self._rest_s = 0.0
         self._retry_s = retry_s
-        self._written = self._read = self._bad = self._unanswered = 0
+        self._written = self._read = self._bad = self._unanswered = self._refused = 0
         self._closed = False
 
     # -- writes ---------------------------------------------------------------------
@@ -154,8 +154,8 @@ class RemotePages(PageStore):
                 encoded.append((at, done))
         deadline = time.monotonic() + CALL_S  # of the store alone
         table = self._tables.publish(codec, deadline)
-        if table is None:
-            self._unanswered += 1
+        if isinstance(table, Outcome):
+            self._count([table], len(encoded))
             return everything
         values: list[tuple[RemoteKey, Parts]] = []
         for at, coded in encoded:
@@ -171,10 +171,15 @@ class RemotePages(PageStore):
                 self._written += sum(len(part) for part in parts)
         # After one that failed nothing is written for longer.
         self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
-        self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
+        self._count(outcomes)
         # Those too that it did not say it has: it may have been late, or store them yet.
         self._remember(pages[at][0] for at, _ in encoded)
         return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)
+
+    def _count(self, outcomes: Sequence[Outcome], pages: int = 1) -> None:
+        """Count what came of a write, each outcome for so many pages."""
+        self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
+        self._refused += pages * outcomes.count(Outcome.REFUSED)
 
     def _remember(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
@@ -192,10 +197,11 @@ class RemotePages(PageStore):
         deadline = time.monotonic() + CALL_S
         lacking = self._read_some(pages, sorted(missing), missing, deadline)
         if lacking:  # tables that were read for the first time
-            for codec_id, table in lacking.values():
-                if not self._tables.known(codec_id, table):
-                    self._bad += not self._tables.fetch(codec_id, table, deadline)
-            self._read_some(pages, sorted(lacking), missing, deadline)
+            for codec_id, table in dict.fromkeys(lacking.values()):
+                self._bad += not self._tables.fetch(codec_id, table, deadline)
+            here = [at for at in sorted(lacking) if self._tables.codec(*lacking[at]) is not None]
+            if here:
+                self._read_some(pages, here, missing, deadline)
         return frozenset(missing)
 
     def _read_some(
@@ -300,6 +306,7 @@ class RemotePages(PageStore):
             "remote_bytes_read": self._read,
             "remote_pages_bad": self._bad,
             "remote_calls_failed": self._unanswered,
+            "remote_pages_refused": self._refused,
         }
 
     def _name(self, key: PageKey) -> bytes:

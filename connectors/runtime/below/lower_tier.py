@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import filterfalse
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
@@ -241,9 +240,7 @@ class LowerTier:
             return  # that was all of it
         demoting, readable = self.pages.demoting, self._index.is_readable
         fresh = [
-            key
-            for key in self.pages.index.unwritten(mine)
-            if key not in demoting and readable(key)
+            key for key in self.pages.index.unwritten(mine) if key not in demoting and readable(key)
         ]
         left = max(0, self._most_waiting - len(self._backlog))
         if self.spec.shared:  # an own tier gets them before they are evicted

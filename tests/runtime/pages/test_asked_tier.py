@@ -167,6 +167,29 @@ def test_a_page_that_one_rank_lacks_is_not_there() -> None:
     assert pages.unanswered([a, b]) == [a, b], "it may have been written"
 
 
+def test_outdated_answers_are_dropped_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    pages = AskedIndex(lambda: now)
+    keys = [PageKey(b"%048d" % number) for number in range(600)]
+    pages.answer(keys[:200], True)
+    pages.answer(keys[200:400], False)
+    now = ABSENT_S
+    pages.answer(keys[400:500], True)
+    assert len(pages._until) == 300, "two for each that is new"
+    pages.answer(keys[500:], False)
+    assert len(pages._until) == 200
+    assert [key in pages for key in (keys[0], keys[399], keys[400], keys[500])] == [
+        *[False] * 2,
+        True,
+        False,
+    ]
+    monkeypatch.setattr("tiered_kv.pages.tier_index.MOST_ANSWERS", 50)
+    pages.answer(keys[:10], True)
+    assert len(pages._until) == 50
+    assert len(pages) == 10
+    assert keys[9] in pages
+
+
 def test_a_reset_voids_what_was_asked(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
     write(make_rig, tmp_path)
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)

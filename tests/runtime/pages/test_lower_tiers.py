@@ -230,6 +230,37 @@ def test_a_disk_that_fails_costs_nothing_but_counters(rig: Rig) -> None:
     rig.check_clean()
 
 
+def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """A call that hangs reports no failure, so no pause begins. Once it returns, the pages that are
+    still in CPU memory are written."""
+    rig = make_rig(extra=tiers(tmp_path, slots=40))
+    rig.policy = Long()
+    answers, target = threading.Event(), store(rig)
+    put = target.put
+
+    def hangs(pages: Any) -> Any:
+        answers.wait()
+        return put(pages)
+
+    target.put = hangs
+    tier = next(tier for _, tier in rig.tiers.each())
+    try:
+        for turn in range(12):
+            rig.add(f"turn {turn}", text(200, seed=turn), params={"job_id": f"job {turn}"})
+            while f"turn {turn}" not in rig.finished:
+                rig.step()
+                rig.worker_half.backend.drain()
+        assert 0 < len(tier._backlog) <= rig.index.num_slots
+    finally:
+        answers.set()
+    rig.run()
+    assert not tier.has_more
+    assert rig.count("pages_demoted") > 0
+    rig.check_clean()
+
+
 def test_orders_that_fail_together_are_one_failure(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     keys = tuple(rig.index.least_valuable(5))

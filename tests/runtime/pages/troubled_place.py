@@ -1,7 +1,7 @@
-"""A place that many engines share, as a tier: real pages in a store that fails in every way that its
-contract allows.
+"""A place that many engines share, as a tier: real pages in a store that fails in every way that
+its contract allows.
 
-It is configured as any tier out of tree: ``TIERED_KV_TIERS=tests.runtime.pages.troubled_place:...``.
+It is configured by ``TIERED_KV_TIERS=tests.runtime.pages.troubled_place:…``.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Place:
                         del self.values[name]
                 case 1:
                     for name in some:
-                        value = bytearray(self.values[name])
-                        value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
-                        self.values[name] = bytes(value)
+                        changed = bytearray(self.values[name])
+                        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+                        self.values[name] = bytes(changed)
                 case 2:  # each is another page's
                     moved = [self.values[name] for name in some]
                     self.values.update(zip(some, moved[1:] + moved[:1], strict=True))
@@ -88,7 +88,7 @@ class Place:
             self.open.set()
 
     def next_answer(self, *possible: Outcome) -> Outcome | None:
-        """Outcome that the call has for each of its keys; None if it is answered as it should be."""
+        """Outcome of the next call; None if it is answered as it should be."""
         if not self.open.wait(HOLD_S):
             self.open.set()
         with self.lock:

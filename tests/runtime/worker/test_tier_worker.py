@@ -137,6 +137,19 @@ def test_raw_and_packed_pages_are_flushed(worker: Worker) -> None:
     assert worker.flushed() == {1, 2, 4, 5, 7}
 
 
+def test_a_save_that_became_invalid_before_its_copy_was_done_is_not_flushed(worker: Worker) -> None:
+    """Nothing is kept of it: an engine that runs for months has many of them."""
+    for _ in range(100):
+        late = SaveOrder(worker.number(), CONTEXT, (3,), (3,), (key(1),))
+        worker.save({4: 5})
+        worker.invalidate(late)
+        worker.copy(late, wrong=True, failed=frozenset())
+    worker.save({7: 1})
+    kept = [one for one in vars(worker.tier).values() if isinstance(one, set | list | dict)]
+    assert max(map(len, kept)) <= NUM_SLOTS
+    assert worker.flushed() == {4, 7}
+
+
 def test_pages_that_do_not_shrink_are_flushed_from_their_bundle(worker: Worker) -> None:
     worker.save({3: 3, 6: 4, 9: 5})
     assert worker.pack({3: 3, 6: 4, 9: 5}) == 3

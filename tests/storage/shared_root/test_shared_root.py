@@ -224,6 +224,7 @@ def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
 def test_a_full_disk_is_full_and_the_values_before_are_there(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     ours, theirs = open_store(), open_store()
     put_all(ours, keys("before"), [b"value"])
     failures = failing(monkeypatch, "pwrite", errno.ENOSPC)

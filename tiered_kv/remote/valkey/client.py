@@ -1,23 +1,23 @@
 """Client of one server: reads, writes and lookups of many keys at a time, each by its deadline.
 
-An error that a server returns is the answer to one command. It tells of the whole server only if its
-code says so:
+An error that a server returns is the answer to one command. It is about the whole server only if
+its code says so:
 
 | code | what it is about | read | written |
 |---|---|---|---|
 | ``WRONGTYPE`` | the key: another type of value lies there | BAD | REFUSED |
 | ``MOVED``, ``ASK`` | the key: another node of a cluster has it | MISS | REFUSED |
 | ``READONLY`` | writes: a replica has all values, and may be promoted | DOWN | REFUSED |
-| ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep them, and has all others | DOWN | REFUSED |
-| ``NOPERM``, ``DENIED`` | the command or the key: the user may do other things | DOWN | REFUSED |
+| ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep more values | DOWN | REFUSED |
+| ``NOPERM``, ``DENIED`` | the command or the key: others are permitted | DOWN | REFUSED |
 | ``CLUSTERDOWN``, ``TRYAGAIN`` | the key's slot: others may be served | DOWN | REFUSED |
 | ``LOADING``, ``MASTERDOWN``, ``BUSY`` | the server: it answers no command for now | DOWN | DOWN |
 | ``NOAUTH``, ``WRONGPASS`` | the connection: it must log in again | DOWN | DOWN |
 | ``ERR`` and all others | unknown, so the command alone | DOWN | REFUSED |
 
-A call of which every command was refused opens a breaker for calls of its kind: reads, or writes. So
-a server that takes no writes is read as before, and is offered writes now and then, as it may be
-promoted, or have room again.
+A call of which every command was refused opens a breaker for calls of its kind: reads, writes or
+deletions. So a server that refuses writes is read as before, and is offered writes now and then, as
+it may be promoted, or have room again.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ class ValkeyClient:
             for start in range(0, len(names), LOOKED_UP):
                 some = names[start : start + LOOKED_UP]
                 connection.send([b"".join(_command(b"UNLINK", name) for name in some)])
-                deleted &= all([self._is_deleted(connection) for _ in some])
+                for _ in some:
+                    deleted &= self._is_deleted(connection)
             self._answered(connection, self._deletions)
         except Exception as error:
             self._lost(error)

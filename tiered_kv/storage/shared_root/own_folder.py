@@ -5,6 +5,10 @@
 Values are added to packs, and an index tells where. The name of the host stands in the folder's,
 so that its lock need not reach beyond the host, which it does not on every mount. When room is
 short the folders of processes that are long gone are deleted, then this one's oldest packs.
+
+A full disk takes nothing, not even a note of what is deleted. So packs are deleted first and noted
+after that. In between a reader finds the pack missing, which is a miss. So does a process that opens
+the folder of one that was killed there.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from secrets import token_bytes
 
@@ -71,15 +75,17 @@ class OwnFolder:
             reader.refresh()
             self.contents: FolderContents = reader.contents
             self._packs = _packs_in(self.folder)
-            for place in set(self.contents.places.values()):
+            # A pack's number is not used again while an index may lead to its values.
+            noted = {place.pack for place in self.contents.places.values()}
+            self._next = max(noted.union(self._packs), default=0) + 1
+            for place in [*self.contents.places.values()]:
                 if place.offset + place.nbytes > self._packs.get(place.pack, 0):
                     self.contents.drop_pack(place.pack)  # lost with the power
-            self._rewrite()
+            self._make_room_for(self._rewrite)
             self.show_life()
         except BaseException:
             os.close(self._lock)
             raise
-        self._next = max(self._packs, default=0) + 1
 
     @property
     def lost(self) -> bool:
@@ -105,16 +111,11 @@ class OwnFolder:
                 nbytes = sum(len(part) for part in parts)
                 if time.monotonic() >= deadline:
                     outcomes.append(Outcome.LATE)
-                elif not self._has_room(nbytes, {entry.place.pack for entry in added}):
+                    continue
+                place = self._placed(files, parts, nbytes, {entry.place.pack for entry in added})
+                if place is None:
                     outcomes.append(Outcome.REFUSED)
                 else:
-                    try:
-                        place = self._add(files, parts, nbytes)
-                    except OSError as error:
-                        if error.errno not in FULL:
-                            raise
-                        outcomes.append(Outcome.REFUSED)
-                        continue
                     added.append(Entry(Kind.VALUE, name, place))
                     outcomes.append(Outcome.STORED)
             files.sync()
@@ -128,8 +129,17 @@ class OwnFolder:
         Raises:
             OSError: any of them may still count.
         """
-        places, nowhere = self.contents.places, Place(0, 0, 0)
-        self._note([Entry(Kind.DELETED, name, nowhere) for name in names if name in places])
+        nowhere = Place(0, 0, 0)
+        places = {
+            name: self.contents.places[name] for name in names if name in self.contents.places
+        }
+        try:
+            self._save([Entry(Kind.DELETED, name, nowhere) for name in places])
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            for pack in sorted({place.pack for place in places.values()}):
+                self._delete_pack(pack)  # with all that is in it
 
     def close(self) -> None:
         """Give the folder up, and delete it if it has no values."""
@@ -139,15 +149,47 @@ class OwnFolder:
 
     # -- packs ----------------------------------------------------------------------
 
+    def _placed(self, files: _OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place | None:
+        """Write a value where there is room, or room can be made; None if it cannot.
+
+        Args:
+            busy: packs that are not deleted.
+        """
+        if not self._has_room(nbytes, busy):
+            return None
+        try:
+            return self._add(files, parts, nbytes)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        # There is less room than the file system tells, by a quota, say.
+        self._spare = 0
+        if not self._has_room(min(nbytes, 1), {*busy, self._next - 1}):
+            return None
+        try:
+            return self._add(files, parts, nbytes)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._spare = 0
+            return None
+
     def _add(self, files: _OpenPacks, parts: Parts, nbytes: int) -> Place:
         pack = self._next - 1
         if self._packs.get(pack, self._pack_bytes) >= self._pack_bytes:
             pack, self._next = self._next, self._next + 1
             self._packs[pack] = 0
         place = Place(pack, self._packs[pack], nbytes)
-        self._packs[pack] += nbytes  # also if it fails: what was written stays a hole
+        self._packs[pack] += nbytes
         self._spare -= nbytes
-        files.write(pack, parts, place.offset)
+        try:
+            files.write(pack, parts, place.offset)
+        except OSError:
+            with contextlib.suppress(OSError):  # else what was written stays a hole
+                files.cut(pack, place.offset)
+                self._packs[pack] -= nbytes
+                self._spare += nbytes
+            raise
         return place
 
     def _spare_bytes(self) -> int:
@@ -176,10 +218,32 @@ class OwnFolder:
             self._delete_pack(oldest)
 
     def _delete_pack(self, pack: int) -> None:
-        self._note([Entry(Kind.PACK_GONE, b"", Place(pack, 0, 0))])
         with contextlib.suppress(FileNotFoundError):
             (self.folder / pack_name(pack)).unlink()
-        del self._packs[pack]
+        self._packs.pop(pack, None)
+        try:
+            self._save([Entry(Kind.PACK_GONE, b"", Place(pack, 0, 0))])
+        except OSError as error:
+            if error.errno not in FULL:  # else the next note is made with all that counts
+                raise
+
+    def _make_room_for(self, write: Callable[[], None]) -> None:
+        """Write to the index, if need be in the room of this process's oldest packs.
+
+        Raises:
+            OSError: it failed, or there is no room.
+        """
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                oldest = min(self._packs, default=None)
+                if error.errno not in FULL or oldest is None:
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    (self.folder / pack_name(oldest)).unlink()
+                del self._packs[oldest]
+                self.contents.drop_pack(oldest)
 
     def _delete_gone(self) -> int:
         """Delete the folders of processes that are long gone; bytes that this gave."""
@@ -211,10 +275,26 @@ class OwnFolder:
     # -- the index --------------------------------------------------------------------
 
     def _note(self, entries: Sequence[Entry]) -> None:
-        if not entries:
-            return
+        """Save entries, if need be in the room of this process's oldest packs."""
+        self._apply(entries)
+        self._make_room_for(lambda: self._write_entries(entries))
+
+    def _save(self, entries: Sequence[Entry]) -> None:
+        """Save entries.
+
+        Raises:
+            OSError: it failed. They count here, and are in the index that is written next.
+        """
+        self._apply(entries)
+        self._write_entries(entries)
+
+    def _apply(self, entries: Sequence[Entry]) -> None:
         self.contents.apply(entries)
         self._entries += len(entries)
+
+    def _write_entries(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            return
         if self._torn or self._entries > 2 * len(self.contents.places) + MOST_STALE:
             self._rewrite()
             return
@@ -236,15 +316,19 @@ class OwnFolder:
         entries = [Entry(Kind.VALUE, name, place) for name, place in places.items()]
         path = self.folder / _NEW_INDEX
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            path.unlink()  # of a process that was killed here
         fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             _write(fd, [head_of(self._number), pack_entries(entries, self._number)], 0)
             os.fdatasync(fd)
             self._index_bytes = os.fstat(fd).st_size
+            path.replace(self.folder / INDEX_NAME)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()  # the room that it has
+            raise
         finally:
             os.close(fd)
-        path.replace(self.folder / INDEX_NAME)
         self._entries = len(entries)
         self._torn = False
 
@@ -262,6 +346,14 @@ class _OpenPacks:
             fd = open_plain(self._folder / pack_name(pack), os.O_WRONLY | os.O_CREAT)
             self._fds[pack] = fd
         _write(fd, parts, offset)
+
+    def cut(self, pack: int, nbytes: int) -> None:
+        """Give back the room of what was written beyond the first bytes.
+
+        Raises:
+            OSError: that failed.
+        """
+        os.ftruncate(self._fds[pack], nbytes)
 
     def sync(self) -> None:
         """Have the file server, or the disk, take what was written. This engine has the pages in

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
-from tiered_kv.remote.breaker import Breaker
+from tiered_kv.remote.breaker import Breaker, Complaint
 from tiered_kv.storage.disk.files import open_plain
 
 from .folder_contents import GONE, FolderReader, pack_name
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
 """Seconds for which what was read of indexes is taken to be all."""
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
-"""Errors of a folder that takes nothing more, and may give what it has."""
+"""Errors of a write that say nothing of reads: a server that refuses writes is the same."""
 AHEAD = 8
 """Values that the system is told to read before they are asked for."""
 
@@ -51,7 +51,8 @@ class SharedRoot:
         self._unread: deque[Path] = deque()
         self._refreshed_at = -REFRESH_S
         self._breaker = Breaker()
-        self._said: set[str] = set()
+        self._writes = Breaker()
+        self._trouble, self._refusal, self._unreadable = Complaint(), Complaint(), Complaint()
         self._closed = False
 
     def check(self, deadline: float) -> None:
@@ -69,7 +70,7 @@ class SharedRoot:
         self._show_life()
         try:
             self._refresh(deadline)
-            self._breaker.worked()
+            self._served()
         except OSError as error:
             return [self._lost(error)] * len(keys)
         having = [places for _, places in self._folders()]
@@ -97,7 +98,7 @@ class SharedRoot:
                         yield Got(at, Outcome.LATE)
                     else:
                         yield self._read(files, at, key.name, buffer)
-                self._breaker.worked()
+                self._served()
             except OSError as error:
                 outcome = self._lost(error)
                 yield from (Got(late, outcome) for late in range(at, len(keys)))
@@ -106,14 +107,22 @@ class SharedRoot:
         """See ``RemoteStore``."""
         if (outcome := self._not_now(deadline)) is not None:
             return [outcome] * len(values)
+        if not self._writes.lets_through(time.monotonic()):
+            return [Outcome.REFUSED] * len(values)
         try:
             outcomes = self._written().put([(key.name, parts) for key, parts in values], deadline)
-            self._breaker.worked()
         except OSError as error:
-            if error.errno in NOT_WRITABLE:  # what others have can be read
-                self._say(f"the shared folder {self._root} takes nothing ({error.strerror})")
+            if error.errno in NOT_WRITABLE:
+                self._refused(error.strerror)
                 return [Outcome.REFUSED] * len(values)
             return [self._lost(error)] * len(values)
+        self._served()
+        if Outcome.STORED in outcomes:
+            self._writes.worked()
+            if self._refusal.ends():
+                logger.info("the shared folder %s accepts writes again", self._root)
+        elif Outcome.REFUSED in outcomes:
+            self._refused("its file system has no room, or this engine's share of it is used up")
         return outcomes
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
@@ -126,7 +135,10 @@ class SharedRoot:
         try:
             self._written().delete([key.name for key in keys])
         except OSError as error:
-            self._lost(error)
+            if error.errno in NOT_WRITABLE:
+                self._refused(error.strerror)
+            else:
+                self._lost(error)
             return False
         return True
 
@@ -192,7 +204,12 @@ class SharedRoot:
                 reader.refresh()
             except OSError as error:
                 reader.contents.clear()
-                self._say(f"the folder {reader.folder} cannot be read ({error.strerror})")
+                if self._unreadable.begins(str(reader.folder), now):
+                    logger.warning(
+                        "the folder %s cannot be read (%s): KV that it has is computed meanwhile",
+                        reader.folder,
+                        error.strerror,
+                    )
 
     # -- values -----------------------------------------------------------------------
 
@@ -222,16 +239,32 @@ class SharedRoot:
 
     # -- trouble ------------------------------------------------------------------------
 
+    def _served(self) -> None:
+        """Record that the file system did what it was asked for."""
+        self._breaker.worked()
+        if self._trouble.ends():
+            logger.info("the shared folder %s serves again", self._root)
+
     def _lost(self, error: OSError) -> Outcome:
-        self._breaker.failed(time.monotonic())
+        now = time.monotonic()
+        self._breaker.failed(now)
         what = "is no folder: create it" if error.errno == errno.ENOENT else str(error)
-        self._say(f"the shared folder {self._root} does not serve ({what})")
+        if self._trouble.begins(what, now):
+            logger.warning(
+                "the shared folder %s does not serve (%s): KV that it has is computed meanwhile",
+                self._root,
+                what,
+            )
         return Outcome.DOWN
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            logger.warning("%s: KV that it has is computed meanwhile", sentence)
+    def _refused(self, why: str | None) -> None:
+        """Record that nothing can be written: it is tried again later, and reads go on."""
+        now = time.monotonic()
+        self._writes.failed(now)
+        if self._refusal.begins("", now):
+            logger.warning(
+                "the shared folder %s refuses writes (%s); it is read as before", self._root, why
+            )
 
 
 class _PacksToRead:

@@ -116,6 +116,8 @@ class Engine:
         sampled = self.model.forward(work, bad)
         loads = self.offload.after_forward()
         bad |= loads.bad
+        for request in self.loading.values():  # a part of a load may fail long before its end
+            self._rewind(request, bad)
         for request in batch:
             if self._rewind(request, bad):
                 continue
