@@ -1,12 +1,15 @@
-"""Calls that go wrong: what one leaves behind is not taken for the answer to the next one."""
+"""Calls that go wrong: what one leaves behind is not taken for the answer to the next one, nor an
+error that the server returns for its answer to everything."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +17,16 @@ import pytest
 from tests.remote.conftest import MakeServer, keys
 from tests.remote.hostile import hostile_server, value
 from tiered_kv.remote.address import parse_address
-from tiered_kv.remote.base import Outcome, RemoteKey
+from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey
+from tiered_kv.remote.breaker import Breaker
 from tiered_kv.remote.rendezvous import server_of
 from tiered_kv.remote.valkey.resolver import THREAD_NAME
 from tiered_kv.remote.valkey.servers import ValkeyStore
-from tiered_kv.testing.conformance.remote import soon
+from tiered_kv.testing.conformance.remote import read_all, soon
 from tiered_kv.testing.valkey import ValkeyServer
 
 HIT, DOWN, LATE, STORED = Outcome.HIT, Outcome.DOWN, Outcome.LATE, Outcome.STORED
+MISS, BAD, REFUSED = Outcome.MISS, Outcome.BAD, Outcome.REFUSED
 PASSWORD = "hunter2"
 
 
@@ -200,3 +205,184 @@ def test_a_name_server_that_does_not_answer_is_waited_for_no_longer_than_asked(
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
             thread.join()
+
+
+# -- refusals -----------------------------------------------------------------------------
+
+Answer = Callable[[list[bytes]], bytes]
+
+OF_WRITES = ["READONLY", "MISCONF", "OOM", "NOREPLICAS"]
+OF_COMMAND = ["NOPERM", "DENIED", "CLUSTERDOWN", "TRYAGAIN", "ERR", "SOMETHINGNEW"]
+OF_KEY = {"WRONGTYPE": BAD, "MOVED": MISS, "ASK": MISS}
+OF_SERVER = ["LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"]
+
+
+def answering(errors: dict[bytes, str], bad_key: bytes = b"") -> Answer:
+    """A server with a value under every key, which returns errors by command, or for one key."""
+
+    def answer(words: list[bytes]) -> bytes:
+        command = words[0]
+        if command in errors and (not bad_key or words[1] == bad_key):
+            return f"-{errors[command]} and why\r\n".encode()
+        match command:
+            case b"PING":
+                return b"+PONG\r\n"
+            case b"EXISTS" | b"UNLINK":
+                return b":1\r\n"
+            case b"GET":
+                return value(words[1])
+        return b"+OK\r\n"
+
+    return answer
+
+
+@pytest.fixture
+def _not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+
+
+@pytest.mark.parametrize("code", [*OF_WRITES, *OF_COMMAND, *OF_KEY])
+def test_a_server_that_refuses_writes_is_read(code: str) -> None:
+    a, b = keys("a", "b")
+    with hostile_server(answering({b"SET": code})) as url:
+        store = ValkeyStore(parse_address(url))
+        assert store.put([(a, [b"x"]), (b, [b"y"])], soon()) == [REFUSED] * 2
+        assert store.exists([a, b], soon()) == [HIT] * 2
+        assert read_all(store, [a, b]) == {0: b"a", 1: b"b"}
+        assert store.delete([a], soon())
+        store.close()
+
+
+@pytest.mark.parametrize("code", [*OF_WRITES, *OF_COMMAND])
+def test_a_server_that_refuses_reads_takes_writes(code: str) -> None:
+    (a,) = keys("a")
+    with hostile_server(answering({b"GET": code, b"EXISTS": code})) as url:
+        store = ValkeyStore(parse_address(url))
+        assert store.exists([a], soon()) == [DOWN]
+        assert read_all(store, [a]) == {0: DOWN}
+        assert store.put([(a, [b"x"])], soon()) == [STORED]
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [*OF_KEY.items(), *((code, DOWN) for code in OF_COMMAND)]
+)
+def test_an_error_for_one_key_is_no_answer_for_the_others(code: str, outcome: Outcome) -> None:
+    names = keys(*"abcdefghijklmno")
+    errors = dict.fromkeys((b"GET", b"EXISTS", b"SET", b"UNLINK"), code)
+    with hostile_server(answering(errors, bad_key=b"c")) as url:
+        store = ValkeyStore(parse_address(url))
+        for _ in range(2):
+            found = store.put([(key, [b"x"]) for key in names], soon())
+            assert found == [STORED] * 2 + [REFUSED] + [STORED] * 12
+            assert read_all(store, names) == {
+                at: outcome if at == 2 else key.name for at, key in enumerate(names)
+            }
+            assert store.exists(names, soon()) == [HIT] * 2 + [outcome] + [HIT] * 12
+            assert not store.delete(names, soon()), "one may still be there"
+        assert store.delete(names[3:], soon())
+        store.close()
+
+
+@pytest.mark.parametrize("code", OF_SERVER)
+def test_a_server_that_serves_nothing_is_left_alone(code: str) -> None:
+    asked: list[bytes] = []
+    answer, (a,) = answering({b"GET": code}), keys("a")
+
+    def counting(words: list[bytes]) -> bytes:
+        asked.append(words[0])
+        return answer(words)
+
+    with hostile_server(counting) as url:
+        store = ValkeyStore(parse_address(url))
+        assert read_all(store, [a]) == {0: DOWN}
+        asked.clear()
+        assert store.put([(a, [b"x"])], soon()) == [DOWN]
+        assert store.exists([a], soon()) == [DOWN]
+        assert not store.delete([a], soon())
+        assert not asked
+        store.close()
+
+
+def test_a_server_that_refuses_writes_is_offered_one_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offered, now = list[float](), [1000.0]
+    answer, (a,) = answering({b"SET": "READONLY", b"UNLINK": "READONLY"}), keys("a")
+
+    def counting(words: list[bytes]) -> bytes:
+        if words[0] == b"SET":
+            offered.append(now[0])
+        return answer(words)
+
+    with hostile_server(counting) as url:
+        store = ValkeyStore(parse_address(url))
+        real, began = time.monotonic, time.monotonic()
+        monkeypatch.setattr(
+            "tiered_kv.remote.valkey.client.time.monotonic", lambda: now[0] + real() - began
+        )
+        for _ in range(200):
+            assert store.put([(a, [b"x"])], now[0] + 30.0) == [REFUSED]
+            assert not store.delete([a], now[0] + 30.0)
+            now[0] += 0.5
+        assert 5 <= len(offered) <= 12, "a hundred seconds"
+        store.close()
+
+
+@pytest.mark.usefixtures("_not_paused")
+@pytest.mark.parametrize("code", [*OF_WRITES, *OF_COMMAND, *OF_SERVER])
+def test_the_same_trouble_is_logged_once(code: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tiered_kv")
+    errors, (a,) = {b"SET": code}, keys("a")
+    with hostile_server(answering(errors)) as url:
+        store = ValkeyStore(parse_address(url))
+        for _ in range(20):
+            store.exists([a], soon())
+            store.put([(a, [b"x"])], soon())
+        assert 1 <= len([said for said in caplog.records if said.levelname == "WARNING"]) <= 1
+        assert f"{code} and why" in caplog.text
+        errors.clear()
+        for _ in range(3):
+            assert store.put([(a, [b"x"])], soon()) == [STORED]
+        assert len(caplog.records) <= 3
+        assert "again" in caplog.messages[-1]
+        store.close()
+
+
+def test_a_replica_is_read_and_takes_writes_once_it_is_promoted(make_server: MakeServer) -> None:
+    primary, replica = make_server(), make_server()
+    (a, b), ours = keys("a", "b"), ValkeyStore(primary.address)
+    assert ours.put([(a, [b"of the primary"])], soon()) == [STORED]
+    replica.talk(b"REPLICAOF", b"127.0.0.1", b"%d" % primary.port)
+    theirs, until = ValkeyStore(replica.address), time.monotonic() + 60.0
+    while theirs.exists([a], soon()) != [HIT]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert theirs.put([(b, [b"new"])], soon()) == [REFUSED]
+    assert read_all(theirs, [a, b]) == {0: b"of the primary", 1: MISS}
+    replica.talk(b"REPLICAOF", b"NO", b"ONE")
+    while theirs.put([(b, [b"new"])], soon()) != [STORED]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert read_all(theirs, [a, b]) == {0: b"of the primary", 1: b"new"}
+    ours.close()
+    theirs.close()
+
+
+def test_a_user_who_may_not_ping_is_let_in(server: ValkeyServer) -> None:
+    server.talk(b"ACL", b"SETUSER", b"agent", b"on", b">pw", b"~*", b"-@all", b"+get", b"+set")
+    (a,), store = keys("a"), ValkeyStore(parse_address(f"valkey://agent:pw@{server.server}"))
+    store.check(soon())
+    assert store.put([(a, [b"x"])], soon()) == [STORED]
+    assert read_all(store, [a]) == {0: b"x"}
+    assert not store.delete([a], soon()), "which he may not"
+    assert read_all(store, [a]) == {0: b"x"}
+    store.close()
+
+
+def test_a_server_in_protected_mode_does_not_let_us_in() -> None:
+    with hostile_server(lambda _: b"-DENIED it runs in protected mode\r\n") as url:
+        store = ValkeyStore(parse_address(url))
+        with pytest.raises(RefusedError, match="protected"):
+            store.check(soon())
+        store.close()

@@ -175,9 +175,9 @@ def test_outdated_answers_are_dropped_little_by_little(monkeypatch: pytest.Monke
     pages.answer(keys[200:400], False)
     now = ABSENT_S
     pages.answer(keys[400:500], True)
-    assert len(pages._until) == 300, "two for each that is new"
+    assert len(pages._until) == 300, "two for each that is new"  # noqa: SLF001
     pages.answer(keys[500:], False)
-    assert len(pages._until) == 200
+    assert len(pages._until) == 200  # noqa: SLF001
     assert [key in pages for key in (keys[0], keys[399], keys[400], keys[500])] == [
         *[False] * 2,
         True,
@@ -185,7 +185,7 @@ def test_outdated_answers_are_dropped_little_by_little(monkeypatch: pytest.Monke
     ]
     monkeypatch.setattr("tiered_kv.pages.tier_index.MOST_ANSWERS", 50)
     pages.answer(keys[:10], True)
-    assert len(pages._until) == 50
+    assert len(pages._until) == 50  # noqa: SLF001
     assert len(pages) == 10
     assert keys[9] in pages
 

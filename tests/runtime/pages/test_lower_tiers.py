@@ -252,7 +252,7 @@ def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
             while f"turn {turn}" not in rig.finished:
                 rig.step()
                 rig.worker_half.backend.drain()
-        assert 0 < len(tier._backlog) <= rig.index.num_slots
+        assert 0 < len(tier._backlog) <= rig.index.num_slots  # noqa: SLF001
     finally:
         answers.set()
     rig.run()

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.remote.conftest import keys
-from tiered_kv.remote.base import Outcome
+from tiered_kv.remote.base import Outcome, RemoteKey
+from tiered_kv.remote.breaker import Breaker
 from tiered_kv.storage.shared_root import own_folder, root_store
+from tiered_kv.storage.shared_root.folder_contents import FolderReader
 from tiered_kv.storage.shared_root.index_entries import Entry, Kind, Place, head_of, pack_entries
 from tiered_kv.storage.shared_root.root_store import SharedRoot
-from tiered_kv.testing.conformance.remote import soon
+from tiered_kv.testing.conformance.remote import put_all, read_all, soon
 
 MOST = 1 << 24
 TWO_DAYS_S = 2 * 86400.0
+BLOCK, ENTRY = 4096, 32
+"""Bytes of a block of the file system, and of an entry of the index without its name."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +88,249 @@ def test_an_entry_of_an_impossible_place_counts_as_none(tmp_path: Path) -> None:
     (got,) = store.get([key], memoryview(bytearray(100)), soon())
     store.close()
     assert got.outcome is Outcome.MISS
+
+
+# -- no space ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("only root can mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Have somebody else take all that is left of a disk."""
+    path = disk / "somebody else's"
+    with path.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return path
+
+
+def values(count: int, name: str = "value") -> list[tuple[RemoteKey, list[bytes]]]:
+    """Values of 100 kB, of which each says whose it is."""
+    found = keys(*(f"{name} {at} {'x' * 600}" for at in range(count)))
+    return [(key, [key.name, bytes(100_000)]) for key in found]
+
+
+def check_values(store: SharedRoot, names: Sequence[RemoteKey]) -> int:
+    """Number of values that are there; each is its own."""
+    found = read_all(store, names)
+    for at, value in found.items():
+        assert value is Outcome.MISS or (
+            isinstance(value, bytes) and value.startswith(names[at].name)
+        )
+    return len([one for one in found.values() if one is not Outcome.MISS])
+
+
+def test_on_a_full_disk_the_oldest_values_make_room_for_new_ones(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+    store, reader, old = SharedRoot(small_disk, 6 << 20), SharedRoot(small_disk, MOST), values(45)
+    assert set(store.put(old, soon())) == {Outcome.STORED}
+    names = [key for key, _ in old]
+    assert check_values(reader, names) == 45
+    index = next(small_disk.glob("*/index")).stat().st_size
+    filler = b"f" * (BLOCK - (index + ENTRY) % BLOCK)  # not one more entry fits into its last block
+    put_all(store, [RemoteKey(filler, filler)], [b"value"])
+    assert next(small_disk.glob("*/index")).stat().st_size % BLOCK == 0
+    fill(small_disk)
+    new = values(12, "new")
+    assert Outcome.STORED in store.put(new[:6], soon()) + store.put(new[6:], soon())
+    for each in (store, reader):
+        assert 0 < check_values(each, names) < 45
+        assert check_values(each, [key for key, _ in new])
+    store.close()
+    again = SharedRoot(small_disk, 6 << 20)
+    assert check_values(again, names) == check_values(reader, names)
+    again.close()
+    reader.close()
+
+
+def test_on_a_full_disk_a_process_opens_its_folder_and_goes_on(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes the index anew, and has that much less of its values."""
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+    store, old = SharedRoot(small_disk, 6 << 20), values(45)
+    store.put(old, soon())
+    store.close()
+    fill(small_disk)
+    again = SharedRoot(small_disk, 6 << 20)
+    again.check(soon())
+    assert Outcome.STORED in again.put(values(3, "new"), soon())
+    assert check_values(again, [key for key, _ in old]) > 20
+    again.close()
+
+
+def test_on_a_full_disk_deleted_values_are_found_no_more(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+    store, old = SharedRoot(small_disk, 6 << 20), values(45)
+    store.put(old, soon())
+    fill(small_disk)
+    names = [key for key, _ in old[10:]]
+    assert store.delete(names, soon())
+    reader = SharedRoot(small_disk, MOST)
+    assert check_values(store, names) == check_values(reader, names) == 0
+    reader.close()
+    store.close()
+
+
+def test_a_quota_that_the_file_system_does_not_tell_of_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that did not fit leave no holes, and the oldest pack goes for each call at most."""
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+    real, old, new = os.pwrite, values(30), values(30, "new")
+
+    def taken() -> int:
+        return sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        left = 3_000_000 - taken()
+        if left <= 0:
+            raise OSError(errno.EDQUOT, "quota")
+        return real(fd, data[:left], offset)
+
+    store = SharedRoot(tmp_path, 6 << 20)
+    store.put(old[:28], soon())
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    for at in range(10):
+        assert store.put(new[3 * at : 3 * at + 3], soon()) == [Outcome.STORED] * 3
+    assert check_values(store, [key for key, _ in new[-9:]]) == 9
+    assert check_values(store, [key for key, _ in new]) > 20
+    assert taken() <= 3_000_000
+    reader = FolderReader(store_folder := next(tmp_path.glob("*/index")).parent)
+    reader.refresh()
+    noted = sum(place.nbytes for place in reader.contents.places.values())
+    assert noted == sum(path.stat().st_size for path in store_folder.glob("*.pack"))
+    store.close()
+
+
+CRASHES: dict[str, str] = {
+    "the new index is written": "os.fdatasync",
+    "the old one is replaced": "Path.replace",
+    "a pack was deleted and it is not noted": "own_folder.pack_entries",
+}
+
+
+@pytest.mark.parametrize("where", CRASHES.values(), ids=CRASHES)
+def test_a_process_that_is_killed_while_it_writes_the_index_leaves_a_folder_to_the_next(
+    tmp_path: Path, where: str
+) -> None:
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from tests.storage.shared_root.test_shared_trouble import values, soon
+from tiered_kv.storage.shared_root import own_folder
+from tiered_kv.storage.shared_root.root_store import SharedRoot
+
+def die(*args): os.kill(os.getpid(), signal.SIGKILL)
+
+store, found = SharedRoot(Path(sys.argv[1]), 3 << 20), values(40)
+store.put(found[:25], soon())
+own_folder.MOST_STALE = {0 if where != CRASHES["a pack was deleted and it is not noted"] else 999}
+{where} = die
+for number in range(25, 40):
+    store.delete([found[number - 25][0]], soon())
+    store.put(found[number:number + 1], soon())
+"""
+    reader = SharedRoot(tmp_path, MOST)
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    names = [key for key, _ in values(40)]
+    before = check_values(reader, names)
+    assert before > 10
+    store = SharedRoot(tmp_path, 3 << 20)
+    store.check(soon())
+    assert len([*tmp_path.glob("*/lock")]) == 1, "the same folder"
+    put_all(store, keys("after"), [b"value"])
+    for each in (store, reader):
+        assert check_values(each, names) == before
+        assert read_all(each, keys("after")) == {0: b"value"}
+    assert not [*tmp_path.glob("*/index.new")]
+    store.close()
+    reader.close()
+
+
+def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) -> None:
+    """What a process leaves that was killed there, or ran out of space."""
+    store = SharedRoot(tmp_path, MOST)
+    put_all(store, keys("before"), [b"value"])
+    store.close()
+    (folder,) = tmp_path.iterdir()
+    (folder / "index.new").write_bytes(b"half of an index")
+    again = SharedRoot(tmp_path, MOST)
+    assert again.exists(keys("before"), soon()) == [Outcome.HIT]
+    put_all(again, keys("after"), [b"value"])
+    assert [*tmp_path.iterdir()] == [folder]
+    again.close()
+
+
+def test_the_number_of_a_pack_that_is_gone_is_not_used_again(tmp_path: Path) -> None:
+    """A reader may still have what its index said, and would find other values there."""
+    store, reader = SharedRoot(tmp_path, MOST), SharedRoot(tmp_path, MOST)
+    put_all(store, keys("old"), [b"old value"])
+    assert reader.exists(keys("old"), soon()) == [Outcome.HIT]
+    store.close()
+    next(tmp_path.glob("*/*.pack")).unlink()  # and its process was killed before it noted that
+    again = SharedRoot(tmp_path, MOST)
+    put_all(again, keys("new"), [b"new value"])
+    assert [path.name for path in tmp_path.glob("*/*.pack")] == ["00000002.pack"]
+    assert read_all(reader, keys("old")) == {0: Outcome.MISS}
+    again.close()
+    reader.close()
+
+
+# -- no writes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", root_store.NOT_WRITABLE)
+@pytest.mark.parametrize("call", ["put", "delete"])
+def test_a_write_that_is_refused_says_nothing_of_reads_and_is_logged_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+    call: str,
+) -> None:
+    caplog.set_level(logging.INFO, "tiered_kv")
+    now, (there, new) = [time.monotonic()], keys("there", "new")
+    mine, others = SharedRoot(tmp_path, MOST), SharedRoot(tmp_path, MOST)
+    put_all(mine, [there], [b"x" * 1000])
+
+    def failing(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    refused: Callable[[], object] = {
+        "put": lambda: mine.put([(new, [b"z" * 10])], now[0] + 9),
+        "delete": lambda: mine.delete([there], now[0] + 9),
+    }[call]
+    name = "put" if call == "put" else "delete"
+    with monkeypatch.context() as patch:
+        patch.setattr(own_folder.OwnFolder, name, failing)
+        for _ in range(50):
+            assert refused() in ([Outcome.REFUSED], False)
+            assert mine.exists([there], now[0] + 9) == [Outcome.HIT]
+            now[0] += 2.0
+    assert len(caplog.records) == 1
+    assert os.strerror(error) in caplog.text
+    now[0] += 60.0
+    assert mine.put([(new, [b"z" * 10])], now[0] + 9) == [Outcome.STORED]
+    assert "accepts writes again" in caplog.messages[-1]
+    mine.close()
+    others.close()

@@ -7,8 +7,8 @@ so that its lock need not reach beyond the host, which it does not on every moun
 short the folders of processes that are long gone are deleted, then this one's oldest packs.
 
 A full disk takes nothing, not even a note of what is deleted. So packs are deleted first and noted
-after that. In between a reader finds the pack missing, which is a miss. So does a process that opens
-the folder of one that was killed there.
+after that. In between a reader finds the pack missing, which is a miss. So does a process that
+opens the folder of one that was killed there.
 """
 
 from __future__ import annotations
