@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +68,44 @@ def test_a_table_is_put_again_when_it_is_gone(tmp_path: Path) -> None:
     assert not theirs.exists([newest], 20.0)
     assert not theirs.get([(newest, out)])
     theirs.close()
+
+
+@pytest.mark.parametrize("state", ["missing", "damaged"])
+def test_a_table_that_cannot_be_used_is_read_once_and_then_once_in_a_while(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Not once for each page, of which each would take as much memory as the longest table."""
+    ours, theirs = open_at(server.url, "centred"), open_at(server.url)
+    changing = make_store(server.address)
+    codec = put_trained(ours)
+    name = TABLE_PREFIX + FINGERPRINT + table_name(codec.codec_id, codec.table)
+    if state == "missing":
+        assert changing.delete([RemoteKey(name, name)], soon())
+    else:
+        changing.put([(RemoteKey(name, name), [b"damaged" * 10])], soon())
+    calls, now = list[bytes](), [1000.0]
+    get = theirs._store.get  # noqa: SLF001
+
+    def counted(keys: Sequence[RemoteKey], *more: Any) -> Any:
+        calls.extend(key.name for key in keys if key.name == name)
+        return get(keys, *more)
+
+    monkeypatch.setattr(theirs._store, "get", counted)  # noqa: SLF001
+    wanted = [
+        (page_key(number), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for number in range(PAGES)
+    ]
+    monkeypatch.setattr(codec_tables, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("tiered_kv.storage.remote_pages.CALL_S", 60.0)
+    for _ in range(3):
+        assert theirs.get(wanted) == frozenset(range(PAGES))
+    assert len(calls) == 1
+    assert theirs.counters()["remote_pages_bad"] == (state == "damaged")
+    now[0] += codec_tables.MISSING_S
+    assert theirs.get(wanted) == frozenset(range(PAGES))
+    assert len(calls) == 2
+    ours.close()
+    theirs.close()
+    changing.close()
 
 
 def test_a_table_that_was_damaged_is_counted_and_read_again(

@@ -370,6 +370,37 @@ def test_a_store_that_is_not_there_yet_is_used_once_it_is(tmp_path: Path) -> Non
     pages.close()
 
 
+def test_a_server_that_takes_no_writes_is_read_and_what_it_refuses_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica, say. Its link is not taken for the slowest that there is."""
+    (tmp_path / "primary").mkdir()
+    (tmp_path / "replica").mkdir()
+    old, new, out = page_key(1), page_key(2), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
+    primary, replica = ValkeyServer(tmp_path / "primary"), ValkeyServer(tmp_path / "replica")
+    with primary, replica:
+        ours = open_pages(primary)
+        assert not ours.put([(old, page_bytes(old))])
+        ours.close()
+        replica.talk(b"REPLICAOF", b"127.0.0.1", b"%d" % primary.port)
+        until = time.monotonic() + 60.0
+        while replica.talk(b"DBSIZE") != b":1\r\n":
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        settings = {"TIERED_KV_REMOTE": replica.url, "TIERED_KV_CODEC": "raw"}
+        tier = RemoteTier(load_config(settings))
+        pages = tier.open(SITE)
+        assert tier.bandwidth > 1e7
+        assert "took no values" in caplog.text
+        assert pages.put([(new, page_bytes(new))]) == {0}
+        assert pages.exists([old, new], 20.0) == {1}
+        assert not pages.get([(old, out)])
+        assert np.array_equal(out, page_bytes(old))
+        counters = pages.counters()
+        assert (counters["remote_pages_refused"], counters["remote_calls_failed"]) == (1, 0)
+        pages.close()
+
+
 def test_a_server_that_lets_nobody_in_ends_the_start(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path, password="hunter2") as server:
         env = {"TIERED_KV_REMOTE": server.url, "TIERED_KV_REMOTE_PASSWORD": "wrong"}

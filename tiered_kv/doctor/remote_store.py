@@ -35,7 +35,7 @@ def check_remote(address: RemoteAddress | None) -> Iterator[Finding]:
     else:
         seen = f"reads {speed.read / 1e6:,.0f} MB/s, writes {speed.write / 1e6:,.0f} MB/s"
         if min(speed.read, speed.write) <= SLOWEST:
-            advice = "It may be full (maxmemory-policy noeviction), or its user lacks a command."
+            advice = "It is full (maxmemory-policy noeviction), a replica, or its user lacks SET."
             if address.folder is not None:
                 advice = "Its file system may be full: a tenth of it is left to others."
             yield warn(CHECK, f"{address}: {seen}", advice)

@@ -88,6 +88,13 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
         )
         return ASSUMED_SPEED
     speed = measure_link(store)
+    if speed.write <= SLOWEST:  # it has nothing of ours to measure by, and others' pages to read
+        logger.warning(
+            "TIERED_KV_REMOTE=%s took no values, so that its speed is not known: it is read, and "
+            "offered pages again later",
+            address,
+        )
+        return ASSUMED_SPEED
     logger.info(
         "TIERED_KV_REMOTE=%s reads %.0f MB/s and writes %.0f MB/s",
         address,
