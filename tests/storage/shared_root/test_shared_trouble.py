@@ -220,6 +220,28 @@ def test_a_quota_that_the_file_system_does_not_tell_of_is_a_full_disk(
     store.close()
 
 
+def test_a_disk_that_takes_nothing_costs_a_pack_for_each_call_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this process deletes, others have taken it before."""
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+    real, old, new = os.pwrite, values(30), values(12, "new")
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".pack":
+            raise OSError(errno.EDQUOT, "quota")
+        return real(fd, data, offset)
+
+    store = SharedRoot(tmp_path, 6 << 20)
+    store.put(old, soon())
+    packs = len([*tmp_path.glob("*/*.pack")])
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    for call in (1, 2):
+        assert store.put(new, soon()) == [Outcome.REFUSED] * 12
+        assert len([*tmp_path.glob("*/*.pack")]) == packs - call
+    store.close()
+
+
 CRASHES: dict[str, str] = {
     "the new index is written": "os.fdatasync",
     "the old one is replaced": "Path.replace",

@@ -105,14 +105,22 @@ class OwnFolder:
         self._spare = self._spare_bytes()
         outcomes: list[Outcome] = []
         added: list[Entry] = []
-        files = _OpenPacks(self.folder)
+        files, full = _OpenPacks(self.folder), False
         with contextlib.closing(files):
             for name, parts in values:
                 nbytes = sum(len(part) for part in parts)
+                busy = {entry.place.pack for entry in added}
+                place = None
                 if time.monotonic() >= deadline:
                     outcomes.append(Outcome.LATE)
                     continue
-                place = self._placed(files, parts, nbytes, {entry.place.pack for entry in added})
+                try:
+                    if not full and self._has_room(nbytes, busy):
+                        place = self._placed(files, parts, nbytes, busy)
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    full = True  # though packs were deleted: more of them would not help
                 if place is None:
                     outcomes.append(Outcome.REFUSED)
                 else:
@@ -149,30 +157,23 @@ class OwnFolder:
 
     # -- packs ----------------------------------------------------------------------
 
-    def _placed(self, files: _OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place | None:
-        """Write a value where there is room, or room can be made; None if it cannot.
+    def _placed(self, files: _OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place:
+        """Write a value; once more in the room of the oldest pack if there is less room than the
+        file system reports, because of a quota, say.
 
         Args:
             busy: packs that are not deleted.
+
+        Raises:
+            OSError: it failed.
         """
-        if not self._has_room(nbytes, busy):
-            return None
         try:
             return self._add(files, parts, nbytes)
         except OSError as error:
-            if error.errno not in FULL:
-                raise
-        # There is less room than the file system tells, by a quota, say.
-        self._spare = 0
-        if not self._has_room(min(nbytes, 1), {*busy, self._next - 1}):
-            return None
-        try:
-            return self._add(files, parts, nbytes)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
             self._spare = 0
-            return None
+            if error.errno not in FULL or not self._has_room(1, {*busy, self._next - 1}):
+                raise
+        return self._add(files, parts, nbytes)
 
     def _add(self, files: _OpenPacks, parts: Parts, nbytes: int) -> Place:
         pack = self._next - 1
