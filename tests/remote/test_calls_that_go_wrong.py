@@ -285,9 +285,10 @@ def test_an_error_for_one_key_is_no_answer_for_the_others(code: str, outcome: Ou
 
 
 @pytest.mark.parametrize("code", OF_SERVER)
-def test_a_server_that_serves_nothing_is_left_alone(code: str) -> None:
+@pytest.mark.parametrize("command", [b"GET", b"EXISTS"])
+def test_a_server_that_serves_nothing_is_left_alone(code: str, command: bytes) -> None:
     asked: list[bytes] = []
-    answer, (a,) = answering({b"GET": code}), keys("a")
+    answer, (a,) = answering({command: code}), keys("a")
 
     def counting(words: list[bytes]) -> bytes:
         asked.append(words[0])
@@ -295,7 +296,10 @@ def test_a_server_that_serves_nothing_is_left_alone(code: str) -> None:
 
     with hostile_server(counting) as url:
         store = ValkeyStore(parse_address(url))
-        assert read_all(store, [a]) == {0: DOWN}
+        if command == b"GET":
+            assert read_all(store, [a]) == {0: DOWN}
+        else:
+            assert store.exists([a], soon()) == [DOWN]
         asked.clear()
         assert store.put([(a, [b"x"])], soon()) == [DOWN]
         assert store.exists([a], soon()) == [DOWN]

@@ -289,7 +289,7 @@ for number in range(25, 40):
 
 
 def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) -> None:
-    """What a process leaves that was killed there, or ran out of space."""
+    """A process that was killed there, or ran out of space, leaves the new one."""
     store = SharedRoot(tmp_path, MOST)
     put_all(store, keys("before"), [b"value"])
     store.close()
