@@ -37,6 +37,8 @@ MOST_BYTES = 128 << 20
 SPARE_BYTES = 4 << 20
 """Overtaken lines that a file may have, if they are less than the rest."""
 MOST_QUEUED = 10_000
+"""Lines that may wait for a slow disk. As many lines more are left for facts that are struck out: a
+fact that is not noted is merely unknown."""
 MOST_BOOKS = 64
 """Engines of one replica number that share a folder."""
 
@@ -103,18 +105,21 @@ class Notebook(NoNotebook):
 
     def note(self, name: str, fact: Fact) -> None:
         """Queue a fact, which is JSON. Never blocks, never raises."""
-        if self._queue.qsize() < MOST_QUEUED:
-            self._queue.put({"name": name, "fact": fact})
-        else:
-            self.lost += 1
+        self._say({"name": name, "fact": fact}, MOST_QUEUED)
 
     def strike(self, name: str) -> None:
         """Queue that a fact is forgotten. Never blocks, never raises."""
-        self._queue.put({"name": name, "fact": None})
+        self._say({"name": name, "fact": None}, 2 * MOST_QUEUED)
 
     def strike_all(self, prefix: str) -> None:
         """Queue that all names that begin so are forgotten. Never blocks, never raises."""
-        self._queue.put({"without": prefix})
+        self._say({"without": prefix}, 2 * MOST_QUEUED)
+
+    def _say(self, said: _Said, most: int) -> None:
+        if self._queue.qsize() < most:
+            self._queue.put(said)
+        else:
+            self.lost += 1
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything queued so far is in the file; False if that took longer."""
