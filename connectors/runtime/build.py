@@ -179,7 +179,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         )
         for store, spec in stores.items()
     }
-    tiers = LowerTiers(lower)
+    tiers = LowerTiers(lower, most_after=slots)
     sources = PageSources(lower, book)
     snapshots = SnapshotOrders(index, facts.ranks)
     settlements = Settlements(index, wanted=config.cpu_path is not None)

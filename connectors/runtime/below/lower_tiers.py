@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,21 +38,35 @@ class TierTotals(NamedTuple):
     demoting: int
 
 
+@dataclass(slots=True)
+class _Contexts:
+    """The pages of each context that waits for a save; ``pages`` is their number."""
+
+    each: list[Sequence[PageKey]] = field(default_factory=list)
+    pages: int = 0
+
+
+_NO_CONTEXTS = _Contexts()
+
+
 class LowerTiers:
     """Demotions, and the way of orders and reports to each tier. None is a tier too few: without
     tiers nothing goes down.
 
     Args:
         tiers: the tiers, fastest first.
+        most_after: pages that may wait for one save. More can only wait for a copy that hangs, and
+            go down once slots run short.
     """
 
-    def __init__(self, tiers: Mapping[StoreId, LowerTier]) -> None:
+    def __init__(self, tiers: Mapping[StoreId, LowerTier], most_after: int) -> None:
         self._tiers = tiers
         self._own = [tier for tier in tiers.values() if not tier.spec.shared]
         self._shared = [tier for tier in tiers.values() if tier.spec.shared]
         # By save, the pages of each turn that waits for it.
-        self._after_save: defaultdict[OrderId, list[Sequence[PageKey]]] = defaultdict(list)
-        self._share_after: defaultdict[OrderId, list[Sequence[PageKey]]] = defaultdict(list)
+        self._after_save: defaultdict[OrderId, _Contexts] = defaultdict(_Contexts)
+        self._share_after: defaultdict[OrderId, _Contexts] = defaultdict(_Contexts)
+        self._most_after = most_after
 
     def each(self) -> Iterator[tuple[StoreId, LowerTier]]:
         """The tiers, fastest first, by their stores."""
@@ -81,7 +96,7 @@ class LowerTiers:
     def demote(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
         """Order a turn's pages down, once their save ``after`` has settled."""
         if after is not None:
-            self._after_save[after].append(keys)
+            self._add(self._after_save[after], keys)
         else:
             self._demote(keys)
 
@@ -94,9 +109,14 @@ class LowerTiers:
         if not self._shared:
             return
         if after is not None:
-            self._share_after[after].append(keys)
+            self._add(self._share_after[after], keys)
         else:
             self._share(keys)
+
+    def _add(self, waiting: _Contexts, keys: Sequence[PageKey]) -> None:
+        if keys and waiting.pages < self._most_after:
+            waiting.each.append(keys)
+            waiting.pages += len(keys)
 
     def unsent_saves_dropped(self, saves: Iterable[OrderId]) -> None:
         """Send down what was to go down behind these saves and is in CPU memory by now. The rest
@@ -110,9 +130,9 @@ class LowerTiers:
             tier.demote_ahead()
 
     def _saved(self, order_id: OrderId) -> None:
-        for down in self._after_save.pop(order_id, ()):
+        for down in self._after_save.pop(order_id, _NO_CONTEXTS).each:
             self._demote(down)
-        for shared in self._share_after.pop(order_id, ()):
+        for shared in self._share_after.pop(order_id, _NO_CONTEXTS).each:
             self._share(shared)
 
     def _demote(self, keys: Sequence[PageKey]) -> None:

@@ -7,7 +7,8 @@ few at a time, and the requests of a few steps are looked at together, so that o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from operator import itemgetter
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
@@ -49,11 +50,11 @@ class Saves:
         self._counters = counters
         self._pool = pool
         self._stride = SaveStride.of(facts.block_size)
-        self._calendar: defaultdict[int, list[Turn]] = defaultdict(list)
+        self._calendar: defaultdict[int, dict[Turn, None]] = defaultdict(dict)
         self.unsent: list[SaveOrder] = []
         self.over = 0
         self._latest: OrderId | None = None
-        self._last_of_turn: dict[OrderId, list[PageKey]] = {}
+        self._used_by: dict[OrderId, dict[PageKey, None]] = {}  # turns that await the save
 
     def take(self) -> tuple[SaveOrder, ...]:
         """Hand over the orders not yet sent."""
@@ -66,8 +67,17 @@ class Saves:
             return
         if not turn.save.cursors:
             self.start_over(turn)
+        self._unwatch(turn)
         turn.save.due = step
-        self._calendar[step].append(turn)
+        self._calendar[step][turn] = None
+
+    def _unwatch(self, turn: Turn) -> None:
+        """Take the turn out of the calendar, which would keep it until that step."""
+        due, turn.save.due = turn.save.due, None
+        if due is not None and due in self._calendar:
+            self._calendar[due].pop(turn, None)
+            if not self._calendar[due]:
+                del self._calendar[due]
 
     def resume(self, turn: Turn) -> None:
         """Go on saving the turn: nobody else loads into its blocks any more."""
@@ -130,7 +140,7 @@ class Saves:
             The save after which all its pages are there, None if they are; and these pages, first
             to last.
         """
-        turn.save.due = None
+        self._unwatch(turn)
         if not turn.save.cursors:
             self.start_over(turn)
         computed = kept_tokens(turn.request)
@@ -146,10 +156,20 @@ class Saves:
         # Without pages to save now, those of the last step may be on their way.
         last, context = self._latest, self._context(turn)
         if last is not None and self._planner.under_way(last):
-            self._last_of_turn.setdefault(last, []).extend(reversed(context))
+            self._used_after(last, reversed(context))
             return last, context
         self._planner.index.touch(reversed(context))
         return None, context
+
+    def _used_after(self, save: OrderId, keys: Iterable[PageKey]) -> None:
+        """Count pages as just used once the save has settled. Of more pages than CPU memory holds,
+        the latest count: behind a copy that hangs, any number of turns may end."""
+        used = self._used_by.setdefault(save, {})
+        for key in keys:
+            used.pop(key, None)
+            used[key] = None
+        for key in list(islice(used, max(0, len(used) - self._planner.index.num_slots))):
+            del used[key]
 
     def _context(self, turn: Turn) -> list[PageKey]:
         """The turn's pages so far, first to last."""
@@ -225,6 +245,10 @@ class Saves:
     def _remember(self, place: tuple[bytes, object] | None, tokens: Sequence[int]) -> None:
         assert place is not None
         self._tails.add(*place, tokens)
+        self._prune_tails()
+
+    def _prune_tails(self) -> None:
+        """Forget the tails whose pages are gone, once they outnumber the pages."""
         index, book = self._planner.index, self._planner
         stored = sum(len(tier.index) for tier in book.stores.values())
         if len(self._tails) > 2 * (index.num_slots + stored):
@@ -243,12 +267,13 @@ class Saves:
         if (place := turn.tail_place(block * size)) is not None:
             tokens = turn.request.all_token_ids[block * size : (block + 1) * size]
             self._tails.add(*place, tokens, key=turn.page_keys()[block])
+            self._prune_tails()
 
     def on_settled(self, done: Settled) -> None:
         """Give up the blocks of a save that is over on every rank."""
         assert isinstance(done.order, SaveOrder)
         self.over += 1
-        self._planner.index.touch(self._last_of_turn.pop(done.order.order_id, ()))
+        self._planner.index.touch(self._used_by.pop(done.order.order_id, {}))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
         if done.abandoned:
@@ -277,14 +302,14 @@ class Saves:
         for order in dropped:
             self._planner.cancel(order)
             self._give_up(order.blocks)
-            self._last_of_turn.pop(order.order_id, None)
+            self._used_by.pop(order.order_id, None)
         return [order.order_id for order in dropped]
 
     def drop_all(self) -> list[OrderId]:
         """Forget every save, sent or not, and give up its blocks at once; returns those sent,
         whose copies may go on while others write into the blocks."""
         self.drop_unsent()
-        self._last_of_turn.clear()
+        self._used_by.clear()
         abandoned = self._planner.abandon_saves()
         for order in abandoned:
             self._give_up(order.blocks)
