@@ -27,7 +27,7 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.jobs.silence import has_ended, soon_chance, unforecast_chance, unlikely
 
 from .families import Families
-from .members import MOST_SILENT, ActiveJob, Scopes
+from .members import ActiveJob, Scopes
 
 COUNTED_S = 2e-4
 """Seconds per job before all jobs are counted again: to count one takes some microseconds. Jobs
@@ -186,12 +186,10 @@ class ActiveJobs:
 
     def _set_dormant(self, key: JobKey) -> None:
         """The job may have ended: it takes no room until it returns, as one that has started."""
-        silent = self._scopes.of(key).silent
-        member = silent[key] = self._members.pop(key)
+        member = self._members.pop(key)
+        self._scopes.add_silent(key, member)
         self._changed[key] = None
         self.job_forecast.lengths.ended(member.turns)
-        if len(silent) > MOST_SILENT:
-            del silent[next(iter(silent))]
 
     def _chance(self, key: JobKey, member: ActiveJob, now: float) -> float:
         """Chance that the job needs its blocks soon: 1 if it does now, else that it returns,

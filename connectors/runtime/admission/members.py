@@ -11,6 +11,9 @@ from tiered_kv.policies.jobs.silence import ReturnRate
 MOST_SILENT = 1024
 """Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
 of, is forgotten first."""
+SILENT_OF_ALL = 8192
+"""Jobs remembered that may have ended, shared equally by the clients: a client can invent names
+for as many others as it likes."""
 
 
 @dataclass(slots=True)
@@ -69,3 +72,12 @@ class Scopes:
         if len(self._by_salt) > MOST_SILENT:
             self._by_salt.popitem(last=False)
         return scope
+
+    def add_silent(self, job: JobKey, member: ActiveJob) -> None:
+        """Remember a job that may have ended, and forget those of its client that have been away
+        for longest, if they are more than its share."""
+        silent = self.of(job).silent
+        silent[job] = member
+        most = max(1, min(MOST_SILENT, SILENT_OF_ALL // len(self._by_salt)))
+        while len(silent) > most:
+            del silent[next(iter(silent))]
