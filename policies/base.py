@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tiered_kv.tiers import TierId
 
 if TYPE_CHECKING:
     from .distribution import Forecast
+
+MAX_SALT_CHARS = 512
+"""Longest cache salt that scopes jobs as it is."""
 
 
 class JobKey(NamedTuple):
@@ -20,6 +24,15 @@ class JobKey(NamedTuple):
 
     salt: str
     name: str
+
+
+def job_scope(cache_salt: str | None) -> str:
+    """The scope of the jobs of requests with this cache salt: the salt itself, empty without one,
+    or the digest of a long salt. The scope is kept for as long as the job, and a client may send
+    salts of any length."""
+    if cache_salt is None or len(cache_salt) <= MAX_SALT_CHARS:
+        return cache_salt or ""
+    return f"(sha256) {sha256(cache_salt.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 class Tier(Enum):

@@ -23,7 +23,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd, job_scope
 from tiered_kv.policies.cache.promotion import IDLE_AHEAD_S
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
@@ -148,7 +148,7 @@ class GapManager:
 
     def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
         """The job that the client names, or that the prompt tells."""
-        salt = request.cache_salt or ""
+        salt = job_scope(request.cache_salt)
         if hints.job_id is not None:
             key = JobKey(salt, hints.job_id)
             self._lineage.forget(key)  # it was adopted, and its client names it

@@ -43,6 +43,7 @@ class OpenGap:
     """A job whose last turn ended. Written by ``placement``, but for what the last lines tell.
 
     Attributes:
+        request_id: its request; empty once the gap was decided for good.
         end: the turn's end.
         costs: costs of each tier then.
         decision: where the turn's KV waits.

@@ -79,8 +79,9 @@ class KvPlacement:
         return gap
 
     def settle(self, gap: OpenGap) -> None:
-        """Forget the pages of a gap that was decided for good."""
-        gap.pages = ()
+        """Forget the pages of a gap that was decided for good, and its request's name, which a
+        client may have made as long as it likes."""
+        gap.pages, gap.request_id = (), ""
 
     def _rank(self, gap: OpenGap) -> None:
         job, forecast = gap.end.job, gap.decision.forecast

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import JobKey
 
+SPARE = 64
+"""Entries of jobs that are no longer expected which the heap may keep beyond one for each job that
+is. The time that a client names may be days ahead."""
+
 
 class PrefetchQueue:
     """Contexts by the time they should come up. One thread; no clock.
@@ -27,6 +31,9 @@ class PrefetchQueue:
         """Expect the job back soon after ``due``, in place of the time before."""
         self._keys[job] = (due, keys)
         heapq.heappush(self._heap, (due, job))
+        if len(self._heap) > 2 * len(self._keys) + SPARE:
+            self._heap = [(due, job) for job, (due, _) in self._keys.items()]
+            heapq.heapify(self._heap)
 
     def forget(self, job: JobKey) -> None:
         """Expect the job no longer. Unknown jobs are ignored."""

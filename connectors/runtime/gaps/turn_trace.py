@@ -16,8 +16,10 @@ from tiered_kv.connectors.runtime.steps.preemption_log import PreemptionLog
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import JobKey
+from tiered_kv.trace.json_fields import cut
 from tiered_kv.trace.trace_writer import TraceWriter
 from tiered_kv.trace.turn_record import (
+    JOB_ROOM,
     GapStory,
     PageMoves,
     PinEnd,
@@ -107,7 +109,7 @@ class TurnTrace:
             client=_digest(job.key.salt) if job is not None and job.key.salt else "",
             replica=self._replica,
             turn=turn.number,
-            request=request.request_id,
+            request=cut(request.request_id, JOB_ROOM),
             arrived=self._wall() - (now - turn.arrived_at),
             finish=request.outcome,
             times=_times(turn, now),

@@ -20,7 +20,7 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.snapshot_orders import ContextPage, SnapshotFlight, SnapshotOrders
-from tiered_kv.policies.base import JobKey, TurnEnd
+from tiered_kv.policies.base import JobKey, TurnEnd, job_scope
 from tiered_kv.snapshot.manifest import SnapshotError
 
 from .context_pages import context_pages, remember_tail
@@ -185,7 +185,7 @@ class Snapshots:
         opening = self._files.open(name, salt)
         opened = yield from file_work("the snapshot is looked at", opening)
         manifest, named = opened.manifest, opened.named
-        key = JobKey(opened.salt or "", job or manifest.job)
+        key = JobKey(job_scope(opened.salt), job or manifest.job)
         before = self._turns_of(key)
         pages = context_pages(named, self._facts)
         theirs = {(page.group, page.block) for page in manifest.pages}
@@ -275,7 +275,7 @@ class Snapshots:
         with self._captures.hold_nothing() as held:
             captured = yield from self._captures.of(job, held, exact=exact)
             salt, pages = captured.salt, captured.keys
-            keys = [JobKey(salt or "", child) for child in children]
+            keys = [JobKey(job_scope(salt), child) for child in children]
             for key in keys:
                 if self._manager.jobs.get(key) is not None:
                     raise SnapshotError(f"There is a job called {key.name!r} already.")
