@@ -68,6 +68,8 @@ class TierConfig:
         mode: whether decisions are carried out.
         snapshot_path: folder of snapshots of jobs; None takes none.
         trace_steps: True if the trace has steps as well, in files beside those of turns.
+        harmless_calls: methods of workers that change no weights, in addition to vLLM's own: a call
+            of any other starts a new generation of pages.
     """
 
     cpu_gib: float = 4.0
@@ -88,6 +90,7 @@ class TierConfig:
     mode: Mode = Mode.MANAGE
     trace_steps: bool = False
     snapshot_path: Path | None = None
+    harmless_calls: tuple[str, ...] = ()
 
     @property
     def observes(self) -> bool:
@@ -166,6 +169,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         mode=Mode(_either(given, "mode", ("manage", "observe"))),
         trace_steps=_flag(given, "trace_steps"),
         snapshot_path=_folder(given, "snapshot_path"),
+        harmless_calls=_names(given, "harmless_calls"),
     )
     if config.policy == "none":
         config = replace(config, cpu_gib=0.0, cpu_path=None, ssd_path=None, tiers=(), remote=None)

@@ -23,6 +23,9 @@ FORMAT_VERSION = 2
 UNIDENTIFIED = "unidentified-"
 """Prefix of the digest of a model without files; the rest is random."""
 
+UPDATED = f"{UNIDENTIFIED}updated-"
+"""Prefix of the digest of a model whose weights may have changed since its files were loaded."""
+
 DIGEST_BYTES = 16
 """Size of a fingerprint's digest."""
 

@@ -117,7 +117,8 @@ COUNTERS: Mapping[str, str] = {
     "watchdog_barks": "Times that nothing was computed for long and all that is held was given up.",
     "hook_errors": "Exceptions kept from the engine; each is logged once.",
     "trace_dropped": "Turns and steps missing in the trace: its writer was behind or failing.",
-    "resets": "Cache resets; each starts a new generation of pages.",
+    "resets": "New generations of pages: cache resets, and calls that may have changed weights.",
+    "weight_updates": "Calls of the engine that may have changed its weights.",
     **{
         decision_event(
             tier, gap_class

@@ -207,6 +207,11 @@ class Fingerprints(Protocol):
         """Make every key so far unreachable."""
         ...
 
+    def forget_weights(self) -> None:
+        """Make every key so far unreachable, and identify the base model's weights with no files:
+        no other engine finds what they compute."""
+        ...
+
     def close(self) -> None:
         """Stop its threads. Idempotent."""
         ...

@@ -378,6 +378,11 @@ class SchedulerHalf:
         self.snapshots.release_vram()
         self.pages.tiers.invalidate(self.pages.saves.drop_all())
 
+    def before_weights_change(self) -> None:
+        """Prepare for a call that may change the weights; a reset follows. Never raises."""
+        self.counters.add("weight_updates")
+        self.given.fingerprints.forget_weights()
+
     def reset(self) -> None:
         """Let go of every VRAM block, and start a new generation of pages.
 

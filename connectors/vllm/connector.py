@@ -46,6 +46,7 @@ from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.storage.notebook import folder_for_notes, open_notebook
+from tiered_kv.vllm_versions import parse_version
 
 from .beside import connector_class, refuse_company
 from .block_pool import VllmBlockPool
@@ -57,6 +58,7 @@ from .plugin import share_logging
 from .resets import Resets, watch_resets
 from .stats import TieredPromMetrics, TieredStats
 from .step_output import kept_states, scheduled_step
+from .weights import WeightCalls, install
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +104,14 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._given: Dependencies | None = None
         self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
         self.worker_half: WorkerHalf | None = None
+        self.weight_calls: WeightCalls | None = None  # once there are blocks
         self._failed_hooks: set[str] = set()
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
         self._step_trace: StepTrace | None = None
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
+            install()  # named by its module, it is there without the plugin
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
             if config.ssd_path is not None and not getattr(vllm_config, "shutdown_timeout", 0):
@@ -146,7 +150,10 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         return Dependencies(
             facts=facts,
             config=config,
-            fingerprints=Fingerprints(base_fingerprints(vllm_config, facts)),
+            fingerprints=Fingerprints(
+                base_fingerprints(vllm_config, facts),
+                hashes_paths=parse_version(vllm.__version__) != (0, 30),
+            ),
             prefill_work=prefill_work(vllm_config.model_config),
             policy=policy,
             policy_state=saved,
@@ -206,6 +213,15 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_trace = half.gaps.log.steps
         resets = watch_resets if given.config.observes else Resets
         resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
+        observes, fingerprints = given.config.observes, given.fingerprints
+        assert isinstance(fingerprints, Fingerprints)
+        self.weight_calls = WeightCalls(
+            half,
+            fingerprints,
+            half.before_reset if observes else kv_cache_manager.reset_prefix_cache,
+            given.config.harmless_calls,
+            given.clock,
+        )
 
     @_never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:

@@ -5,29 +5,72 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.digests import WEIGHT_SUFFIXES, default_cache, digest_files, model_files
-from tiered_kv.keys import DIGEST_BYTES, UNIDENTIFIED, Fingerprint, PageKey
+from tiered_kv.keys import DIGEST_BYTES, UNIDENTIFIED, UPDATED, Fingerprint, PageKey
 
 logger = logging.getLogger(__name__)
+
+Key, Value = TypeVar("Key"), TypeVar("Value")
+
+
+Stamp = tuple[int, ...]
+"""Inode, size, and times of the last change of a file."""
+
+MOST_ADAPTERS = 4096
+"""Adapters that are remembered; of more, those loaded longest ago are forgotten."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """An adapter as vLLM loaded it.
+
+    Attributes:
+        path: folder of its files.
+        stamps: its files at the load; None if they cannot be trusted to be those that were loaded.
+        identity: what its keys have in place of the files' digest; None if it has no keys.
+        check: comparison of the files with the stamps that is under way.
+    """
+
+    path: Path
+    stamps: Mapping[str, Stamp] | None
+    identity: Future[str] | None
+    check: Future[None] | None = None
+
+    def distrust(self) -> None:
+        """Give the adapter no keys any more."""
+        self.stamps = None
+        if self.identity is not None:
+            self.identity.cancel()
+            self.identity = None
 
 
 class Fingerprints:
     """Fingerprints by request, 16 bytes each, for the current generation.
 
-    Adapters are digested on a thread, since hashing files would block the scheduler. Until an
-    adapter's digest is known, its requests are neither saved nor restored.
+    An adapter is identified by its files as they were when vLLM loaded it (:meth:`on_load`; the
+    first request, if no call loaded it). They are digested once for each load, on a thread, since
+    reading files would block the scheduler. Until the digest is known, requests of that adapter are
+    neither saved nor restored. Nor are they once the files have changed: vLLM reads them again
+    whenever it likes, and nobody can tell by which weights it answers then. An adapter that was
+    loaded in place is identified by the load alone, so that its pages are no other engine's.
+
+    Args:
+        base: fingerprints of the base model's pages, by group.
+        hashes_paths: True if vLLM's block hashes cover an adapter's path, False if its name alone.
     """
 
-    def __init__(self, base: Sequence[Fingerprint]) -> None:
+    def __init__(self, base: Sequence[Fingerprint], *, hashes_paths: bool = True) -> None:
         self._base = list(base)
-        self._adapters: dict[tuple[int, str], Future[str]] = {}
+        self._hashes_paths = hashes_paths
+        self._loads: dict[int, _Load] = {}
+        self._hashed: dict[str, tuple[str, Mapping[str, Stamp] | None]] = {}
         self._digests: dict[tuple[str, int], bytes] = {}
         self._groups: dict[bytes, int] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
@@ -48,26 +91,92 @@ class Fingerprints:
         self._digests.clear()
         self._groups.clear()
 
+    def forget_weights(self) -> None:
+        """Make every key so far unreachable, since the base model's weights may not be those of its
+        files any more."""
+        model = f"{UPDATED}{secrets.token_hex(8)}"
+        self._base = [replace(one, model=model) for one in self._base]
+        self.next_generation()
+
+    def on_load(self, adapter: Any) -> bool:
+        """Record that vLLM is about to load an adapter (vLLM's ``LoRARequest``). Looks at its
+        files, and reads none.
+
+        Returns:
+            True if vLLM's cache may have KV of other weights under the same hashes.
+        """
+        loaded_before = adapter.lora_int_id in self._loads
+        in_place = bool(getattr(adapter, "load_inplace", False))
+        return self._load(adapter) or (in_place and loaded_before)
+
+    def _load(self, adapter: Any) -> bool:
+        """Record a load; True if other weights were loaded whose blocks have the same hashes."""
+        number, path = adapter.lora_int_id, Path(adapter.lora_path).expanduser()
+        stamps = _stamps(path)
+        hashed = adapter.lora_path if self._hashes_paths else adapter.lora_name
+        before = self._hashed.get(hashed)
+        self._remember(self._hashed, hashed, (adapter.lora_path, stamps))
+        changed = before not in (None, (adapter.lora_path, stamps))
+        in_place = bool(getattr(adapter, "load_inplace", False)) and stamps is not None
+        if (known := self._loads.get(number)) is not None:
+            if not in_place:  # vLLM keeps what it has, or reads the files anew
+                if known.path != path or known.stamps != stamps:
+                    known.distrust()
+                return changed
+            known.distrust()
+        if in_place:
+            identity = Future[str]()
+            identity.set_result(f"loaded in place {secrets.token_hex(8)}")
+        else:
+            identity = self._threads.submit(_digest_adapter, path, stamps)
+        self._remember(self._loads, number, _Load(path, stamps, identity))
+        return changed
+
+    def on_unload(self, number: int) -> None:
+        """Record that vLLM unloads an adapter."""
+        if (load := self._loads.pop(number, None)) is not None:
+            load.distrust()
+
     def of(self, adapter: Any | None, group: int) -> bytes | None:
         """Digest of a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
-        while (or if) its files are unknown."""
+        while (or if) the weights of its KV are unknown."""
         if adapter is None:
             return self._digest("", group)
-        where = (adapter.lora_int_id, adapter.lora_path)
-        if getattr(adapter, "load_inplace", False) or where not in self._adapters:
-            path = Path(adapter.lora_path).expanduser()
-            self._adapters[where] = self._threads.submit(_digest_adapter, path)
-        digest = self._adapters[where]
-        if not digest.done() or digest.exception() is not None:
+        load = self._loads.get(adapter.lora_int_id)
+        if load is None or load.path != Path(adapter.lora_path).expanduser():
+            if self._load(adapter):  # no call loaded it, which would have started a generation
+                self._loads[adapter.lora_int_id].distrust()
+            load = self._loads[adapter.lora_int_id]
+        self._check(load)
+        identity = load.identity
+        if identity is None or not identity.done() or identity.exception() is not None:
             return None
-        return self._digest(digest.result(), group)
+        return self._digest(identity.result(), group)
 
     def drain(self) -> None:
-        """Wait for the digests under way."""
-        wait(self._adapters.values())
+        """Wait for the work on files that is under way."""
+        self._threads.submit(int).result()
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _check(self, load: _Load) -> None:
+        """Compare the files with those that were loaded, on the thread; at most one comparison of
+        an adapter is under way."""
+        if load.check is not None and load.check.done():
+            if load.check.exception() is not None and load.identity is not None:
+                logger.warning("KV of adapter %s: %s", load.path, load.check.exception())
+                load.distrust()
+            load.check = None
+        if load.check is None and load.identity is not None:
+            load.check = self._threads.submit(_compare, load.path, load.stamps)
+
+    @staticmethod
+    def _remember(known: dict[Key, Value], key: Key, value: Value) -> None:
+        known.pop(key, None)
+        known[key] = value
+        if len(known) > MOST_ADAPTERS:
+            del known[next(iter(known))]
 
     def _digest(self, adapter: str, group: int) -> bytes:
         digest = self._digests.get((adapter, group))
@@ -178,12 +287,39 @@ def _weights_digest(model: Any, load: Any) -> str:
     return unknown
 
 
-def _digest_adapter(path: Path) -> str:
+def _stamps(path: Path) -> Mapping[str, Stamp] | None:
+    """Stamps of an adapter's files; None if it has none here."""
+    try:
+        found = {}
+        for file in model_files(path):
+            it = file.stat()
+            found[str(file)] = (it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns)
+        return found or None
+    except OSError:
+        return None
+
+
+def _compare(path: Path, stamps: Mapping[str, Stamp] | None) -> None:
+    """Check that an adapter's files are those that were loaded.
+
+    Raises:
+        OSError: they are not.
+    """
+    if _stamps(path) != stamps:
+        raise OSError(
+            "its files changed after they were loaded: it is neither saved nor restored until "
+            "the adapter is loaded anew"
+        )
+
+
+def _digest_adapter(path: Path, stamps: Mapping[str, Stamp] | None) -> str:
     try:
         files = model_files(path)
         if not files:  # a name that the worker looks up on a hub, whatever is there today
             raise FileNotFoundError("it has no files here; load it by its local folder")
-        return digest_files(files)
+        digest = digest_files(files)
+        _compare(path, stamps)
+        return digest
     except OSError as error:
         logger.warning("KV of adapter %s is neither saved nor restored: %s", path, error)
         raise

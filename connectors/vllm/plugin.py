@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 # Imported here, since vLLM imports this before its CPU worker binds its main thread.
 from tiered_kv.connectors.vllm.routes.core_method import install
+from tiered_kv.connectors.vllm.weights import install as install_weight_calls
 from tiered_kv.machine import affinity  # noqa: F401
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ def share_logging() -> None:
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, once, and add our method to the engine core."""
+    """Register the connector with vLLM's factory, once, add our method to the engine core, and
+    have calls that may change weights seen."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - it raises for known names
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     install()
+    install_weight_calls()
 
 
 def endpoints() -> TieredEndpoints:

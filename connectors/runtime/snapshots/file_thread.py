@@ -11,7 +11,7 @@ from pathlib import Path
 from tiered_kv import __version__
 from tiered_kv.connectors.runtime.base import EngineFacts, Fingerprints
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.keys import UNIDENTIFIED, Fingerprint
+from tiered_kv.keys import UNIDENTIFIED, UPDATED, Fingerprint
 from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.manifest import Manifest, SnapshotError, SnapshotGroup
 from tiered_kv.snapshot.mismatch import EngineIdentity, mismatches
@@ -67,6 +67,11 @@ class SnapshotFiles:
             SnapshotError: nobody could tell its weights from others.
         """
         found = [self._fingerprints.base(at) for at in range(len(self._facts.groups))]
+        if any(one.model.startswith(UPDATED) for one in found):
+            raise SnapshotError(
+                "This server's weights may have changed since it started, and nobody could tell "
+                "them from others: restart it from a folder with these weights."
+            )
         if any(one.model.startswith(UNIDENTIFIED) for one in found):
             raise SnapshotError(
                 "This server's weights have no files, so that nobody could tell them from others: "

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.runtime.base import EngineFacts, Sampling
-from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.keys import UPDATED, Fingerprint, PageKey
 from tiered_kv.layout import Placement, page_layout
 from tiered_kv.page_group import CONTEXT, PageGroup
 from tiered_kv.testing.checked_kv import CELL
@@ -79,6 +79,10 @@ class OneModel:
     def next_generation(self) -> None:
         self._base = replace(self._base, generation=secrets.token_hex(8))
         self._digest = self._base.digest()
+
+    def forget_weights(self) -> None:
+        self._base = replace(self._base, model=f"{UPDATED}{secrets.token_hex(8)}")
+        self.next_generation()
 
     def close(self) -> None:
         pass

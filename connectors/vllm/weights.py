@@ -1,0 +1,213 @@
+"""Calls of the engine that may change weights: each starts a new generation of pages first.
+
+Trainers update the weights of a running engine through methods of its workers, whose names they
+choose. All of these calls pass ``Executor.collective_rpc``: those of ``LLM``, ``AsyncLLM`` and the
+HTTP routes, ``update_weights`` and ``reload_weights``, and those of trainers that have the executor
+in their process. So every call there whose method is not known to be harmless starts a new
+generation before it reaches a worker: KV that the old weights computed is not found afterwards, in
+any tier or in VRAM, and running requests are no longer saved. Steps that were sent before the call
+run before it, and later ones after it.
+
+Parameters that are written without any call cannot be seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered_kv.connectors.runtime.dependencies import Clock
+    from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+
+    from .fingerprints import Fingerprints
+
+logger = logging.getLogger(__name__)
+
+_STEP = "a step, or a part of one"
+_START = "vLLM calls it at the engine's start, or to end it"
+_READS = "it only reads"
+_ADAPTERS = "it changes which adapters are resident, and no weights; loads are handled apart"
+_CACHES = "it empties a cache of inputs"
+_SLEEP = (
+    "vLLM resets its cache before a sleep that frees memory; weights come back as they were, or "
+    "are loaded by a call that is not in this table"
+)
+HARMLESS: Mapping[str, str] = {
+    "execute_model": _STEP,
+    "sample_tokens": _STEP,
+    "execute_dummy_batch": _STEP,
+    "take_draft_token_ids": _STEP,
+    "determine_available_memory": _START,
+    "compile_or_warm_up_model": _START,
+    "initialize_from_config": _START,
+    "get_kv_cache_spec": _START,
+    "get_kv_connector_handshake_metadata": _START,
+    "get_supported_kv_cache_layouts": _START,
+    "set_kv_cache_layout": _START,
+    "update_max_model_len": _START,
+    "shutdown": _START,
+    "check_health": _READS,
+    "compute_weight_checksums": _READS,
+    "get_compilation_match_table": _READS,
+    "get_encoder_timing_stats": _READS,
+    "get_model_inspection": _READS,
+    "get_supported_tasks": _READS,
+    "list_loras": _READS,
+    "profile": _READS,
+    "save_sharded_state": _READS,
+    "save_tensorized_model": _READS,
+    "synchronize_device": _READS,
+    "add_lora": _ADAPTERS,
+    "pin_lora": _ADAPTERS,
+    "remove_lora": _ADAPTERS,
+    "release_late_interaction_query_cache": _CACHES,
+    "reset_encoder_cache": _CACHES,
+    "reset_mm_cache": _CACHES,
+    "discard": _SLEEP,
+    "sleep": _SLEEP,
+    "wake_up": _SLEEP,
+    "handle_ft_command": "it repairs communication; vLLM calls it on a thread of its own",
+}
+"""Workers' methods that change no weights, each with the reason."""
+
+WINDOW_S = 60.0
+"""Time in which a method's calls are logged once."""
+OFTEN = 10
+"""Calls of one method in that time for which a warning is logged."""
+_MOST_NAMES = 256
+
+
+class WeightCalls:
+    """Starts generations for the calls of one engine. Scheduler's thread.
+
+    Args:
+        start_over: resets vLLM's cache, and the connector with it.
+        harmless: methods that change no weights, in addition to ``HARMLESS``.
+    """
+
+    def __init__(
+        self,
+        half: SchedulerHalf,
+        fingerprints: Fingerprints,
+        start_over: Callable[[], object],
+        harmless: Iterable[str],
+        clock: Clock,
+    ) -> None:
+        self._half = half
+        self._fingerprints = fingerprints
+        self._start_over = start_over
+        self._harmless = frozenset((*HARMLESS, *harmless))
+        self._clock = clock
+        self._logged: dict[str, tuple[float, int]] = {}
+
+    def before(
+        self, method: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Prepare for a call of the workers. Never raises.
+
+        Args:
+            method: name of a worker's method, or a function of the worker.
+            args, kwargs: what it is called with.
+        """
+        if isinstance(method, str) and method in self._harmless:
+            if method == "add_lora" or method == "remove_lora":
+                self._guard(lambda: self._before_adapter(method, args, kwargs or {}))
+            return
+        name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
+        self._guard(lambda: self._before_update(name))
+
+    def _before_adapter(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        (given,) = (*args, *kwargs.values())
+        if method == "remove_lora":
+            self._fingerprints.on_unload(given)
+        elif self._fingerprints.on_load(given):
+            logger.info("adapter %s changed: no KV of before is found again", given.lora_path)
+            self._start_over()
+
+    def _before_update(self, name: str) -> None:
+        self._half.before_weights_change()
+        self._start_over()
+        self._log(name)
+
+    def _guard(self, prepare: Callable[[], None]) -> None:
+        try:
+            prepare()
+        except Exception:
+            self._half.counters.add("hook_errors")
+            logger.exception("preparing for a call that may change weights failed")
+            self._half.before_reset()
+
+    def _log(self, name: str) -> None:
+        now = self._clock()
+        since, calls = self._logged.get(name, (now - WINDOW_S, 0))
+        if now - since >= WINDOW_S:
+            if len(self._logged) >= _MOST_NAMES:
+                self._logged.clear()
+            since, calls = now, 0
+            logger.info("%s may change the weights: no KV of before is found again", name)
+        self._logged[name] = since, calls + 1
+        if calls + 1 == OFTEN:
+            logger.warning(
+                "%s was called %d times within %d s, and each time all KV in CPU memory, on SSD "
+                "and in VRAM is dropped, since it may change the weights. If it changes none, name "
+                "it in TIERED_KV_HARMLESS_CALLS",
+                name,
+                OFTEN,
+                WINDOW_S,
+            )
+
+
+def install() -> None:
+    """Have every executor watched that is given our connector, once. Before the executor has it."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    give = Executor.init_kv_output_aggregator
+    if hasattr(give, "__wrapped__"):
+        return
+
+    @functools.wraps(give)
+    def init_kv_output_aggregator(self: Any, connector: Any) -> None:
+        watch(self, connector)
+        give(self, connector)
+
+    declare = EngineCore.set_weight_version
+
+    @functools.wraps(declare)
+    def set_weight_version(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls = calls_of(self.scheduler.get_kv_connector())
+        if calls is not None:
+            calls.before("set_weight_version")
+        declare(self, *args, **kwargs)
+
+    Executor.init_kv_output_aggregator = init_kv_output_aggregator
+    EngineCore.set_weight_version = set_weight_version
+
+
+def watch(executor: Any, connector: Any) -> None:
+    """Prepare for each call of an executor's workers before it is made."""
+    calls = calls_of(connector)
+    if calls is None:
+        return
+    run = executor.collective_rpc
+
+    @functools.wraps(run)
+    def collective_rpc(
+        method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **options: Any
+    ) -> Any:
+        calls.before(method, args, kwargs)
+        return run(method, timeout, args, kwargs, **options)
+
+    executor.collective_rpc = collective_rpc
+
+
+def calls_of(connector: Any) -> WeightCalls | None:
+    """The watch of our connector, also inside vLLM's ``MultiConnector``; None without one."""
+    for one in (connector, *getattr(connector, "_connectors", ())):
+        calls = getattr(one, "weight_calls", None)
+        if isinstance(calls, WeightCalls):
+            return calls
+    return None
