@@ -16,6 +16,8 @@ from pathlib import Path
 
 import xxhash
 
+from tiered_kv.storage.disk.files import open_own
+
 logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 16 << 20
@@ -88,7 +90,8 @@ def _read_cache(cache: Path | None) -> dict[str, list[object]]:
     if cache is None:
         return {}
     try:
-        entries = json.loads(cache.read_text())
+        with os.fdopen(open_own(cache, os.O_RDONLY)) as file:
+            entries = json.load(file)
     except (OSError, ValueError):
         return {}
     return dict(_valid_entries(entries.items())) if isinstance(entries, dict) else {}

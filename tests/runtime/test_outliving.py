@@ -51,7 +51,7 @@ def from_memory(made: SecondRig) -> int:
 
 
 def test_the_next_engine_finds_the_contexts_of_one_that_was_killed(tmp_path: Path) -> None:
-    prompts = {f"r{i}": text(200 + 7 * i, seed=i) for i in range(4)}
+    prompts = {f"r{i}": text(200 + i, seed=i) for i in range(4)}
     with rig(tmp_path / "memory") as first:
         for name, prompt in prompts.items():
             first.ask(name, prompt)

@@ -8,7 +8,7 @@ first ``n`` tokens' KV right for any text that shares these ``n`` tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from tiered_kv.keys import DIGEST_BYTES, PageKey, tail_key
@@ -21,8 +21,19 @@ MAX_TAILS_PER_PARENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Tail:
+    """A tail.
+
+    Attributes:
+        noted: True if an engine before this one noted it: its key may be that of other tokens.
+    """
+
     key: PageKey
     tokens: tuple[int, ...]
+    noted: bool = field(default=False, compare=False)
+
+    def is_of(self, parent: bytes, extra: object) -> bool:
+        """True if the key is that of these tokens at that place."""
+        return not self.noted or self.key == tail_key(parent, self.tokens, extra)
 
 
 class TailIndex:
@@ -55,11 +66,14 @@ class TailIndex:
         """Name a tail and remember it.
 
         ``key`` is that of a full page, whose leading tokens may be wanted alone; a partial
-        page gets a key of its own, the same for the same three values.
+        page gets a key of its own, the same for the same three values. Only that is noted, since it
+        proves the tokens to the next engine.
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         other = _digest(extra)
         self._remember(parent, other, tail)
+        if key is not None:
+            return tail
         fact = {"parent": parent.hex(), "extra": other.hex(), "tokens": tail.tokens}
         self._notebook.note(PREFIX + tail.key.hex(), fact)
         return tail
@@ -93,7 +107,8 @@ class TailIndex:
         best: tuple[Tail, int] | None = None
         for tail in self._by_parent.get((parent, _digest(extra)), ()):
             shared = _shared_prefix(tail.tokens, tokens)
-            if shared > (best[1] if best else 0) and usable(tail, shared):
+            longer = shared > (best[1] if best else 0)
+            if longer and tail.is_of(parent, extra) and usable(tail, shared):
                 best = (tail, shared)
         return best
 
@@ -124,10 +139,13 @@ def _digest(extra: object) -> bytes:
 def _noted(name: str, fact: Fact) -> tuple[bytes, bytes, Tail] | None:
     """A tail as it was noted; None if it is none."""
     match fact:
-        case {"parent": str(parent), "extra": str(extra), "tokens": list(tokens)}:
+        case {"parent": str(parent), "extra": str(extra), "tokens": list(tokens)} if all(
+            type(token) is int and 0 <= token < 1 << 63 for token in tokens
+        ):
             try:
                 key = PageKey(bytes.fromhex(name.removeprefix(PREFIX)))
-                return bytes.fromhex(parent), bytes.fromhex(extra), Tail(key, tuple(tokens))
+                tail = Tail(key, tuple(tokens), noted=True)
+                return bytes.fromhex(parent), bytes.fromhex(extra), tail
             except ValueError:
                 return None
         case _:

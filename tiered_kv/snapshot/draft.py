@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from tiered_kv.storage.disk.files import RealFiles, open_plain
+from tiered_kv.storage.disk.files import RealFiles, check_owner, open_plain
 
 from .making import LOCK, Making, sweep
 from .manifest import Manifest, SnapshotError, SnapshotPage, dump
@@ -62,6 +62,7 @@ class SnapshotDraft:
         check_name(name)
         with disk_errors(f"{root} takes no snapshot: a folder is needed that can be written"):
             RealFiles().make_folders(root)
+            check_owner(root)
             sweep(root)
             _sweep_locks(root)
             PagePool(root).sweep()

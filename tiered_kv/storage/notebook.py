@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from tiered_kv.storage.disk.files import open_plain
+from tiered_kv.storage.disk.files import check_owner, open_own
 from tiered_kv.storage.store.locks import try_lock
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class Notebook(NoNotebook):
 
     Raises:
         BlockingIOError: another process has it.
+        PermissionError: it is another user's.
         OSError: it cannot be opened.
     """
 
@@ -82,13 +83,13 @@ class Notebook(NoNotebook):
         self.path = path
         self.lost = 0
         self._keep = keep
-        self._lock = open_plain(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+        self._lock = open_own(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
         self._fd = -1
         try:
             if not try_lock(self._lock):
                 raise BlockingIOError(f"another process has {path}")
             self._lines, self._found = _read(path)
-            self._fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._written = self._rewrite()
         except BaseException:
             self._let_go()
@@ -100,7 +101,7 @@ class Notebook(NoNotebook):
 
     def facts(self, prefix: str) -> dict[str, Fact]:
         """Facts that were in the file, by names that begin so; those noted longest ago first.
-        They were written by anybody."""
+        A process of this user wrote them, perhaps another version."""
         return {name: fact for name, fact in self._found.items() if name.startswith(prefix)}
 
     def note(self, name: str, fact: Fact) -> None:
@@ -202,7 +203,7 @@ class Notebook(NoNotebook):
         """Write the file anew, with a line for each fact; returns its size."""
         beside = self.path.with_suffix(".new")
         beside.unlink(missing_ok=True)
-        fd = open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        fd = open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         try:
             data = b"".join(self._lines.values())
             _write(fd, data)
@@ -218,12 +219,13 @@ class Notebook(NoNotebook):
 
 
 def folder_for_notes(folder: Path | None) -> Path | None:
-    """A folder for notes; None, with a warning, if it is on hugetlbfs, whose files are written
-    through mapped memory alone. Makes it if it is missing."""
+    """A folder for notes; None, with a warning, if another user made it, or if it is on hugetlbfs,
+    whose files are written through mapped memory alone. Makes it if it is missing."""
     if folder is None:
         return None
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
+        check_owner(folder)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(b" ")
     except OSError as error:
@@ -234,6 +236,9 @@ def folder_for_notes(folder: Path | None) -> Path | None:
                 "keep these as well",
                 folder,
             )
+            return None
+        if error.errno == errno.EPERM:
+            logger.warning("%s takes no notes, since %s", folder, error.strerror)
             return None
     return folder
 
@@ -249,8 +254,9 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
         return NoNotebook()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
+        check_owner(folder)
         for number in range(MOST_BOOKS):
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError, PermissionError):
                 return Notebook(folder / f"jobs-{replica}-{number}.jsonl", keep=keep)
     except OSError as error:
         logger.warning("jobs will not be known after a restart: %s", error)
@@ -261,10 +267,11 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
     """The line of each fact in a file, and the facts, those noted longest ago first."""
     lines, facts, bad = dict[str, bytes](), dict[str, Fact](), 0
     try:
-        if path.stat().st_size > MOST_BYTES:
-            logger.warning("%s has more than %d bytes and is not used", path, MOST_BYTES)
-            return lines, facts
-        data = path.read_bytes()
+        with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                logger.warning("%s has more than %d bytes and is not used", path, MOST_BYTES)
+                return lines, facts
+            data = file.read()
     except FileNotFoundError:
         return lines, facts
     for line in data.splitlines(keepends=True):

@@ -10,7 +10,7 @@ from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
-from tiered_kv.storage.disk.files import RealFiles
+from tiered_kv.storage.disk.files import RealFiles, check_owner
 from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions, io_threads
@@ -53,6 +53,7 @@ class SsdTier:
         try:
             if self._disk is None:
                 RealFiles().make_folders(config.ssd_path)
+                check_owner(config.ssd_path)
                 self._disk = _measure(config.ssd_path, threads)
             if site.page_format not in self._codecs:
                 self._codecs[site.page_format], self.bandwidth = choose_codec(
@@ -65,7 +66,7 @@ class SsdTier:
         except OSError as error:
             raise ConfigError(
                 f"TIERED_KV_SSD_PATH={config.ssd_path} cannot be used ({error.strerror}): "
-                "make it writable for the server, or name another folder"
+                "make it the server's own and writable, or name another folder"
             ) from error
 
 

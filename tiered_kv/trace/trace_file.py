@@ -13,6 +13,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiered_kv.storage.disk.files import check_owner
+
 from .rotation import FILE_BYTES, make_room
 
 TRIES = 100
@@ -43,6 +45,8 @@ class TraceFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o600)
         self._plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        if self._plain:
+            check_owner(self._path)  # its owner could read it
         self._introduced = self._torn = False
 
     def append(self, lines: Sequence[str]) -> None:

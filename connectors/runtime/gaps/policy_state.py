@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.storage.disk.files import check_owner, open_own
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,10 @@ class PolicyState:
         if self._path is None:
             return False
         try:
-            if self._path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES} bytes")
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            with os.fdopen(open_own(self._path, os.O_RDONLY), encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                    raise ValueError(f"it has more than {MAX_BYTES} bytes")
+                found = json.load(file)
             if not isinstance(found, Mapping) or found.get("version") != VERSION:
                 raise ValueError("it is of another version")
             if found.get("policy") != self._name:
@@ -110,8 +112,10 @@ class PolicyState:
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            with os.fdopen(os.open(beside, flags, 0o600), "w", encoding="utf-8") as file:
+            check_owner(self._path.parent)
+            beside.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with os.fdopen(open_own(beside, flags), "w", encoding="utf-8") as file:
                 json.dump(said, file)
                 file.flush()
                 os.fsync(file.fileno())

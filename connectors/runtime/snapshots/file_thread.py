@@ -16,6 +16,8 @@ from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.manifest import Manifest, SnapshotError, SnapshotGroup
 from tiered_kv.snapshot.mismatch import EngineIdentity, mismatches
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
+from tiered_kv.snapshot.snapshot_files import disk_errors
+from tiered_kv.storage.disk.files import check_owner
 
 from .capture import Captured
 from .context_pages import ContextNames
@@ -140,6 +142,9 @@ class SnapshotFiles:
 
     def _open(self, name: str, salt: str | None, engine: EngineIdentity) -> Opened:
         path = find_snapshot(self.root, name)
+        with disk_errors(f"{name} is not restored"):
+            check_owner(self.root)
+            check_owner(path)
         with open_snapshot(path) as snapshot:
             manifest = snapshot.manifest
         if wrong := mismatches(manifest, engine):

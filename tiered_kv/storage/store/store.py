@@ -26,7 +26,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.base import PageStore, put_present
 from tiered_kv.storage.disk.aligned import BufferPool
-from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_direct
+from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, check_owner, takes_direct
 
 from .capacity import Capacity
 from .catalogue import Catalogue
@@ -284,6 +284,8 @@ def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> Store
     while True:
         try:
             files.make_folders(options.folder)
+            check_owner(options.folder.parent)
+            check_owner(options.folder)
             with root_locked(options.root):
                 return StoreLock(options.folder)
         except OSError as error:

@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.storage.disk.files import BLOCK, FILE_MODE, RealFiles, open_plain
+from tiered_kv.storage.disk.files import BLOCK, FILE_MODE, RealFiles, check_owner, open_plain
 from tiered_kv.storage.segment.format import FormatError, seconds_now
 
 from .file_lock import SETTING, is_current, lock_file, owner_words
@@ -75,6 +75,7 @@ def open_memory(
     path = memory_path(folder, geometry.replica, geometry.rank)
     try:
         RealFiles().make_folders(folder)
+        check_owner(folder)
         _delete_lost_ranks(folder, geometry)
         while True:
             fd = lock_file(path, make=True)
@@ -92,8 +93,8 @@ def open_memory(
                 f"{path} is no plain file: remove it, or set another {SETTING}"
             ) from error
         raise ConfigError(
-            f"{error.filename or path} cannot be used ({error.strerror or error}): make it "
-            f"writable, or set another {SETTING}"
+            f"{error.filename or path} cannot be used ({error.strerror or error}): make it this "
+            f"user's and writable, or set another {SETTING}"
         ) from error
 
 
