@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.keys import tail_key
-from tiered_kv.pages.partial_blocks import MAX_TAILS_PER_PARENT, Tail, TailIndex
-from tiered_kv.storage.notebook import NoNotebook
+from tiered_kv.keys import PageKey, tail_key
+from tiered_kv.pages.partial_blocks import (
+    MAX_TAILS_PER_PARENT,
+    PREFIX,
+    Tail,
+    TailIndex,
+    _digest,
+)
+from tiered_kv.storage.notebook import Fact, NoNotebook
 
 PARENT, OTHER = b"parent".ljust(16), b"other".ljust(16)
 
@@ -156,3 +163,43 @@ def test_the_longest_tail_is_what_looking_at_all_of_them_gives(
             best = max(best, min(agree[-1], len(tokens_of)))
         found = tails.longest(parent, None, wanted, lambda tail, _: tail.key not in hidden)
         assert (found[1] if found else 0) == best
+
+
+def facts(key: bytes, tokens: Sequence[object], extra: object = None) -> NoNotebook:
+    """Notes that name a page for these tokens."""
+    noted = {"parent": PARENT.hex(), "extra": _digest(extra).hex(), "tokens": list(tokens)}
+
+    class Noted(NoNotebook):
+        def facts(self, prefix: str) -> dict[str, Fact]:
+            return {PREFIX + key.hex(): noted}
+
+    return Noted()
+
+
+@pytest.mark.parametrize("extra", [None, ("policy-7",)])
+def test_a_noted_tail_is_found_only_under_the_key_of_its_tokens(extra: object) -> None:
+    right, wrong = (tail_key(PARENT, tokens, extra) for tokens in ([7, 8, 9], [1, 2, 3]))
+    for key, length in ((right, 3), (wrong, 0), (PARENT + bytes(32), 0)):
+        tails = TailIndex(facts(key, [7, 8, 9], extra))
+        found = tails.longest(PARENT, extra, [7, 8, 9, 10], always)
+        assert (found[1] if found else 0) == length
+
+
+@pytest.mark.parametrize("token", ["7", 7.5, -1, 1 << 63, None, True])
+def test_a_noted_tail_of_what_are_no_tokens_is_ignored(token: object) -> None:
+    assert not len(TailIndex(facts(tail_key(PARENT, [7], None), [token])))
+
+
+def test_a_tail_in_a_full_page_is_not_noted() -> None:
+    """Its key is a hash of the engine's, which proves nothing here."""
+    noted = list[str]()
+
+    class Noting(NoNotebook):
+        def note(self, name: str, fact: Fact) -> None:
+            noted.append(name)
+
+    tails = TailIndex(Noting())
+    tails.add(PARENT, None, [1, 2, 3], key=PageKey(bytes(48)))
+    tail = tails.add(PARENT, None, [1, 2])
+    assert noted == [PREFIX + tail.key.hex()]
+    assert shared(tails, [1, 2, 3]) == 3

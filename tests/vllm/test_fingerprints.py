@@ -31,8 +31,19 @@ def fingerprint(rig: Rig) -> Fingerprint:
     return only
 
 
-def adapter(path: Path | str, number: int = 1) -> Any:
-    return SimpleNamespace(lora_int_id=number, lora_path=str(path))
+def adapter(path: Path | str, number: int = 1, *, in_place: bool = False, name: str = "a") -> Any:
+    return SimpleNamespace(
+        lora_int_id=number, lora_name=name, lora_path=str(path), load_inplace=in_place
+    )
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """The weights of an adapter, in its folder."""
+    (tmp_path / "adapter").mkdir()
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(b"one" * 1000)
+    return path
 
 
 def digested(fingerprints: Fingerprints, request: Any) -> bytes | None:
@@ -68,6 +79,102 @@ def test_an_adapter_in_the_home_folder_is_found(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     assert digested(fingerprints, adapter("~")) is not None
+
+
+def test_an_adapter_loaded_in_place_has_keys_at_once_and_is_read_by_no_request(
+    fingerprints: Fingerprints, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps the flag on every later request of the adapter."""
+    loaded = adapter(weights.parent, in_place=True)
+    assert not fingerprints.on_load(loaded), "no KV of it can be there"
+    monkeypatch.delattr("tiered_kv.connectors.vllm.fingerprints.digest_files")
+    keys = {fingerprints.of(loaded, CONTEXT) for _ in range(100)}
+    assert len(keys) == 1
+    assert None not in keys
+    assert fingerprints._threads._work_queue.qsize() <= 1  # noqa: SLF001 - what waits there
+    assert fingerprints.on_load(loaded), "KV of the first load has the same hashes"
+    assert fingerprints.of(loaded, CONTEXT) not in {*keys, None}
+
+
+def test_weights_that_changed_before_the_first_request_are_not_taken_for_those_loaded(
+    fingerprints: Fingerprints, weights: Path
+) -> None:
+    first, second = adapter(weights.parent, 1), adapter(weights.parent, 2)
+    assert not fingerprints.on_load(first)
+    fingerprints.drain()
+    weights.write_bytes(b"two" * 1000)
+    fingerprints.on_unload(1)
+    assert fingerprints.on_load(second), "vLLM may have KV of the first under these hashes"
+    of_second = digested(fingerprints, second)
+    assert of_second is not None
+    fingerprints.on_unload(2)
+    weights.write_bytes(b"one" * 1000)
+    fingerprints.on_load(third := adapter(weights.parent, 3))
+    assert digested(fingerprints, third) not in {of_second, None}
+
+
+def test_an_adapter_whose_files_change_after_the_load_has_no_keys_until_the_next(
+    fingerprints: Fingerprints, weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM reads them again when it needs room, and says so to nobody."""
+    loaded = adapter(weights.parent)
+    fingerprints.on_load(loaded)
+    assert digested(fingerprints, loaded) is not None
+    weights.write_bytes(b"two" * 1000)
+    fingerprints.of(loaded, CONTEXT)
+    fingerprints.drain()
+    assert fingerprints.of(loaded, CONTEXT) is None
+    assert digested(fingerprints, loaded) is None
+    assert "changed after they were loaded" in caplog.text
+    fingerprints.on_unload(1)
+    fingerprints.on_load(loaded)
+    assert digested(fingerprints, loaded) is not None
+
+
+def test_files_that_change_while_they_are_digested_are_not_believed(
+    fingerprints: Fingerprints, weights: Path
+) -> None:
+    loaded = adapter(weights.parent)
+    fingerprints.on_load(loaded)  # vLLM may read them just now
+    weights.write_bytes(b"two" * 1000)
+    fingerprints.drain()
+    first = fingerprints.of(loaded, CONTEXT)
+    fingerprints.drain()
+    assert None in (first, fingerprints.of(loaded, CONTEXT)), "before or after the digest"
+
+
+def test_an_adapter_loaded_by_no_call_where_another_was_has_no_keys(
+    fingerprints: Fingerprints, weights: Path
+) -> None:
+    assert digested(fingerprints, adapter(weights.parent, 1)) is not None
+    weights.write_bytes(b"two" * 1000)
+    assert digested(fingerprints, adapter(weights.parent, 2)) is None
+
+
+def test_a_name_alone_tells_adapters_from_each_other_where_vllm_hashes_nothing_else(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """As vLLM 0.30 does."""
+    rig = make_rig()
+    for hashes_paths, stale in ((True, False), (False, True)):
+        made = Fingerprints(
+            base_fingerprints(rig.config, rig.half.facts), hashes_paths=hashes_paths
+        )
+        for number in (1, 2):
+            (folder := tmp_path / f"{hashes_paths} {number}").mkdir()
+            (folder / "adapter_model.safetensors").write_bytes(b"weights %d" % number)
+            found = made.on_load(adapter(folder, number))
+        assert found is stale
+        made.close()
+
+
+def test_loads_are_forgotten_at_last(
+    fingerprints: Fingerprints, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.connectors.vllm.fingerprints.MOST_ADAPTERS", 8)
+    for number in range(50):
+        fingerprints.on_load(adapter(weights.parent, number, in_place=True))
+    assert len(fingerprints._loads) == 8  # noqa: SLF001 - nothing else grows
 
 
 def test_models_whose_configuration_was_overridden_are_told_apart(make_rig: MakeRig) -> None:

@@ -46,7 +46,11 @@ class TraceFile:
         self._fd = os.open(self._path, flags, 0o600)
         self._plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
         if self._plain:
-            check_owner(self._path)  # its owner could read it
+            try:
+                check_owner(self._path)  # its owner could read it
+            except OSError:
+                self.close()
+                raise
         self._introduced = self._torn = False
 
     def append(self, lines: Sequence[str]) -> None:

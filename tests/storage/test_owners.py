@@ -1,0 +1,121 @@
+"""Folders and files that another user of the machine may have made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.transfer.memory_file.made_memory import open_in
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
+from tiered_kv.errors import ConfigError
+from tiered_kv.policies import registry
+from tiered_kv.snapshot.draft import SnapshotDraft
+from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.storage.disk.files import check_owner, open_own
+from tiered_kv.storage.notebook import NoNotebook, Notebook, folder_for_notes, open_notebook
+from tiered_kv.trace.trace_file import TraceFile
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+OTHER = 54321
+
+
+@pytest.fixture
+def everybodys(tmp_path: Path) -> Path:
+    """A folder like /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@pytest.fixture
+def theirs(everybodys: Path) -> Path:
+    """A folder there that another user made first."""
+    folder = everybodys / "tiered-kv"
+    folder.mkdir()
+    folder.chmod(0o777)
+    os.chown(folder, OTHER, OTHER)
+    return folder
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+
+def test_what_anybody_could_have_made_must_be_ours(everybodys: Path, theirs: Path) -> None:
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        check_owner(theirs)
+    (ours := everybodys / "ours").mkdir()
+    check_owner(ours)
+    (link := everybodys / "link").symlink_to(ours)
+    check_owner(link)
+    give_away(link)
+    with pytest.raises(PermissionError):
+        check_owner(link)
+
+
+def test_a_folder_of_another_user_in_a_folder_of_ours_was_chosen_by_us(tmp_path: Path) -> None:
+    """As a container's root is given one of the host's users."""
+    (folder := tmp_path / "ssd").mkdir()
+    give_away(folder)
+    check_owner(folder)
+    (theirs := folder / "notes").write_text("")
+    give_away(theirs)
+    with pytest.raises(PermissionError):
+        open_own(theirs, os.O_RDONLY)
+
+
+def test_no_tier_begins_in_their_folder(theirs: Path) -> None:
+    with pytest.raises(ConfigError, match=r"belongs to another user.*TIERED_KV_CPU_PATH"):
+        open_in(theirs)
+    with pytest.raises(SnapshotError, match="belongs to another user"):
+        SnapshotDraft.begin(theirs, "mine")
+    assert not [*theirs.iterdir()]
+
+
+def test_their_folder_takes_and_gives_no_notes(
+    theirs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert folder_for_notes(theirs) is None
+    book = open_notebook(theirs, 0, keep=True)
+    assert not isinstance(book, Notebook)
+    assert isinstance(book, NoNotebook)
+    assert caplog.text.count("belongs to another user") == 2
+
+
+def test_notes_of_others_in_a_folder_that_all_may_write_are_passed_over(tmp_path: Path) -> None:
+    """As a volume of Kubernetes is."""
+    tmp_path.chmod(0o777)
+    for name in ("jobs-0-0.jsonl", "jobs-0-1.lock", "policy-occupancy.json"):
+        (tmp_path / name).write_text("{}")
+        give_away(tmp_path / name)
+    book = open_notebook(tmp_path, 0, keep=True)
+    assert isinstance(book, Notebook)
+    assert book.path.name == "jobs-0-2.jsonl"
+    book.close()
+    state = PolicyState(registry.policy("occupancy"), tmp_path, "occupancy")
+    assert not state.load()
+    state.close()
+    assert TierConfig().policy == "occupancy"
+
+
+def test_a_policy_is_written_through_no_link_of_theirs(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    (diary := tmp_path / "diary").write_text("dear diary")
+    (link := tmp_path / f"policy-occupancy.json.{os.getpid()}").symlink_to(diary)
+    give_away(link)
+    state = PolicyState(registry.policy("occupancy"), tmp_path, "occupancy")
+    state.close()
+    assert diary.read_text() == "dear diary"
+
+
+def test_a_trace_is_not_written_for_another_user_to_read(everybodys: Path) -> None:
+    path = everybodys / "trace.jsonl"
+    path.write_text("")
+    give_away(path)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        TraceFile(path, "{}")
