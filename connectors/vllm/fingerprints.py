@@ -17,7 +17,8 @@ from tiered_kv.keys import DIGEST_BYTES, UNIDENTIFIED, UPDATED, Fingerprint, Pag
 
 logger = logging.getLogger(__name__)
 
-Key, Value = TypeVar("Key"), TypeVar("Value")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 Stamp = tuple[int, ...]

@@ -244,7 +244,7 @@ def play(folder: Path, seed: int) -> None:
     the files. Every update is another model, whose KV is told from all others."""
     rng, versions = random.Random(seed), itertools.cycle(range(1, 255))
     memory = folder / "memory"
-    kept = {
+    kept: dict[str, dict[str, Any]] = {
         "ssd": {"ssd_path": str(folder / "ssd"), "ssd_gib": 1},
         "memory": {"cpu_keep": True},
         "none": {},
