@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 # Imported here, since vLLM imports this before its CPU worker binds its main thread.
 from tiered_kv.connectors.vllm.routes.core_method import install
-from tiered_kv.connectors.vllm.weights import install as install_weight_calls
 from tiered_kv.machine import affinity  # noqa: F401
+
+from .weights import install as install_weight_calls
 
 if TYPE_CHECKING:
     from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
