@@ -18,6 +18,7 @@ CONTRACT = [
     "runtime/test_ahead.py",
     "runtime/pins/test_pinning.py",
     "runtime/test_resets.py",
+    "runtime/test_weights.py",
     "vllm/test_hooks.py",
     "runtime/admission/test_gate.py",
     "vllm/test_beside.py",
