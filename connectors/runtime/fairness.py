@@ -21,7 +21,7 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.admission.fair_share import ClientUse, EqualShare
 from tiered_kv.policies.admission.holding import is_overdue
 from tiered_kv.policies.admission.job_order import SENIORITY
-from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.base import JobKey, job_scope
 
 from .base import BlockPool, EngineFacts, Request
 
@@ -96,7 +96,7 @@ class Fairness:
 
     def on_arrived(self, request: Request, job: JobKey | None, arrived_at: float) -> None:
         """Register a request that has arrived, of a job if it has one."""
-        client: Client = request.cache_salt or job or request.request_id
+        client: Client = job_scope(request.cache_salt) or job or request.request_id
         live = _Live(request, client, arrived_at)
         self._live[request.request_id] = live
         self._lines.setdefault(self._priority(live), OrderedDict())[request.request_id] = live

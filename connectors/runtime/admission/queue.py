@@ -22,6 +22,7 @@ from tiered_kv.policies.admission.job_order import (
     running_rank,
     waiting_rank,
 )
+from tiered_kv.policies.base import job_scope
 
 from .gate import Admission
 from .no_admission import NoAdmission
@@ -134,7 +135,7 @@ class JobQueue:
 
     def _salt(self, request_id: str) -> str:
         turn = self._turns.get(request_id)
-        return (turn.request.cache_salt if turn is not None else None) or ""
+        return job_scope(turn.request.cache_salt) if turn is not None else ""
 
     def in_waiting_order(self, waiting: Iterable[Any]) -> list[Any]:
         """The engine's waiting requests in the order in which they are admitted; see

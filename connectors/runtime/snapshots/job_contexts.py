@@ -108,5 +108,5 @@ class Contexts:
 
 def _own_tokens(job: JobKey, context: Context) -> int:
     """Number of tokens that take as much memory as a context without its tokens."""
-    names = len(job.name) + len(job.salt) + sum(map(len, context.parents))
+    names = len(job.name) + len(context.salt or "") + sum(map(len, context.parents))
     return OVERHEAD_TOKENS + (names + len(repr(context.sampling))) // TOKEN_BYTES
