@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +135,13 @@ def test_the_token_goes_to_the_server_and_nowhere_else() -> None:
         assert said(server) != ""
         assert said(server, "") != ""
         assert server.tokens == [None, None]
+
+
+@pytest.mark.parametrize("token", ["voil\u00e0", "x\u00a0", "\u0142", os.fsdecode(b"\xff")])
+def test_a_token_is_sent_byte_for_byte(token: str) -> None:
+    with RouteServer({}).running() as server:
+        assert said(server, token) == NO_ROUTES
+        assert server.tokens == ["Bearer " + os.fsencode(token).decode("latin-1")]
 
 
 def test_a_token_that_cannot_be_one_is_not_shown() -> None:

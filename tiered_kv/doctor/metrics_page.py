@@ -78,8 +78,8 @@ def fetch(
     until = time.monotonic() + whole_s
     try:
         request = urllib.request.Request(url, post)
-        if token is not None:  # in UTF-8, which http.client would not write
-            bearer = f"Bearer {token}".encode().decode("latin-1")
+        if token is not None:  # its bytes, since http.client writes ISO 8859-1
+            bearer = f"Bearer {token}".encode("utf-8", "surrogateescape").decode("latin-1")
             request.add_unredirected_header("Authorization", bearer)
         if post is not None:
             request.add_header("Content-Type", "application/json")

@@ -1,8 +1,8 @@
-"""Access to the routes: with a token, or by whoever is on the machine of a server that nobody else
-can reach.
+"""Access to the routes: with a token, or without one from the server's own machine.
 
-Without a token a server must listen on loopback. Web pages in a browser on that machine, and
-proxies that pass on what comes from elsewhere, reach it as well, and are told by their headers.
+Without a token the server must listen on loopback or on a Unix socket. Web pages in a browser on
+that machine, and proxies that forward requests from elsewhere, can reach loopback too. They are
+recognized by their headers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,25 @@ from tiered_kv.config import ADMIN_TOKEN
 
 from .refusals import Refusal
 
-PASSED_ON = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
-"""Headers of web pages and proxies."""
+PASSED_ON = (
+    "origin",
+    "referer",
+    "forwarded",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+    "via",
+)
+"""Headers that only web pages and proxies send."""
+
+FETCH_SITE, TYPED = "sec-fetch-site", "none"
+"""Header in which a browser reports what caused a request, also for an ``<img>`` or a link, which
+send no ``Origin``; and its value for an address that the user typed."""
+
+_BLANK = " \t"
+"""Optional whitespace around a header value (RFC 9110). ``str.strip()`` would also remove the bytes
+85 and A0, with which a character in UTF-8 may end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +52,29 @@ class Access:
 
     @classmethod
     def of(cls, env: Mapping[str, str], args: Any) -> Access:
-        """The rule for the API server's arguments. An empty token is none."""
+        """The rule for the API server's arguments.
+
+        An empty token is none. Whitespace around a token is removed, because a header cannot carry
+        it; a token of whitespace alone is kept, so that nobody has access.
+        """
         local = bool(getattr(args, "uds", None)) or is_loopback(getattr(args, "host", None) or "")
-        return cls(env.get(ADMIN_TOKEN) or None, local)
+        token = env.get(ADMIN_TOKEN) or None
+        return cls(token and (token.strip(f"{_BLANK}\r\n") or token), local)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Let a request pass.
+        """Check that a request has access.
 
         Args:
-            headers: its headers, by name in any case, as ISO 8859-1.
+            headers: its headers by lower-case name, decoded as ISO 8859-1.
 
         Raises:
-            Refusal: it may not ask.
+            Refusal: the request has no access.
         """
         if self.token is not None:
             kind, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode("latin-1"), self.token.encode())
+            # As bytes: the environment gives bytes that are no UTF-8 as surrogates.
+            token = self.token.encode("utf-8", "surrogateescape")
+            right = hmac.compare_digest(given.strip(_BLANK).encode("latin-1"), token)
             if kind.lower() != "bearer" or not right:
                 raise Refusal(
                     401,
@@ -64,7 +88,7 @@ class Access:
                 "These routes are off, since this server listens beyond its own machine: set "
                 f"{ADMIN_TOKEN} for it and send that, or serve on --host 127.0.0.1.",
             )
-        if any(name in headers for name in PASSED_ON) or not is_loopback(_host(headers)):
+        if _is_passed_on(headers) or not is_loopback(_host(headers)):
             raise Refusal(
                 403,
                 "Without a token these routes answer programs on this machine alone, not web pages "
@@ -82,10 +106,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _is_passed_on(headers: Mapping[str, str]) -> bool:
+    """True if a web page or a proxy sent the request."""
+    from_page = headers.get(FETCH_SITE, TYPED) != TYPED
+    return from_page or any(name in headers for name in PASSED_ON)
+
+
 def _host(headers: Mapping[str, str]) -> str:
-    """Host that a request asks, without its port. Names other than localhost may be anybody's, who
-    has them lead to loopback. Without a name no browser asks."""
+    """Host that a request names, without its port; localhost if it names none, as no browser does.
+
+    A name other than localhost may belong to an attacker who has it resolve to loopback.
+    """
     host = headers.get("host", "")
     if host.startswith("["):
-        return host.partition("]")[0]
+        address, _, behind = host.partition("]")
+        return address if not behind or behind.startswith(":") else host
     return host.partition(":")[0] or "localhost"

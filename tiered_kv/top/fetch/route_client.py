@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,8 +74,8 @@ class RouteClient:
             raise RouteError(
                 f"{harmless(url)}: {harmless(str(error))}. Give it as http://HOST:8000."
             ) from error
-        token = token.strip() if token is not None else None
-        if token is not None and any(not char.isprintable() for char in token):
+        token = token.strip(" \t\r\n") if token is not None else None  # as the server does
+        if token is not None and any(unicodedata.category(char) == "Cc" for char in token):
             raise RouteError(ODD_TOKEN)  # here, as later it would be shown
         self._token = token or None
 
