@@ -185,6 +185,19 @@ def test_a_restore_goes_to_all_engines_and_waits_for_all(monkeypatch: pytest.Mon
     assert len(core.done) == 8
 
 
+def test_a_snapshot_needs_only_the_engine_that_has_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = WorkingCore([], ["j"], [])
+    core.refuses = {0: ("Set a folder first.", 409), 2: ("It has another model.", 501)}
+    _, ask = serve(monkeypatch, core)
+    for path in (SNAPSHOTS, FORKS):
+        answer = post(ask, path)
+        assert answer.status_code == 200
+        assert answer.json() == {"engine": 1, "tokens": 7}
+    assert sentence(post(ask, RESTORES), 409) == "Set a folder first.", "which needs all of them"
+
+
 def test_what_takes_longer_than_somebody_waits_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     core = WorkingCore(["j"])
     core.looks = 10**9
