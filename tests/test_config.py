@@ -159,7 +159,8 @@ def test_an_empty_trace_is_none(value: str | None) -> None:
 
 def test_steps_are_traced_if_that_is_said(tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
-    for said, steps in (("1", True), (True, True), (1, True), ("0", False), ("", False)):
+    on, off = ("1", True, 1, "true", "True"), ("0", "", False, 0, "false", "FALSE")
+    for said, steps in ((said, said in on) for said in (*on, *off)):
         config = load_config({"TIERED_KV_TRACE": trace}, {"trace_steps": said})
         assert config.trace_steps is steps
     assert not load_config({"TIERED_KV_TRACE": trace}).trace_steps
@@ -168,7 +169,17 @@ def test_steps_are_traced_if_that_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["yes", 2, -1, [1]])
 def test_a_word_that_is_neither_yes_nor_no_is_refused(value: object) -> None:
     sentence = refusal(extra={"trace_steps": value})
-    assert sentence.endswith("is neither 0 nor 1: write TIERED_KV_TRACE_STEPS=1.")
+    name = "TIERED_KV_TRACE_STEPS"
+    assert sentence.endswith(f"is neither 0 nor 1: write {name}=0 or {name}=1.")
+
+
+@pytest.mark.parametrize(
+    "name", [one.name for one in dataclasses.fields(TierConfig) if one.type == "bool"]
+)
+def test_every_setting_that_is_on_or_off_can_be_turned_off_in_words(name: str) -> None:
+    for off in ("false", "False", "0"):
+        config = load_config({f"TIERED_KV_{name.upper()}": off})
+        assert getattr(config, name) is False
 
 
 def test_steps_without_a_trace_have_no_place() -> None:

@@ -27,6 +27,8 @@ _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
 """Variables that Kubernetes sets in every pod beside a service called tiered-kv."""
 ADMIN_TOKEN = "TIERED_KV_ADMIN_TOKEN"
 """Variable with the token of the API server's routes: a secret, and no setting of the engine."""
+_FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
+"""Values of a setting that is on or off, in any case."""
 _SECRETS = (ADMIN_TOKEN, REMOTE_PASSWORD, REMOTE_PASSWORD_FILE)
 
 
@@ -248,12 +250,11 @@ def _whole(
 
 def _flag(given: Mapping[str, object], key: str) -> bool:
     raw = given.get(key, "0")
-    if isinstance(raw, bool):
-        return raw
-    if str(raw) not in ("0", "1", ""):
+    word = str(raw).lower()
+    if word not in _FLAGS:
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is neither 0 nor 1: write {name}=1.")
-    return str(raw) == "1"
+        raise ConfigError(f"{name}={raw!r} is neither 0 nor 1: write {name}=0 or {name}=1.")
+    return _FLAGS[word]
 
 
 def _name(given: Mapping[str, object], key: str, default: str) -> str:
