@@ -47,7 +47,8 @@ import typer
 from tiered_kv.bench.common.model import ModelError, small_model
 from tiered_kv.bench.common.output import AsJson, run_benchmark, show
 from tiered_kv.bench.common.paths import TRACES
-from tiered_kv.bench.common.sessions import Recorded, RecordingError, read_sessions, recording
+from tiered_kv.bench.common.recorded_rows import RecordingError
+from tiered_kv.bench.common.sessions import Recorded, read_sessions, recording
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.jobs.lineage import Lineage
 

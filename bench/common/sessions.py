@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from .left_out import LeftOut
+from .recorded_rows import RecordingError, Row, check_times, known, read_rows, real, text
 
 FIELDS = {"session_id", "input", "output", "timestamp"}
-GZIPPED = b"\x1f\x8b"
-
-
-class RecordingError(RuntimeError):
-    """There is no such recording, or it is not one of sessions."""
+CHARACTERS_PER_TOKEN = 4
+"""Assumed of recorded answers, whose time is part of what lies between two requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +63,12 @@ def read_recording(path: Path) -> Recording:
     Raises:
         RecordingError: no such file, its lines are not turns with their texts, or all have nulls.
     """
-    try:
-        data = path.read_bytes()
-        text = gzip.decompress(data) if data[:2] == GZIPPED else data
-        rows = [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise RecordingError(f"{path} cannot be read: {error}") from error
-    if not rows or not all(isinstance(row, dict) and row.keys() >= FIELDS for row in rows):
-        raise RecordingError(f"{path} is no recording of {', '.join(sorted(FIELDS))}")
-    by_session: dict[str | None, list[Mapping[str, Any]]] = defaultdict(list)
+    rows = read_rows(path, _turn)
+    if not rows:
+        raise RecordingError(f"{path} is empty")
+    by_session: dict[str | None, list[_Turn]] = defaultdict(list)
     for row in rows:
-        by_session[row["session_id"]].append(row)
+        by_session[row.session].append(row)
     found = [_known(session) for session in by_session.values()]
     lost = [
         len(session) - len(turns)
@@ -89,16 +78,43 @@ def read_recording(path: Path) -> Recording:
     sessions = sorted((turns for turns in found if turns), key=lambda turns: turns[0].at)
     if not sessions:
         raise RecordingError(f"{path} has no session without nulls")
+    check_times(
+        path,
+        "microseconds",
+        (
+            ((later.at - turn.at) / 1e6, len(turn.answer) / CHARACTERS_PER_TOKEN)
+            for session in sessions
+            for turn, later in pairwise(session)
+        ),
+    )
     return Recording(sessions, LeftOut(len(lost), sum(lost)))
 
 
-def _known(session: Sequence[Mapping[str, Any]]) -> list[Recorded]:
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn as the file has it; None for null."""
+
+    session: str | None
+    at: float | None
+    prompt: str | None
+    answer: str | None
+
+
+def _turn(row: Row) -> _Turn:
+    if not row.keys() >= FIELDS:
+        lacks = ", ".join(sorted(FIELDS - row.keys()))
+        raise ValueError(f"it has no {lacks}: it is no turn of LMCache's agent traces")
+    session, at = known(row, "session_id", text), known(row, "timestamp", real)
+    return _Turn(session, at, known(row, "input", text), known(row, "output", text))
+
+
+def _known(session: Sequence[_Turn]) -> list[Recorded]:
     """The turns of a session up to its first null."""
-    if any(row["session_id"] is None or row["timestamp"] is None for row in session):
-        return []
-    rows = sorted(session, key=lambda row: int(row["timestamp"]))
-    known = takewhile(lambda row: None not in (row["input"], row["output"]), rows)
-    return [
-        Recorded(row["session_id"], int(row["timestamp"]), row["input"], row["output"])
-        for row in known
-    ]
+    found = list[Recorded]()
+    if any(turn.session is None or turn.at is None for turn in session):
+        return found
+    for turn in sorted(session, key=lambda turn: turn.at or 0.0):
+        if turn.prompt is None or turn.answer is None:
+            break
+        found.append(Recorded(turn.session or "", int(turn.at or 0), turn.prompt, turn.answer))
+    return found

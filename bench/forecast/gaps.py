@@ -16,25 +16,21 @@ What a file is, its content says and not its name:
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
 import sys
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
 
+from tiered_kv.bench.common.recorded_rows import Row, read_rows
+from tiered_kv.json_lines import lines_of, open_lines
 from tiered_kv.policies.base import NO_TOOL, JobKey, ToolUse, TurnEnd
 from tiered_kv.policies.tools.calls import ToolCall, read_tool_calls
 from tiered_kv.policies.tools.tool_use import tool_use
 
 CHARS_PER_TOKEN = 4
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +90,19 @@ def read_sources(folder: Path) -> dict[str, list[Session]]:
 
 
 def _read(path: Path) -> list[Session] | None:
-    data = path.read_bytes()
     try:
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-        if text.startswith("{"):
-            rows = [json.loads(line) for line in text.splitlines() if line]
+        with open_lines(path) as file:
+            data = b"".join(lines_of(file))
+        if data.startswith(b"{"):
+            rows: list[Row] = read_rows(path, lambda row: row)
         else:
-            rows = list(csv.DictReader(io.StringIO(text)))
-    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error):
+            rows = list(csv.DictReader(io.StringIO(data.decode())))
+        columns = set(rows[0]) if rows else set()
+        for needed, read in _KINDS:
+            if needed <= columns:
+                return [session for session in read(rows) if session.gaps]
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error):
         return None
-    columns = set(rows[0]) if rows else set()
-    for needed, read in _KINDS:
-        if needed <= columns:
-            return [session for session in read(rows) if session.gaps]
     return None
 
 

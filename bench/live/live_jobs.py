@@ -6,18 +6,17 @@ is asked what a character is worth.
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.sessions import FIELDS, GZIPPED
+from tiered_kv.bench.common.recorded_rows import RecordingError, first_row, names
+from tiered_kv.bench.common.sessions import FIELDS
 from tiered_kv.bench.live.recordings.agent_texts import agent_texts
 from tiered_kv.bench.live.recordings.cache_tester import BLOCK, tester_traces
-from tiered_kv.bench.live.recordings.mooncake import mooncake_requests
+from tiered_kv.bench.live.recordings.mooncake import hashed_requests
 from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn, Workload
@@ -56,12 +55,12 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
 
     Args:
         source: name of a generated workload, or path of a recording: a file of LMCache's agent
-            traces, of Mooncake's, of kv-cache-tester's, or a folder of the latter.
+            traces, of Mooncake's or Bailian's, of kv-cache-tester's, or a folder of the latter.
+            Each file may be gzipped.
         count: of generated jobs; a recording has as many as it has.
 
     Raises:
-        OSError, ValueError: there is no such workload, or it cannot be read.
-        bench.common.sessions.RecordingError: the same, of LMCache's traces.
+        ValueError: there is no such workload, or it cannot be read.
     """
     if source in GENERATED:
         return _of(generate(source, count, seed))
@@ -73,17 +72,18 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         )
     if path.is_dir():
         return _recorded(tester_traces(path))
-    first = _first_object(path)
+    first = first_row(path)
     if first.keys() >= FIELDS:
         read = agent_texts(path)
         return LiveJobs(path.name, read.jobs, Unit.CHARACTERS, read.texts, read.left_out)
     for key, reader in _READERS.items():
         if key in first:
             return _recorded(reader(path))
-    raise ValueError(
+    raise RecordingError(
         f"{path} is no recording that is known: neither of LMCache's agent traces "
-        f"({', '.join(sorted(FIELDS))}), nor of Mooncake's (hash_ids), nor of kv-cache-tester's "
-        "(requests)"
+        f"({', '.join(sorted(FIELDS))}), nor of Mooncake's or Bailian's (hash_ids, timestamp, "
+        "input_length, output_length), nor of kv-cache-tester's (id, requests). It has "
+        f"{names(first)}: rename its fields"
     )
 
 
@@ -120,7 +120,7 @@ def fitting(
 
 
 _READERS: Mapping[str, Callable[[Path], Workload]] = {
-    "hash_ids": mooncake_requests,
+    "hash_ids": hashed_requests,
     "requests": tester_traces,
     "reqs": coding_agents,
 }
@@ -132,20 +132,6 @@ def _of(workload: Workload) -> LiveJobs:
 
 def _recorded(workload: Workload) -> LiveJobs:
     return _of(replace(workload, jobs=tuple(map(_whole, workload.jobs))))
-
-
-def _first_object(path: Path) -> dict[str, object]:
-    """The first JSON object of a file; empty if there is none."""
-    with path.open("rb") as file:
-        packed = file.read(2) == GZIPPED
-    try:
-        with gzip.open(path, "rt") if packed else path.open() as lines:
-            line = next(filter(str.strip, lines), "")
-            # A file of one trace may spread it over many lines.
-            said = json.loads(line if line.rstrip().endswith("}") else line + lines.read())
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return said if isinstance(said, dict) else {}
 
 
 def _scaled(job: SimJob, factor: float) -> SimJob:

@@ -7,7 +7,6 @@ from tiered_kv.bench.common.model import ModelError
 from tiered_kv.bench.common.plotting import PlotError
 from tiered_kv.bench.common.run_files import RunFileError
 from tiered_kv.bench.common.service import ServerError
-from tiered_kv.bench.common.sessions import RecordingError
 
 from .ab import HarnessError
 from .measure import MeasureError
@@ -19,7 +18,6 @@ FAILURES = (
     ModelError,
     OSError,
     PlotError,
-    RecordingError,
     RunFileError,
     ServerError,
     ValueError,

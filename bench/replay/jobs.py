@@ -15,10 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.recorded_rows import DECODE_TOKENS_PER_S
 from tiered_kv.bench.common.sessions import Recorded, read_recording
 
-DECODE_TOKENS_PER_S = 60.0
-"""Assumed speed of a recorded answer, where only requests have times."""
 LEAST_GAP_S = 0.05
 
 # The synthetic workload of Continuum (arXiv 2511.02230): seven gaps, one of them long, contexts of
@@ -111,7 +110,7 @@ def mini_swe_jobs(
         longest: most tokens of a context; None: any.
 
     Raises:
-        bench.common.sessions.RecordingError: the file cannot be read or is no such recording.
+        bench.common.recorded_rows.RecordingError: the file cannot be read or is no such recording.
         ValueError: no session is left; the message says why.
     """
     record = read_recording(path)

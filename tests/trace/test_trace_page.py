@@ -83,7 +83,7 @@ def turns(jobs: int = 3, each: int = 4, **fields: Any) -> list[TurnRecord]:
                 "tokens": TurnTokens(1000, 400, 300, 200, 100, 50, 60, 20),
                 "decision": PricedDecision("cpu", "fast", q50_s=20.0, q90_s=40.0),
                 "pin": PinStory(8, 5.0, PinEnd.EXPIRED),
-                "gap": GapStory(StoryEnd.RETURNED, 24.0 - job)
+                "gap": GapStory(StoryEnd.RETURNED, 24.0 - job % 8)
                 if number < each
                 else GapStory(StoryEnd.OVER),
                 **fields,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.trace.records import HEADER, record
-from tiered_kv.trace.rotation import files_of, make_room
+from tiered_kv.trace.rotation import files_of, make_room, steps_of
+from tiered_kv.trace.steps.step_reader import StepReader, has_steps
+from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_file import TraceFile
 from tiered_kv.trace.trace_reader import MOST_NAMED, TraceReader
 
@@ -84,3 +88,103 @@ def test_bad_lines_are_counted_and_the_first_are_named(path: Path) -> None:
 def test_a_trace_that_is_not_there_is_an_error(path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no trace"):
         list(TraceReader(path))
+
+
+def pack(path: Path, keep: bool = False) -> None:
+    """What ``gzip`` makes of a file."""
+    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    if not keep:
+        path.unlink()
+
+
+def test_a_packed_trace_is_read_by_either_name(path: Path) -> None:
+    written = fill(path, 100)
+    for one in filter(Path.exists, files_of(path)):
+        pack(one)
+    for name in (path, path.with_name("trace.jsonl.gz")):
+        reader = TraceReader(name)
+        assert requests(reader) == written
+        assert not reader.bad_lines
+
+
+def test_older_files_may_be_packed_and_are_read_once(path: Path) -> None:
+    written = fill(path, 100)
+    older = [one for one in files_of(path) if one.exists()][1:]
+    for n, one in enumerate(older):
+        pack(one, keep=n % 2 == 0)
+    assert requests(TraceReader(path)) == written
+
+
+def test_a_trace_whose_own_name_ends_like_that_of_a_packed_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.gz"
+    written = fill(path, 100)
+    assert requests(TraceReader(path)) == written
+
+
+def test_packed_steps_are_found(path: Path) -> None:
+    path.write_text(f"{record(0).to_line()}\n")
+    steps_of(path).write_text(StepRecord(step=1, at=1.0).to_line() + "\n")
+    pack(path)
+    packed = path.with_name("trace.jsonl.gz")
+    assert has_steps(packed)
+    pack(steps_of(path))
+    assert has_steps(packed)
+    assert [one.step for one in StepReader(packed)] == [1]
+
+
+def test_a_packed_file_that_was_cut_off_is_told_with_what_it_holds(path: Path) -> None:
+    fill(path, 3)
+    pack(path)
+    packed = path.with_name("trace.jsonl.gz")
+    packed.write_bytes(packed.read_bytes()[:-9])
+    reader = TraceReader(packed)
+    assert requests(reader) == ["r0", "r1", "r2"]
+    assert [one.reason for one in reader.bad] == ["the gzipped data is damaged or cut off"]
+
+
+def test_a_line_ends_with_a_line_feed_alone(path: Path) -> None:
+    found = {**json.loads(record(0).to_line()), "request": "a\u2028b\u0085c"}
+    path.write_text(json.dumps(found, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert requests(TraceReader(path)) == ["a\u2028b\u0085c"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("turn", -1),
+        ("replica", -1),
+        ("arrived", -1.0),
+        ("tokens", {"prompt": -184}),
+        ("times", {"end_s": -0.5}),
+        ("times", {"admitted_s": -1}),
+        ("preempted", {"count": 1, "at_s": [-1.0]}),
+        ("would_have", {"ssd": -1}),
+        ("pin", {"held_s": -1.0}),
+        ("pages", {"evicted": {"ssd": -1}}),
+        ("gap", {"gap_s": -2.0}),
+    ],
+)
+def test_counts_and_times_below_0_are_not_believed(path: Path, field: str, value: object) -> None:
+    found = {**json.loads(record(0).to_line()), field: value}
+    path.write_text(f"{json.dumps(found)}\n{record(1).to_line()}\n")
+    reader = TraceReader(path)
+    assert requests(reader) == ["r1"]
+    (bad,) = reader.bad
+    assert bad.reason.startswith(f"{field}: ")
+    assert bad.reason.endswith(" is below 0")
+
+
+def test_a_policy_may_decide_anything(path: Path) -> None:
+    found = {**json.loads(record(0).to_line()), "decision": {"benefit_s": -3.5, "q50_s": -1}}
+    path.write_text(json.dumps(found) + "\n")
+    (one,) = TraceReader(path)
+    assert (one.decision.benefit_s, one.decision.q50_s) == (-3.5, -1.0)
+
+
+def test_a_header_of_no_size_is_none(path: Path) -> None:
+    found = {**json.loads(HEADER.to_line()), "block_size": -16}
+    path.write_text(f"{json.dumps(found)}\n{record(0).to_line()}\n")
+    reader = TraceReader(path)
+    assert requests(reader) == ["r0"]
+    assert not reader.headers
+    assert reader.bad[0].reason == "block_size: -16 is below 0"

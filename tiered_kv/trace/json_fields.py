@@ -97,8 +97,11 @@ def _default(field: Field[Any]) -> object:
 def read(kind: type[Part], found: object) -> Part:
     """Read a dataclass from what JSON gave.
 
+    Its numbers are counts, sizes and times, which are never below 0. In a dataclass that has
+    ``signed`` set, those that are no whole numbers may be.
+
     Raises:
-        ValueError: a field lacks, or is of another type; the message names it.
+        ValueError: a field lacks, is of another type or below 0; the message names it.
     """
     if not isinstance(found, dict):
         raise ValueError("it is no object")
@@ -110,7 +113,7 @@ def read(kind: type[Part], found: object) -> Part:
                 continue
             plain, reader = readers[name]
             # Most values are what they should be, and there may be millions of them.
-            if type(value) is plain and (plain is not float or math.isfinite(found[name])):
+            if type(value) is plain and (plain is not float or 0.0 <= found[name] < math.inf):
                 values[name] = value
             else:
                 values[name] = reader(value)
@@ -135,25 +138,28 @@ class _Field(NamedTuple):
 @cache
 def _readers(kind: Any) -> dict[str, _Field]:
     hints = typing.get_type_hints(kind)
+    real = _signed if getattr(kind, "signed", False) else _real
     return {
-        field.name: _Field(_PLAIN_TYPES.get(hints[field.name]), _reader(hints[field.name]))
+        field.name: _Field(_PLAIN_TYPES.get(hints[field.name]), _reader(hints[field.name], real))
         for field in fields(kind)
     }
 
 
-def _reader(hint: Any) -> Read:
-    """Reader of one field's type."""
+def _reader(hint: Any, real: Read) -> Read:
+    """Reader of one field's type; ``real`` reads its numbers that are no whole ones."""
     if isinstance(hint, types.UnionType):
-        inner = _reader(next(one for one in hint.__args__ if one is not types.NoneType))
+        inner = _reader(next(one for one in hint.__args__ if one is not types.NoneType), real)
         return lambda value: None if value is None else inner(value)
+    if hint is float:
+        return real
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin = typing.get_origin(hint)
     if origin is tuple:
-        one_of = _reader(typing.get_args(hint)[0])
+        one_of = _reader(typing.get_args(hint)[0], real)
         return lambda value: tuple(map(one_of, _list(value)))
     if origin is not None:  # a mapping of names to numbers
-        inner = _reader(typing.get_args(hint)[1])
+        inner = _reader(typing.get_args(hint)[1], real)
         return lambda value: {_text(name): inner(one) for name, one in _object(value).items()}
     kind: type[Any] = hint
     if issubclass(kind, Enum):
@@ -183,12 +189,21 @@ def _text(value: object) -> str:
 def _whole(value: object) -> int:
     if type(value) is not int:
         raise ValueError(f"{value!r:.40} is no whole number")
-    if not -MOST <= value <= MOST:
+    if value < 0:
+        raise ValueError(f"{value!r:.40} is below 0")
+    if value > MOST:
         raise ValueError("it is too large")
     return value
 
 
 def _real(value: object) -> float:
+    real = _signed(value)
+    if real < 0:
+        raise ValueError(f"{value!r:.40} is below 0")
+    return real
+
+
+def _signed(value: object) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"{value!r:.40} is no number")
     try:
@@ -225,4 +240,4 @@ _PLAIN_TYPES: dict[Any, type] = {
     float: float,
     float | None: float,
 }
-_PLAIN: dict[Any, Read] = {str: _text, int: _whole, float: _real, bool: _bool}
+_PLAIN: dict[Any, Read] = {str: _text, int: _whole, bool: _bool}

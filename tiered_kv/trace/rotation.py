@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 FILE_BYTES = 64 << 20
@@ -12,14 +13,36 @@ FILES = 8
 """Files that are kept; the oldest is deleted for a new one."""
 
 
+PACKED = ".gz"
+"""End of the name of a file that somebody packed."""
+
+
 def steps_of(path: Path) -> Path:
     """The newest file of a trace's steps, which are in files of their own."""
     return path.with_name(f"{path.name}.steps")
 
 
+def steps_to_read(path: Path) -> Path:
+    """The newest file of the steps of a trace that is read, whose own newest file may be packed."""
+    named = steps_of(path)
+    return named if named.exists() else steps_of(_unpacked(path))
+
+
 def files_of(path: Path) -> list[Path]:
     """The files of a trace that may be there, the newest first."""
     return [path, *(_older(path, age) for age in range(1, FILES))]
+
+
+def files_to_read(path: Path) -> Iterator[Path]:
+    """The files of a trace that are there, the newest first. Each may have been packed with gzip;
+    one that is there twice is given once."""
+    plain = _unpacked(path)
+    for age in range(FILES):
+        names = (path, plain) if age == 0 else (_older(path, age), _older(plain, age))
+        for name in (*names, _packed(names[-1])):
+            if name.exists():
+                yield name
+                break
 
 
 def make_room(path: Path) -> None:
@@ -34,6 +57,14 @@ def make_room(path: Path) -> None:
     for newer, older in zip(files[-2::-1], files[:0:-1], strict=True):
         with contextlib.suppress(FileNotFoundError):
             newer.replace(older)
+
+
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}{PACKED}")
+
+
+def _unpacked(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(PACKED))
 
 
 def _older(path: Path, age: int) -> Path:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Generic, TypeVar
 
-from .rotation import files_of
+from tiered_kv.json_lines import lines_of, open_lines, read_json
+
+from .rotation import files_to_read
 from .trace_header import TraceHeader
 from .turn_record import TurnRecord
 
@@ -41,7 +43,7 @@ class RecordReader(Generic[Record]):
     """Records in the files of a trace, once each, in the order in which they were written.
 
     A last line that was cut off is passed over. Records of later schemas are read as far as this
-    version knows their fields.
+    version knows their fields. A file may be packed with gzip.
 
     Args:
         path: the newest file, or another one alone.
@@ -70,9 +72,9 @@ class RecordReader(Generic[Record]):
     def _open_all(self, opened: ExitStack) -> list[tuple[Path, IO[bytes]]]:
         """The files, the newest first: one that is moved meanwhile is met again, and left out."""
         files, seen = list[tuple[Path, IO[bytes]]](), set[tuple[int, int]]()
-        for path in files_of(self.path):
+        for path in files_to_read(self.path):
             try:
-                file = opened.enter_context(path.open("rb"))
+                file = opened.enter_context(open_lines(path))
             except FileNotFoundError:
                 continue
             found = os.fstat(file.fileno())
@@ -84,20 +86,24 @@ class RecordReader(Generic[Record]):
         return files
 
     def _records(self, path: Path, file: IO[bytes]) -> Iterator[Record]:
-        for number, line in enumerate(file, start=1):
-            if line == b"\n":
-                continue
-            try:
-                found = json.loads(line)
-                if isinstance(found, dict) and "schema" in found:
-                    self.headers.append(TraceHeader.from_json(found))
+        number = 0
+        try:
+            for number, line in enumerate(lines_of(file), start=1):
+                if line == b"\n":
                     continue
-                record = self._read(found)
-            except (ValueError, RecursionError) as error:
-                if line.endswith(b"\n"):
-                    self._note(BadLine(path, number, _reason(error)))
-                continue
-            yield record
+                try:
+                    found = read_json(line)
+                    if isinstance(found, dict) and "schema" in found:
+                        self.headers.append(TraceHeader.from_json(found))
+                        continue
+                    record = self._read(found)
+                except ValueError as error:
+                    if line.endswith(b"\n"):
+                        self._note(BadLine(path, number, _reason(error)))
+                    continue
+                yield record
+        except ValueError as error:  # of the file, and not of a line
+            self._note(BadLine(path, number + 1, str(error)))
 
     def _note(self, bad: BadLine) -> None:
         self.bad_lines += 1
@@ -116,7 +122,7 @@ class TraceReader(RecordReader[TurnRecord]):
         super().__init__(path, TurnRecord.from_json)
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return "it is no JSON"
     return str(error)

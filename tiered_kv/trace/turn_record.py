@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .json_fields import cut, read, said, size
 
@@ -155,6 +155,9 @@ class PricedDecision:
         memoryfulness: η, share of T that a pin saves.
         vram_price: λ, seconds charged for a second in VRAM.
     """
+
+    signed: ClassVar[bool] = True
+    """A policy of another package may decide anything."""
 
     tier: str = ""
     gap_class: str = ""

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.sessions import Recorded, read_recording
+from tiered_kv.bench.common.sessions import CHARACTERS_PER_TOKEN, Recorded, read_recording
 from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn
 
 from .between import gap_s
-
-CHARACTERS_PER_TOKEN = 4
-"""Assumed of recorded answers, whose time is part of what lies between two requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ def agent_texts(path: Path) -> AgentTexts:
     """All jobs of a recording.
 
     Raises:
-        bench.common.sessions.RecordingError: it cannot be read, or is no such recording.
+        bench.common.recorded_rows.RecordingError: it cannot be read, or is no such recording.
     """
     record = read_recording(path)
     jobs, texts = [], {}

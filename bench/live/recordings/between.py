@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tiered_kv.bench.replay.jobs import DECODE_TOKENS_PER_S, LEAST_GAP_S
+from tiered_kv.bench.common.recorded_rows import DECODE_TOKENS_PER_S
+from tiered_kv.bench.replay.jobs import LEAST_GAP_S
 
 
 def gap_s(apart_s: float | None, output_tokens: float) -> float:

@@ -7,11 +7,23 @@ with the same prompt the second counts.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.bench.common.recorded_rows import (
+    RecordingError,
+    Row,
+    hashes,
+    identity,
+    json_files,
+    known,
+    read_rows,
+    real,
+    rows_in,
+    text,
+    whole,
+)
 from tiered_kv.bench.sim.workloads.recorded import workload_of
 from tiered_kv.bench.sim.workloads.workload import Workload
 
@@ -19,43 +31,51 @@ from .between import gap_s
 
 BLOCK = 64
 """Tokens of a block, where a trace does not say."""
+MOST_HASHED = 2.0
+"""Most tokens that the hashes stand for, as a multiple of the prompts' tokens. They may be of
+another tokenizer than the counts; more than this is another size of block."""
 
 
 def tester_traces(path: Path) -> Workload:
-    """Jobs of a trace, of a file with one a line, or of a folder of ``*.json``.
+    """Jobs of a trace, of a file with one a line, or of a folder of ``*.json``, gzipped or not.
 
     Raises:
-        OSError, ValueError: it cannot be read, is no such trace, or has no job.
+        bench.common.recorded_rows.RecordingError: it cannot be read, is no such trace, or has no
+            job.
     """
-    paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    try:
-        traces = [trace for one in paths for trace in _traces(one)]
-        sessions = [_session(trace) for trace in traces]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has no traces of kv-cache-tester: {error!r}") from error
+    paths = list(json_files(path)) if path.is_dir() else [path]
+    if not paths:
+        raise RecordingError(f"{path} is a folder without *.json: name the file of a recording")
+    sessions = [session for one in paths for session in read_rows(one, _session)]
     return workload_of(sessions, path.name)
 
 
-def _traces(path: Path) -> Iterator[Mapping[str, Any]]:
-    text = path.read_text()
-    try:
-        yield json.loads(text)
-    except ValueError:
-        yield from (json.loads(line) for line in text.splitlines() if line.strip())
-
-
-def _session(trace: Mapping[str, Any]) -> dict[str, Any]:
+def _session(trace: Row) -> dict[str, Any]:
     """A session in the form that ``recorded`` reads: gaps and shared tokens in the place of times
     and hashes."""
-    block = trace.get("block_size") or BLOCK
-    return {"id": trace["id"], "reqs": _rows(trace["requests"], block)}
+    block = known(trace, "block_size", whole) or BLOCK
+    requests = rows_in(trace, "requests")
+    _check_blocks(requests, block)
+    return {"id": known(trace, "id", identity), "reqs": _rows(requests, block)}
 
 
-def _rows(requests: Sequence[Mapping[str, Any]], block: int) -> list[dict[str, Any]]:
+def _check_blocks(requests: Sequence[Row], block: int) -> None:
+    """Refuse hashes of more tokens than there are."""
+    counted = [one for one in requests if one.get("hash_ids") and one.get("in") is not None]
+    tokens = sum(whole(one, "in") for one in counted)
+    hashed = block * sum(len(hashes(one)) for one in counted)
+    if hashed > MOST_HASHED * (tokens + block * len(counted)):
+        raise ValueError(
+            f"its hash_ids stand for {hashed:,} tokens of {tokens:,} with {block} tokens each: "
+            "write the right block_size"
+        )
+
+
+def _rows(requests: Sequence[Row], block: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    before: Mapping[str, Any] | None = None
+    before: Row | None = None
     for request in _once(requests):
-        if request["type"] == "subagent":
+        if text(request, "type") == "subagent":
             rows.append(_agent(request, block))
             continue
         rows.append(
@@ -71,44 +91,45 @@ def _rows(requests: Sequence[Mapping[str, Any]], block: int) -> list[dict[str, A
     return rows
 
 
-def _once(requests: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _once(requests: Sequence[Row]) -> Iterator[Row]:
     """The requests without those whose prompt the next one sends again."""
     for at, request in enumerate(requests):
         later = requests[at + 1] if at + 1 < len(requests) else {}
-        hashes = request.get("hash_ids")
-        if not hashes or hashes != later.get("hash_ids"):
+        sent = request.get("hash_ids")
+        if not sent or sent != later.get("hash_ids"):
             yield request
 
 
-def _agent(request: Mapping[str, Any], block: int) -> dict[str, Any]:
-    asked = request.get("requests") or []
-    took_ms = request.get("duration_ms")
+def _agent(request: Row, block: int) -> dict[str, Any]:
+    asked = rows_in(request, "requests")
+    took_ms = known(request, "duration_ms", real)
     if took_ms is None and asked:
-        took_ms = 1e3 * (asked[-1]["t"] + (asked[-1].get("api_time") or 0.0) - asked[0]["t"])
+        ended_s = real(asked[-1], "t") + (known(asked[-1], "api_time", real) or 0.0)
+        took_ms = 1e3 * max(0.0, ended_s - real(asked[0], "t"))
     name = request.get("agent_id") or f"agent at {request.get('t')}"
     return {"k": "sub", "id": name, "dur_ms": took_ms, "reqs": _rows(asked, block)}
 
 
-def _shared(before: Mapping[str, Any] | None, request: Mapping[str, Any]) -> int:
+def _shared(before: Row | None, request: Row) -> int:
     """Leading blocks that a prompt has in common with the one before."""
     if before is None:
         return 0
     common = 0
-    for one, other in zip(before["hash_ids"], request["hash_ids"], strict=False):
+    for one, other in zip(hashes(before), hashes(request), strict=False):
         if one != other:
             break
         common += 1
     return common
 
 
-def _gap_s(before: Mapping[str, Any] | None, request: Mapping[str, Any]) -> float:
+def _gap_s(before: Row | None, request: Row) -> float:
     if before is None:
         return 0.0
-    thought_s = request.get("think_time")
+    thought_s = known(request, "think_time", real)
     if thought_s is not None:
-        return float(thought_s)
-    apart_s = float(request["t"]) - float(before["t"])
-    took_s = before.get("api_time")
+        return thought_s
+    apart_s = max(0.0, real(request, "t") - real(before, "t"))
+    took_s = known(before, "api_time", real)
     if took_s is not None:
-        return max(0.0, apart_s - float(took_s))
-    return gap_s(apart_s, before.get("out") or 0)
+        return max(0.0, apart_s - took_s)
+    return gap_s(apart_s, known(before, "out", whole) or 0)

@@ -1,24 +1,66 @@
-"""Mooncake's traces: requests with hashes of their prompts' blocks, and no sessions.
+"""Traces of requests with hashes of their prompts' blocks: Mooncake's, and Alibaba's of Bailian.
 
-A hash stands for its block and all before it. So a prompt that holds the last whole block of an
-earlier one is taken for that job's next turn, if it is long enough to hold the answer as well.
+They share their field names and differ in everything else:
+
+- Mooncake's: 512 tokens a hash, times in milliseconds, and no conversations. A prompt that holds
+  the last whole block of an earlier one is taken for that job's next turn, if it is long enough to
+  hold the answer as well.
+- Bailian's: 16 tokens a hash, times in seconds. Each request has a ``chat_id``, and names the one
+  before it in ``parent_chat_id``.
+
+A hash stands for its block and all before it. Some writers hash a last block that is not full, and
+some do not. A request with any other number of hashes is left out and counted; where many have one,
+the trace is of another form, and is refused.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
 
+from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.recorded_rows import (
+    RecordingError,
+    Row,
+    check_times,
+    first_row,
+    hashes,
+    identity,
+    known,
+    read_rows,
+    real,
+    whole,
+)
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 from .between import gap_s
 
-BLOCK = 512
-"""Tokens that a hash stands for."""
+MOST_ODD = 0.01
+"""Share of requests that may be odd."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A form of these traces.
+
+    Attributes:
+        block: tokens that a hash stands for.
+        tick_s: unit of times, seconds.
+    """
+
+    name: str
+    block: int
+    unit: str
+    tick_s: float
+
+
+_MOONCAKE = _Form("Mooncake's", 512, "milliseconds", 1e-3)
+_BAILIAN = _Form("Bailian's", 16, "seconds", 1.0)
+_NO_PARENT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +68,73 @@ class _Request:
     at_s: float
     prompt: int
     output: int
-    hashes: tuple[int, ...]
+    hashes: tuple[int | str, ...]
+    block: int
+    chat: int | str | None
+    parent: int | str | None
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def whole(self) -> tuple[int | str, ...]:
         """Hashes of its whole blocks."""
-        return self.hashes[: self.prompt // BLOCK]
+        return self.hashes[: self.prompt // self.block]
+
+    @property
+    def is_odd(self) -> bool:
+        """True if it has another number of hashes than its prompt has blocks."""
+        return len(self.hashes) not in (self.prompt // self.block, -(-self.prompt // self.block))
 
 
-def mooncake_requests(path: Path) -> Workload:
+def hashed_requests(path: Path) -> Workload:
     """Jobs of a trace, in the order of their first requests. Jobs whose first prompts begin alike
     share that beginning.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no such trace.
+        bench.common.recorded_rows.RecordingError: it cannot be read, or is no such trace.
     """
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        requests = sorted(map(_request, rows), key=lambda one: one.at_s)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no trace of Mooncake's: {error!r}") from error
-    chains = _chains(requests)
+    form = _BAILIAN if "parent_chat_id" in first_row(path) else _MOONCAKE
+    found = read_rows(path, partial(_request, form))
+    odd = [one for one in found if one.is_odd]
+    if len(odd) > MOST_ODD * len(found):
+        raise RecordingError(
+            f"{path} is of another form than {form.name}: a request of {odd[0].prompt} tokens has "
+            f"{len(odd[0].hashes)} hashes. {_MOONCAKE.name} have one for {_MOONCAKE.block} tokens, "
+            f"and times in {_MOONCAKE.unit}; {_BAILIAN.name}, with parent_chat_id, one for "
+            f"{_BAILIAN.block}, and times in {_BAILIAN.unit}. Convert it to one of them."
+        )
+    requests = sorted((one for one in found if not one.is_odd), key=lambda one: one.at_s)
+    chains = _conversations(requests) if form is _BAILIAN else _chains(requests)
+    check_times(
+        path,
+        form.unit,
+        ((later.at_s - one.at_s, one.output) for chain in chains for one, later in pairwise(chain)),
+    )
     begins = Counter(block for chain in chains for block in chain[0].whole)
     jobs = tuple(_job(f"request {at}", chain, begins) for at, chain in enumerate(chains))
-    return Workload(path.name, jobs, Hints.RIGHT)
+    left_out = {"odd_hashes": LeftOut(len(odd), len(odd))} if odd else {}
+    return Workload(path.name, jobs, Hints.RIGHT, left_out=left_out)
 
 
-def _request(row: Mapping[str, Any]) -> _Request:
+def _request(form: _Form, row: Row) -> _Request:
+    if "timestamp" not in row and "delay" in row:
+        raise ValueError(
+            "it has a delay in place of a timestamp, as aiperf writes sessions: write the time of "
+            f"each request, in {form.unit}"
+        )
     return _Request(
-        float(row["timestamp"]) / 1e3,
-        max(1, int(row["input_length"])),
-        max(1, int(row["output_length"])),
-        tuple(row["hash_ids"]),
+        at_s=real(row, "timestamp") * form.tick_s,
+        prompt=max(1, whole(row, "input_length")),
+        output=max(1, whole(row, "output_length")),
+        hashes=hashes(row),
+        block=form.block,
+        chat=known(row, "chat_id", identity),
+        parent=known(row, "parent_chat_id", identity),
     )
 
 
-def _chains(requests: Sequence[_Request]) -> list[list[_Request]]:
+def _chains(requests: Iterable[_Request]) -> list[list[_Request]]:
+    """Requests by job, found by their blocks."""
     chains: list[list[_Request]] = []
-    open_at: dict[int, list[_Request]] = {}
+    open_at: dict[int | str, list[_Request]] = {}
     for request in requests:
         chain = None
         for block in reversed(request.whole):
@@ -80,14 +151,41 @@ def _chains(requests: Sequence[_Request]) -> list[list[_Request]]:
     return chains
 
 
-def _job(name: str, chain: Sequence[_Request], begins: Mapping[int, int]) -> SimJob:
+def _conversations(requests: Iterable[_Request]) -> list[list[_Request]]:
+    """Requests by job, as they name the one before them. Of several that name the same one, the
+    first goes on with its job, and each other is a new job."""
+    chains: list[list[_Request]] = []
+    ends: dict[int | str, list[_Request]] = {}
+    for request in requests:
+        chain = ends.pop(request.parent, None) if request.parent is not None else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(request)
+        if request.chat not in (None, _NO_PARENT):
+            ends[request.chat] = chain
+    return chains
+
+
+def _job(name: str, chain: Sequence[_Request], begins: Mapping[int | str, int]) -> SimJob:
     turns = []
-    context = 0
+    shared = 0
     for at, request in enumerate(chain):
-        later = chain[at + 1].at_s - request.at_s if at + 1 < len(chain) else None
-        gap = gap_s(later, request.output)
-        turns.append(SimTurn(context, request.prompt - context, request.output, gap))
-        context = request.prompt + request.output
-    shared = [block for block in chain[0].whole if begins[block] > 1]
-    prefix = str(shared[0]) if shared else ""
-    return SimJob(name, 0.0, tuple(turns), prefix, len(shared) * BLOCK)
+        following = chain[at + 1] if at + 1 < len(chain) else None
+        gap = gap_s(following.at_s - request.at_s if following else None, request.output)
+        turns.append(SimTurn(shared, request.prompt - shared, request.output, gap))
+        shared = _shared(request, following) if following else 0
+    first = chain[0]
+    common = [block for block in first.whole if begins[block] > 1]
+    prefix = str(common[0]) if common else ""
+    return SimJob(name, 0.0, tuple(turns), prefix, len(common) * first.block)
+
+
+def _shared(request: _Request, following: _Request) -> int:
+    """Tokens of a request's context that the next prompt keeps: with its answer, if that prompt
+    holds all of its whole blocks and is long enough."""
+    pairs = zip(request.whole, following.whole, strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    context = request.prompt + request.output
+    goes_on = common == len(request.whole) and following.prompt >= context
+    return min(context if goes_on else common * request.block, following.prompt - 1)

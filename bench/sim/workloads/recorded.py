@@ -13,9 +13,6 @@ left out: the gap of its parent has its time. What is left out is counted.
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.common.recorded_rows import (
+    RecordingError,
+    Row,
+    known,
+    names,
+    read_rows,
+    real,
+    rows_in,
+    whole,
+)
 
 from .workload import Hints, SimJob, SimTurn, Workload
 
@@ -60,36 +67,45 @@ def coding_agents(path: Path) -> Workload:
     """All jobs of a recording, in its order.
 
     Raises:
-        OSError, ValueError: it cannot be read, is no such recording, or has no job.
+        bench.common.recorded_rows.RecordingError: it cannot be read, is no such recording, or has
+            no job.
     """
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            sessions = [json.loads(line) for line in lines]
-        return workload_of([one for one in sessions if not one["dup"]], path.name)
-    except (KeyError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path.name} has no sessions of coding agents: {error!r}") from error
+    sessions = read_rows(path, _session)
+    return workload_of([one for one in sessions if not one.get("dup")], path.name)
 
 
-def workload_of(sessions: Sequence[Mapping[str, Any]], name: str) -> Workload:
+def workload_of(sessions: Sequence[Row], name: str) -> Workload:
     """All jobs of these sessions, in their order.
 
     Args:
         name: of the recording.
 
     Raises:
-        KeyError, TypeError: they are none.
-        ValueError: there is no job.
+        bench.common.recorded_rows.RecordingError: a value is none, or there is no job.
     """
-    found = [_jobs(one, at) for at, one in enumerate(sessions)]
+    found = []
+    for at, one in enumerate(sessions):
+        try:
+            found.append(_jobs(one, at))
+        except ValueError as error:
+            raise RecordingError(f"{name}, session {at + 1}: {error}") from error
     jobs = tuple(job for one in found for job in one.jobs)
     nulls = _left_out(one.nulls for one in found)
+    too_short = _left_out(one.too_short for one in found)
     if not jobs:
-        raise ValueError(
-            f"{name} has no job of {FEWEST_TURNS} turns or more: {nulls.turns} turns of "
-            f"{nulls.sessions} sessions have nulls"
+        raise RecordingError(
+            f"{name} has no job of {FEWEST_TURNS} turns or more: {too_short.turns} turns of "
+            f"{too_short.sessions} sessions are in shorter ones, and {nulls.turns} turns of "
+            f"{nulls.sessions} sessions have nulls. Record longer sessions"
         )
-    left_out = {"nulls": nulls, "too_short": _left_out(one.too_short for one in found)}
+    left_out = {"nulls": nulls, "too_short": too_short}
     return Workload("coding-agents", jobs, Hints.RIGHT, BLOCK, left_out=left_out)
+
+
+def _session(row: Row) -> Row:
+    if "reqs" not in row:
+        raise ValueError(f"it has no reqs, but {names(row)}: it is no session of a coding agent")
+    return row
 
 
 def _left_out(turns: Iterable[int]) -> LeftOut:
@@ -98,8 +114,8 @@ def _left_out(turns: Iterable[int]) -> LeftOut:
     return LeftOut(len(some), sum(some))
 
 
-def _jobs(session: Mapping[str, Any], line: int) -> _Found:
-    name = f"line {line}" if session["id"] is None else session["id"]
+def _jobs(session: Row, line: int) -> _Found:
+    name = f"line {line}" if session.get("id") is None else str(session["id"])
     parts: list[list[_Turn]] = []
     nulls = 0
     cut = True
@@ -121,9 +137,16 @@ def _jobs(session: Mapping[str, Any], line: int) -> _Found:
     return _Found(jobs, nulls, sum(map(len, parts)) - sum(map(len, long)))
 
 
-def _rows(record: Mapping[str, Any]) -> list[Request]:
-    """Requests of a session or sub-agent; of one that is null nothing is known."""
-    return [row or {} for row in record["reqs"] or ()]
+def _rows(record: Row) -> list[Request]:
+    """Requests of a session or sub-agent, with their numbers checked; of one that is null nothing
+    is known."""
+    return [{**row, **_numbers(row)} for row in rows_in(record, "reqs")]
+
+
+def _numbers(row: Row) -> dict[str, float | None]:
+    counts = {name: known(row, name, whole) for name in ("in", "out", "lcp") if name in row}
+    times = {name: known(row, name, real) for name in ("gap", "dur_ms") if name in row}
+    return counts | times
 
 
 def _lacks_tokens(row: Request) -> bool:
@@ -147,7 +170,7 @@ def _job(name: str, turns: Sequence[_Turn]) -> SimJob:
         if agents:
             gap_s = max(0.0, gap_s - max(one["dur_ms"] for one in agents) / 1e3)
         began = tuple(
-            _job(f"{name}/{one['id']}", [_Turn(row) for row in _known(one)[:MOST_TURNS]])
+            _job(f"{name}/{one.get('id')}", [_Turn(row) for row in _known(one)[:MOST_TURNS]])
             for one in agents
         )
         tool = "" if request.get("stop") == NO_TOOL_STOP else "tool"

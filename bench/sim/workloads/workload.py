@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.json_lines import lines_of, open_lines, read_json
 
 TOO_LONG = "too_long"
 
@@ -145,7 +146,8 @@ class Workload:
             OSError, ValueError: it cannot be read, or is something else.
         """
         try:
-            said = json.loads(gzip.decompress(path.read_bytes()))
+            with open_lines(path) as file:
+                said = read_json(b"".join(lines_of(file)))
             return cls(
                 said["name"],
                 tuple(_job(job) for job in said["jobs"]),
@@ -154,7 +156,7 @@ class Workload:
                 said["burst"],
                 {reason: LeftOut(**one) for reason, one in said["left_out"].items()},
             )
-        except (AttributeError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no saved workload: {error!r}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -131,17 +132,208 @@ def test_texts_of_agents_are_kept_and_a_prompt_that_does_not_go_on_is_sent_whole
     assert job.turns[0].gap_s == pytest.approx(5 - len("look") / 4 / 60)
 
 
+def hashed(ms: float, tokens: int, hashes: int, **more: Any) -> dict[str, Any]:
+    """A request of Mooncake's with this number of hashes."""
+    said = {"timestamp": ms, "input_length": tokens, "output_length": 32}
+    return {**said, "hash_ids": list(range(hashes)), **more}
+
+
+def bailian(chats: int = 40, turns: int = 3) -> list[dict[str, Any]]:
+    """Chats whose turns are 30 s apart, each prompt with the one before and its answer."""
+    rows = []
+    for chat in range(chats):
+        for turn in range(turns):
+            tokens = 320 + 352 * turn
+            more = {
+                "chat_id": 10 * chat + turn,
+                "parent_chat_id": 10 * chat + turn - 1 if turn else -1,
+                "hash_ids": [f"{chat}.{n}" for n in range(tokens // 16)],
+            }
+            rows.append(hashed(chat + 30.0 * turn, tokens, 0, **more))
+    return sorted(rows, key=lambda row: float(row["timestamp"]))
+
+
+def test_bailians_requests_are_joined_to_jobs_as_they_name_each_other(tmp_path: Path) -> None:
+    path = lines(tmp_path / "bailian.jsonl", bailian())
+    jobs = load(path).jobs
+    assert len(jobs) == 40
+    for job in jobs:
+        assert [turn.prompt for turn in job.turns] == [320, 672, 1_024]
+        assert [turn.shared for turn in job.turns] == [0, 352, 704], "the prompt and its answer"
+        assert [turn.gap_s for turn in job.turns] == pytest.approx([30 - 32 / 60] * 2 + [0.0])
+
+
+def test_a_prompt_that_was_cut_keeps_what_its_hashes_say(tmp_path: Path) -> None:
+    first, second, third = bailian(1)
+    second["hash_ids"][5:] = [f"new {n}" for n in range(len(second["hash_ids"]) - 5)]
+    fork = {**third, "chat_id": 77, "timestamp": third["timestamp"] + 1}
+    lost = {**first, "chat_id": 78, "parent_chat_id": 4_711, "timestamp": 100.0}
+    rows = [first, second, third, fork, lost]
+    jobs = load(lines(tmp_path / "bailian.jsonl", rows)).jobs
+    assert [[turn.shared for turn in job.turns] for job in jobs] == [[0, 80, 80], [0], [0]]
+
+
+@pytest.mark.parametrize("rows", [[hashed(1e3 * n, 320, 20) for n in range(9)], bailian(2)])
+def test_hashes_of_other_blocks_are_not_misread_in_silence(
+    rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for row in rows:
+        if row.pop("chat_id", None) is not None:
+            row["hash_ids"] = row["hash_ids"][:3]
+    path = lines(tmp_path / "other.jsonl", rows)
+    with pytest.raises(ValueError, match=r"of another form than .* 320 tokens has (20|3) hashes"):
+        load(path)
+
+
+def test_a_few_odd_requests_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [hashed(1e4 * n, 600, 1 + n % 2) for n in range(200)]  # the last block, or not
+    rows[7]["hash_ids"] = []
+    found = load(lines(tmp_path / "mooncake.jsonl", rows))
+    assert found.left_out["odd_hashes"] == LeftOut(1, 1)
+    assert sum(len(job.turns) for job in found.jobs) == 199
+
+
+def test_times_in_another_unit_leave_no_gaps_and_are_told(tmp_path: Path) -> None:
+    grown = [hashed(n, 600 * n, -(-600 * n // 512)) for n in range(1, 6)]
+    with pytest.raises(ValueError, match=r"no gaps between turns.* must be in milliseconds"):
+        load(lines(tmp_path / "seconds.jsonl", grown))
+    for row in grown:
+        row["timestamp"] *= 1_000
+    assert len(load(lines(tmp_path / "right.jsonl", grown)).jobs) == 1
+    texts = [
+        {"session_id": "s", "timestamp": 10 * n, "input": "x" * n, "output": "yes" * 20}
+        for n in range(1, 6)
+    ]
+    with pytest.raises(ValueError, match=r"no gaps between turns.* must be in microseconds"):
+        load(lines(tmp_path / "texts.jsonl", texts))
+
+
+TEXTS = [
+    {"session_id": "s", "timestamp": 9e6 * n, "input": "x" * (n + 1), "output": "y"}
+    for n in range(3)
+]
+CODING = [{"id": "s", "reqs": [{"in": 9, "out": 1, "lcp": 0, "gap": 1.0}] * 3}]
+OF_EACH_FORM: dict[str, list[dict[str, Any]]] = {
+    "mooncake": [hashed(1e4 * n, 600 * (n + 1), (600 * n + 600) // 512) for n in range(3)],
+    "bailian": bailian(2),
+    "kv-cache-tester": [TRACE],
+    "agent texts": TEXTS,
+    "coding agents": CODING,
+}
+
+
+@pytest.mark.parametrize("form", OF_EACH_FORM)
+def test_each_form_may_be_gzipped_whatever_its_file_is_called(form: str, tmp_path: Path) -> None:
+    plain, packed = (tmp_path / name / "recording.jsonl" for name in ("plain", "packed"))
+    for path in (plain, packed):
+        path.parent.mkdir()
+    data = lines(plain, OF_EACH_FORM[form]).read_bytes()
+    packed.write_bytes(gzip.compress(data))
+    assert load(packed).jobs == load(plain).jobs
+    assert load(plain).jobs
+    packed.write_bytes(gzip.compress(data)[:-12])
+    with pytest.raises(ValueError, match="the gzipped data is damaged or cut off"):
+        load(packed)
+
+
+def test_traces_in_a_folder_may_be_gzipped(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(TRACE))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps({**TRACE, "id": "b"}).encode()))
+    (tmp_path / "README.md").write_text("what they are")
+    assert len(load(tmp_path).jobs) == 2
+    with pytest.raises(ValueError, match=r"a folder without \*.json"):
+        load(tmp_path.parent)
+
+
+@pytest.mark.parametrize("form", OF_EACH_FORM)
+def test_a_line_ends_with_a_line_feed_alone(form: str, tmp_path: Path) -> None:
+    rows = [{**row, "note": "a\u2028b\u0085c\x0bd"} for row in OF_EACH_FORM[form]]
+    path = tmp_path / "recording.jsonl"
+    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n")
+    assert load(path).jobs == load(lines(tmp_path / "plain.jsonl", OF_EACH_FORM[form])).jobs
+
+
+ODD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-184", "true", '"7"', "[]", "1" + "0" * 30)
+
+
+@pytest.mark.parametrize("odd", ODD_NUMBERS)
+@pytest.mark.parametrize("form", OF_EACH_FORM)
+def test_a_number_that_is_none_is_refused_with_its_line(
+    form: str, odd: str, tmp_path: Path
+) -> None:
+    """Whichever number of a request it is; kv-cache-tester's and others' are in lists."""
+    fields = {
+        "mooncake": ("timestamp", "input_length", "output_length"),
+        "bailian": ("timestamp", "input_length", "output_length"),
+        "kv-cache-tester": ("in", "out", "api_time", "duration_ms", "think_time"),
+        "agent texts": ("timestamp",),
+        "coding agents": ("in", "out", "lcp", "gap"),
+    }
+    plain = "\n".join(map(json.dumps, OF_EACH_FORM[form]))
+    path = tmp_path / "recording.jsonl"
+    for field in fields[form]:
+        path.write_text(re.sub(rf'"{field}": [-\d.e+]+', f'"{field}": {odd}', plain))
+        with pytest.raises(ValueError, match=r"recording.jsonl, (line|session) 1: .+") as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{}", "no recording that is known"), ("nothing", "cannot be read"), ("", "cannot be read")],
+    [
+        ("{}", "no recording that is known.* It has no field"),
+        ("nothing", "line 1: it is no JSON"),
+        ("", "is empty"),
+        ("\n \n", "is empty"),
+        ("[{}]", "line 1: it is no JSON object"),
+        ('{"a": 1', "line 1: it is no JSON"),
+        ("[" * 100_000, "line 1: it is nested too deeply"),
+        ('{"prompt": 1, "\\ud800": 2}', "It has prompt, .ud800: rename its fields"),
+        ('{"hash_ids": [1], "ts": 0}', "line 1: it has no timestamp, but hash_ids, ts"),
+        ('{"hash_ids": 3, "timestamp": 0}', "it has no input_length"),
+        (json.dumps(hashed(0, 600, 1, hash_ids="1")), "hash_ids is no list"),
+        (json.dumps(hashed(0, 600, 1, hash_ids=[[1]])), "hash_ids is no list"),
+        (json.dumps({**hashed(0, 600, 1), "parent_chat_id": [1]}), "parent_chat_id is .1."),
+        ('{"requests": 3}', "requests is no list"),
+        ('{"requests": [3]}', "it is no JSON object"),
+        ('{"id": "s", "requests": [{"t": 1}]}', "it has no type, but t"),
+        ('{"id": "s", "requests": []}', "0 turns of 0 sessions are in shorter ones"),
+        (json.dumps({**TRACE, "block_size": 1024}), "write the right block_size"),
+        ('{"id": "s", "reqs": [[]]}', "it is no JSON object"),
+        (json.dumps({**TEXTS[0], "input": []}), r"input is \[\], and no text"),
+    ],
 )
-def test_another_file_is_refused_with_what_would_be_read(
-    text: str, said: str, tmp_path: Path
-) -> None:
+def test_another_file_is_refused_with_what_is_wrong(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as caught:
         load(path)
+    str(caught.value).encode()  # it can be printed
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="line 1: it is"):
+        load(path)
+    path.write_bytes(b'{"session_id": "\xff"}\n')
+    with pytest.raises(ValueError, match="neither text in UTF-8 nor gzipped"):
+        load(path)
+    with pytest.raises(ValueError, match="no workload"):
+        load(tmp_path / "missing")
+
+
+def test_sessions_of_aiperf_are_told_what_they_lack(tmp_path: Path) -> None:
+    rows = [hashed(0, 600, 2), hashed(0, 1_200, 3, delay=500)]
+    del rows[1]["timestamp"]
+    with pytest.raises(ValueError, match="line 2: it has a delay in place of a timestamp"):
+        load(lines(tmp_path / "sessions.jsonl", rows))
+
+
+def test_a_session_that_is_too_short_is_told_of_as_that(tmp_path: Path) -> None:
+    short = {"id": "s", "requests": [request(9.0 * n, 200, 30, [1, 2, 3, n]) for n in range(2)]}
+    with pytest.raises(ValueError, match="no job of 3 turns or more: 2 turns of 1 sessions"):
+        load(lines(tmp_path / "short.json", [short]))
 
 
 def test_an_unknown_workload_is_refused_with_those_that_are_known() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tiered_kv.bench.common.model import ModelError
+from tiered_kv.bench.common.recorded_rows import RecordingError
 from tiered_kv.bench.common.run_files import RunFileError
 from tiered_kv.bench.common.service import ServerError
-from tiered_kv.bench.common.sessions import RecordingError
 from tiered_kv.bench.replay.measure import MeasureError
 from tiered_kv.bench.sim.__main__ import app
 

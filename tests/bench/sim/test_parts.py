@@ -200,14 +200,17 @@ def test_a_sub_agent_of_unknown_duration_is_in_its_parents_gap(tmp_path: Path) -
 
 
 def test_a_recording_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no job of 3 turns or more: 4 turns of 2 sessions"):
+    with pytest.raises(
+        ValueError,
+        match="2 turns of 1 sessions are in shorter ones, and 4 turns of 2 sessions have nulls",
+    ):
         recorded(tmp_path, [None, *grown(2)], [None, None, None])
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n'))
-    with pytest.raises(ValueError, match="no sessions"):
+    with pytest.raises(ValueError, match="no session of a coding agent"):
         coding_agents(path)
 
 

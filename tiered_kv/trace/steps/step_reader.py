@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiered_kv.trace.rotation import files_of, steps_of
+from tiered_kv.trace.rotation import files_to_read, steps_to_read
 from tiered_kv.trace.trace_reader import RecordReader
 
 from .step_record import StepRecord
@@ -18,9 +18,9 @@ class StepReader(RecordReader[StepRecord]):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(steps_of(path), StepRecord.from_json)
+        super().__init__(steps_to_read(path), StepRecord.from_json)
 
 
 def has_steps(path: Path) -> bool:
     """True if the trace that ``TIERED_KV_TRACE`` names has steps."""
-    return any(file.exists() for file in files_of(steps_of(path)))
+    return any(True for _ in files_to_read(steps_to_read(path)))

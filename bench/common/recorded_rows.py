@@ -1,0 +1,203 @@
+"""Rows of recordings that users name, and their values, checked as they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from tiered_kv.json_lines import lines_of, open_lines, read_json
+
+Row = Mapping[str, Any]
+Read = TypeVar("Read")
+
+DECODE_TOKENS_PER_S = 60.0
+"""Assumed speed of a recorded answer, where only requests have times."""
+FEWEST_PAIRS = 3
+"""Pairs of requests from which on their times are judged."""
+MOST_SAID = 200
+"""Characters of names that a message has."""
+MOST = 2**53
+"""Largest number that is read. Doubles hold whole numbers up to it."""
+
+
+class RecordingError(ValueError):
+    """A recording that cannot be used. The message is one sentence that says why."""
+
+
+def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
+    """Read the rows of a file: a JSON object on each line, or one alone over many lines. Blank
+    lines are passed over.
+
+    Args:
+        read: makes something of a row, or raises ``ValueError``.
+
+    Raises:
+        RecordingError: a line cannot be read, with its number.
+    """
+    with _sentences(path) as at, open_lines(path) as file:
+        return [read(row) for row in _rows(file, at)]
+
+
+def first_row(path: Path) -> Row:
+    """The first row of a file.
+
+    Raises:
+        RecordingError: there is none.
+    """
+    with _sentences(path) as at, open_lines(path) as file:
+        row = next(_rows(file, at), None)
+    if row is None:
+        raise RecordingError(f"{path} is empty")
+    return row
+
+
+@dataclass(slots=True)
+class _At:
+    """The line that is read."""
+
+    line: int = 0
+
+
+@contextmanager
+def _sentences(path: Path) -> Iterator[_At]:
+    """Turn errors into sentences that name the file and the line."""
+    at = _At()
+    try:
+        yield at
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RecordingError(f"{path}, line {at.line}: {_reason(error)}") from error
+
+
+def _rows(file: IO[bytes], at: _At) -> Iterator[Row]:
+    lines = lines_of(file)
+    for line in lines:
+        at.line += 1
+        if not line.strip():
+            continue
+        try:
+            found = read_json(line)
+        except json.JSONDecodeError:
+            rest = b"".join(lines) if at.line == 1 else b""
+            if not rest.strip():
+                raise
+            found = read_json(line + rest)
+        yield as_row(found)
+
+
+def as_row(found: object) -> Row:
+    """The same, if it is a JSON object."""
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
+
+
+def rows_in(row: Row, name: str) -> list[Row]:
+    """A list of objects, of which null stands for an empty one; without the list, none."""
+    found = row.get(name)
+    if found is None:
+        return []
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is no list")
+    return [{} if one is None else as_row(one) for one in found]
+
+
+def whole(row: Row, name: str) -> int:
+    """A whole number, 0 or more."""
+    found = real(row, name)
+    if found != int(found):
+        raise ValueError(f"{name} is {found:g}, and no whole number")
+    return int(found)
+
+
+def real(row: Row, name: str) -> float:
+    """A number, 0 or more."""
+    found = _needed(row, name)
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ValueError(f"{name} is {found!r:.40}, and no number")
+    if not 0 <= found <= MOST:
+        raise ValueError(f"{name} is {found!r:.40}, and not from 0 to 2^53")
+    return found
+
+
+def text(row: Row, name: str) -> str:
+    """A text."""
+    found = _needed(row, name)
+    if not isinstance(found, str):
+        raise ValueError(f"{name} is {found!r:.40}, and no text")
+    return found
+
+
+def identity(row: Row, name: str) -> int | str:
+    """A name: a whole number or a text."""
+    found = _needed(row, name)
+    if isinstance(found, bool) or not isinstance(found, (int, str)):
+        raise ValueError(f"{name} is {found!r:.40}, and neither a whole number nor a text")
+    return found
+
+
+def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
+    """A value as ``read`` reads it; None if it is null or lacks."""
+    return None if row.get(name) is None else read(row, name)
+
+
+def hashes(row: Row) -> tuple[int | str, ...]:
+    """Hashes of a prompt's blocks."""
+    found = _needed(row, "hash_ids")
+    if not isinstance(found, list) or not all(isinstance(one, (int, str)) for one in found):
+        raise ValueError("hash_ids is no list of numbers or texts")
+    return tuple(found)
+
+
+def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> None:
+    """Refuse a recording in which no gap is left: its times are most likely in another unit.
+
+    Args:
+        unit: of the times in the file.
+        pairs: of each request that another one of its job follows, the seconds until that one, and
+            the tokens of the answer.
+
+    Raises:
+        RecordingError: each next request comes before the answer can have ended.
+    """
+    found = list(pairs)
+    some_s = max((apart_s for apart_s, _ in found), default=0.0)
+    no_gap = all(apart_s < tokens / DECODE_TOKENS_PER_S for apart_s, tokens in found)
+    if len(found) >= FEWEST_PAIRS and some_s > 0 and no_gap:
+        raise RecordingError(
+            f"{path} has no gaps between turns: each of {len(found)} requests is followed within "
+            f"{some_s:.3g} s, before its answer can have ended. Its times must be in {unit}."
+        )
+
+
+def _reason(error: ValueError) -> str:
+    """Say what is wrong with a line."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is neither text in UTF-8 nor gzipped"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no JSON ({error.msg[:1].lower()}{error.msg[1:]})"
+    return str(error)
+
+
+def _needed(row: Row, name: str) -> Any:
+    if row.get(name) is None:
+        raise ValueError(f"it has no {name}, but {names(row)}")
+    return row[name]
+
+
+def names(row: Row) -> str:
+    """Names of a row's fields, as they can be printed anywhere."""
+    said = ", ".join(row).encode("ascii", "backslashreplace").decode()
+    return (said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}...") or "no field"
+
+
+def json_files(folder: Path) -> Iterator[Path]:
+    """Files of a folder with one JSON object each, by name."""
+    yield from sorted(
+        path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz"))
+    )
