@@ -88,6 +88,39 @@ def test_counters_of_several_engines_add_up() -> None:
     assert totals(page) == {"a_total": 5.0}
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        'vllm:broken{engine="0} 1.0',
+        "vllm:x_total one",
+        "# TYPE vllm:y",
+        "vllm:half",
+        "\x1b[2J",
+        "vllm:nan_total NaN",
+    ],
+)
+def test_a_line_that_cannot_be_read_is_left_out_and_told(odd: str) -> None:
+    page = metrics(**BUSY)
+    lines = page.splitlines()
+    found = asked("\n".join([*lines[:5], odd, *lines[5:], odd]))
+    told = found.pop("metrics", None)
+    whole = asked(page)
+    del found["server"], whole["server"]  # their addresses differ
+    assert found == whole, "every other line counts"
+    if "nan" in odd:
+        assert told is None, "it is a line, of no number"
+        return
+    assert told is not None
+    assert told.verdict.value == "warn"
+    assert told.seen.startswith("2 lines are unreadable and left out, the first: ")
+    assert "\x1b" not in told.seen
+
+
+def test_a_counter_that_is_no_number_does_not_spoil_the_others() -> None:
+    page = 'a_total{engine="0"} 2.0\na_total{engine="1"} NaN\na_total{engine="2"} +Inf\n'
+    assert totals(page) == {"a_total": 2.0}
+
+
 def test_a_server_that_is_not_there_fails() -> None:
     with serve({}) as url:
         (missing,) = check_server(url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import urllib.error
 import urllib.request
@@ -116,7 +117,7 @@ def _said(error: urllib.error.HTTPError, until: float, whole_s: float) -> str:
 
 
 def totals(page: str) -> Mapping[str, float]:
-    """Sum of each metric over its labels, by name.
+    """Sum of each metric over its labels, by name. Lines that cannot be read are left out.
 
     Raises:
         UnreachableError: the page is none of Prometheus's.
@@ -129,7 +130,7 @@ def totals(page: str) -> Mapping[str, float]:
 
 def events(page: str) -> Mapping[str, float]:
     """Counters and gauges of the connector by the names of events, summed over engines: all that
-    the page has.
+    the page has. Lines that cannot be read are left out.
 
     Raises:
         UnreachableError: the page is none of Prometheus's.
@@ -145,9 +146,34 @@ def events(page: str) -> Mapping[str, float]:
     return dict(found)
 
 
+def unreadable_lines(page: str) -> list[str]:
+    """Lines of a page of metrics that cannot be read."""
+    return (
+        [] if _parsed(page) is not None else [line for line in _lines(page) if not _is_line(line)]
+    )
+
+
 def _samples(page: str) -> list[Sample]:
+    """The samples of a page that have a number."""
+    found = _parsed(page)
+    if found is None:
+        found = _parsed("\n".join(filter(_is_line, _lines(page))))
+        if not found:
+            raise UnreachableError("no page of Prometheus: no line of it has a metric")
+    return [sample for sample in found if math.isfinite(sample.value)]
+
+
+def _parsed(page: str) -> list[Sample] | None:
     try:
         families = text_string_to_metric_families(page)
         return [sample for family in families for sample in family.samples]
-    except (ValueError, KeyError, IndexError) as error:
-        raise UnreachableError(f"no page of Prometheus: {error}") from error
+    except (ValueError, KeyError, IndexError):
+        return None
+
+
+def _lines(page: str) -> list[str]:
+    return page.split("\n")
+
+
+def _is_line(line: str) -> bool:
+    return _parsed(line) is not None

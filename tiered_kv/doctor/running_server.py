@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS
+from tiered_kv.top.fetch.safe_text import harmless
 
 from .cold_memory import ColdPages, check_cold_pages
 from .finding import Finding, fail, ok, warn
-from .metrics_page import UnreachableError, base_of, events, fetch, totals
+from .metrics_page import UnreachableError, base_of, events, fetch, totals, unreadable_lines
 
 REQUESTS = "vllm:request_success_total"
 """Requests that vLLM has answered."""
@@ -56,6 +57,9 @@ def check_server(url: str) -> Iterator[Finding]:
         advice = "Ask the server itself, not a router: vLLM has its metrics there."
         yield fail("metrics", f"{base}/metrics: {error}", advice)
         return
+    if bad := unreadable_lines(page):
+        seen = f"{len(bad):,} lines are unreadable and left out, the first: {harmless(bad[0], 60)}"
+        yield warn("metrics", seen, "See what is between here and the server, or report the line.")
     yield from check_metrics(found)
 
 
