@@ -94,6 +94,11 @@ def test_nothing_is_found_after_a_reset(memory: LastingMemory) -> None:
     again.close()
 
 
+def test_memory_in_a_file_is_not_registered_with_a_device(memory: LastingMemory) -> None:
+    """Copies to and from it are staged."""
+    assert not memory.pinned
+
+
 def test_a_closed_memory_takes_no_header(memory: LastingMemory) -> None:
     view, ticket = memory.view, memory.ticket(0)
     memory.close()
