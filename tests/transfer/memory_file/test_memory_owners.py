@@ -80,6 +80,20 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) ->
     assert status == 0
 
 
+def test_a_fork_leaves_only_files_that_are_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Python runs in a child raises nothing that a test would see."""
+    closed, memory = open_in(folder, replica=1), open_in(folder)
+    closed.close()
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: os._exit(3))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if memory.view.size == closed.view.size == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    memory.close()
+
+
 def test_a_closed_file_is_free_though_a_new_child_has_not_run_yet(folder: Path) -> None:
     memory = open_in(folder)
     save(memory, 3, 3)
