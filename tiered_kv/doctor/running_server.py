@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS
-from tiered_kv.top.fetch.safe_text import harmless
 
 from .cold_memory import ColdPages, check_cold_pages
 from .finding import Finding, fail, ok, warn
@@ -58,7 +57,7 @@ def check_server(url: str) -> Iterator[Finding]:
         yield fail("metrics", f"{base}/metrics: {error}", advice)
         return
     if bad := unreadable_lines(page):
-        seen = f"{len(bad):,} lines are unreadable and left out, the first: {harmless(bad[0], 60)}"
+        seen = f"{len(bad):,} lines are unreadable and left out, the first: {bad[0]!a:.60}"
         yield warn("metrics", seen, "See what is between here and the server, or report the line.")
     yield from check_metrics(found)
 
