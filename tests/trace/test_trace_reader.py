@@ -91,7 +91,7 @@ def test_a_trace_that_is_not_there_is_an_error(path: Path) -> None:
 
 
 def pack(path: Path, keep: bool = False) -> None:
-    """What ``gzip`` makes of a file."""
+    """Pack a file as ``gzip`` does."""
     path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
     if not keep:
         path.unlink()

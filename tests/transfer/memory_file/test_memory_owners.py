@@ -83,7 +83,7 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) ->
 def test_a_fork_leaves_only_files_that_are_open(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Python runs in a child raises nothing that a test would see."""
+    """Errors in what Python runs after a fork end the child with 3."""
     closed, memory = open_in(folder, replica=1), open_in(folder)
     closed.close()
     monkeypatch.setattr(sys, "unraisablehook", lambda said: os._exit(3))
