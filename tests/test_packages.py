@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS_VLLM = "tiered_kv.connectors.vllm"
-WHOLE = ("bench", "connectors", "testing.engine", "testing.rig", "testing.vllm")
+WHOLE = (
+    "bench",
+    "connectors",
+    "testing.engine",
+    "testing.fairness",
+    "testing.rig",
+    "testing.vllm",
+)
 """Built on everything: an engine with the connector in it."""
 NEEDS_TORCH = {f"tiered_kv.transfer.cuda.{name}" for name in ("backend", "page_views", "staging")}
 

@@ -1,9 +1,9 @@
 """Fairness among waiting requests: every wait has a bound, and clients share the engine equally.
 
 A request that has waited for the admission limit since it arrived is *overdue*. Until it has
-blocks, no request that arrived later is admitted, it waits for no tier, and every pin gives way to
-it. Preempted requests still go first. So do requests of a higher priority, where the engine takes
-requests by priority.
+blocks, no request that arrived later is admitted and every pin gives way to it; after a little
+longer it waits for no tier. Preempted requests still go first. So do requests of a higher priority,
+where the engine takes requests by priority.
 
 A client is a ``cache_salt`` or, without one, a job. While others wait, a client gets at most an
 equal share of the seats and of the pool. One request is always within its client's share.
@@ -28,6 +28,9 @@ from .base import BlockPool, EngineFacts, Request
 Client: TypeAlias = str | JobKey
 NO_USE = ClientUse()
 
+TIERS_GRACE = 0.1
+"""Time for which an overdue request still waits for pages that are being promoted, as a fraction of
+the limit: to compute a long context instead would cost every running request more."""
 IDLE_STEPS = 200
 """Steps in which nothing runs and an overdue request is not admitted, after which later arrivals no
 longer wait for it: the engine refuses it for a reason that no block or seat removes."""
@@ -40,13 +43,11 @@ class _Live:
     Attributes:
         client: its client.
         arrived_at: when it arrived, seconds.
-        overdue: True if it was overdue when it was admitted.
     """
 
     request: Request
     client: Client
     arrived_at: float
-    overdue: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +113,7 @@ class Fairness:
             return
         self._idle_since = None
         if self._stands_up(live):
-            now = self._clients[live.client].admitted_at = self._clock()
-            live.overdue = is_overdue(now - live.arrived_at, self._max_wait_s)
+            self._clients[live.client].admitted_at = self._clock()
             self._changed = True
         self._again.pop(request_id, None)
 
@@ -147,7 +147,7 @@ class Fairness:
     # -- the bound on every wait ----------------------------------------------------------
 
     def arrived_at(self, request_id: str) -> float:
-        """When a request arrived, seconds; now for an unknown one."""
+        """Return the arrival of a request, seconds; the present time for an unknown one."""
         live = self._live.get(request_id)
         return self._clock() if live is None else live.arrived_at
 
@@ -162,9 +162,9 @@ class Fairness:
         return self._clock() - self._max_wait_s
 
     def is_overdue(self, request_id: str) -> bool:
-        """True if a waiting request has waited for the limit, or a running one had."""
+        """True if a waiting request has waited for the limit."""
         live = self._live.get(request_id)
-        return live is not None and (live.overdue or self._waits_too_long(live))
+        return live is not None and self._waits_too_long(live)
 
     def _waits_too_long(self, live: _Live) -> bool:
         waits = self._never_had_blocks(live) or live.request.request_id in self._again
@@ -173,8 +173,17 @@ class Fairness:
     def _never_had_blocks(self, live: _Live) -> bool:
         return live.request.request_id in self._lines.get(self._priority(live), ())
 
+    def may_wait_for_tiers(self, request_id: str) -> bool:
+        """True if a waiting request may wait for pages that are promoted for it. A preempted one
+        always may: it has not waited since it arrived."""
+        live, longest_s = self._live.get(request_id), (1 + TIERS_GRACE) * self._max_wait_s
+        if live is None or not self._never_had_blocks(live):
+            return True
+        return not is_overdue(self._clock() - live.arrived_at, longest_s)
+
     def next_overdue_at(self) -> float:
-        """When the next waiting request becomes overdue, seconds; infinite without any."""
+        """Return the time at which the next waiting request becomes
+        overdue, seconds; infinite without any."""
         latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
@@ -231,9 +240,9 @@ class Fairness:
         return self._changed and self._crowding > 0 and len(self._clients) > 1
 
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
-        """Those of the waiting requests that would take their clients over an equal share, with
-        their rank: the client that has least of its share goes first, of equal ones that whose last
-        admission is longest ago.
+        """Rank the waiting requests that would take their clients over an equal share. The client
+        that has least of its share goes first, of equal ones that whose last admission is longest
+        ago.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.

@@ -149,10 +149,9 @@ class SchedulerHalf:
         turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
-        overdue = admission.fairness.is_overdue(request_id)
-        if overdue:
-            promotions.stop_all_waits([turn])
-        later = self.pages.dispatch.begins_anew(turn) or promotions.waits_for_answer(turn)
+        patient = admission.fairness.may_wait_for_tiers(request_id)
+        later = self.pages.dispatch.begins_anew(turn)
+        later = later or (patient and promotions.waits_for_answer(turn))
         if later or admission.pressure.defer_new or admission.queue.holds_in_queue(turn):
             return None, False
         admission.pressure.for_waiting(turn, num_computed, self.step)
@@ -163,9 +162,11 @@ class SchedulerHalf:
             return 0, False
         fits = partial(admission.pressure.fits, turn, num_computed, self.step)
         prefill = self.gaps.prefills.fit
-        later = not overdue and restores.comes_later(turn, num_computed)
+        later = patient and restores.comes_later(turn, num_computed)
         if later or promotions.still_coming(turn, prefill, fits):
-            return None, False
+            if patient:
+                return None, False
+            promotions.stop_all_waits([turn])
         below = promotions.in_pieces(turn)
         restores.find(turn, num_computed, self.turns.running, below)
         if admission.pressure.comes_behind(restores.holding, turn, num_computed, self.step):

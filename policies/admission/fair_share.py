@@ -107,8 +107,8 @@ class EqualShare:
         return cls(seats / clients, blocks / clients)
 
     def excess(self, use: ClientUse) -> float:
-        """How many times its share a client has, of the seats or of the pool; 0 if it is within
-        its share."""
+        """Return how many times its share a client has, of the seats or of the pool; 0 if it is
+        within its share."""
         times = max(use.contexts / self.seats, use.blocks / self.blocks)
         return times if times > 1 and use.contexts > 1 else 0.0
 

@@ -28,7 +28,7 @@ class QueuePosition:
         arrived_at: arrival of the request, seconds.
         new: True if no turn of its job has had blocks.
         preempted: True if it was preempted.
-        overdue: True if it has waited, or had waited when it was admitted, for the admission limit.
+        overdue: True if it has waited for the admission limit.
         has_kv: True if its job's KV is pinned, or being promoted for it.
         is_last_step: True if its job ends with it.
         client_blocks: for a new job, blocks of its client's jobs that go before it.
@@ -71,12 +71,10 @@ def waiting_rank(
     return stage, position.job_started_at, position.arrived_at
 
 
-def running_rank(position: QueuePosition) -> tuple[int, float]:
-    """Order in which running requests lose most by a preemption: those that had waited for the
-    admission limit, last turns, then the oldest jobs. The last in this order is the victim."""
-    if position.overdue:
-        return 0, position.arrived_at
-    return (1 if position.is_last_step else 2), position.job_started_at
+def running_rank(position: QueuePosition) -> tuple[bool, float]:
+    """Order in which running requests lose most by a preemption: last turns, then the oldest
+    jobs. The last in this order is the victim."""
+    return not position.is_last_step, position.job_started_at
 
 
 def one_too_many(held: Collection[str]) -> str | None:

@@ -158,13 +158,15 @@ def test_the_log_names_the_method_and_warns_of_one_that_is_called_often(
     caplog.set_level(logging.INFO, "tiered_kv")
     for _ in range(OFTEN + 5):
         workers.collective_rpc("is_alive")
-    first, second = (said for said in caplog.records if "is_alive" in said.getMessage())
+    # A logger that both handles and propagates has a record captured twice.
+    said = {id(one): one for one in caplog.records if "is_alive" in one.getMessage()}
+    first, second = said.values()
     assert first.levelno == logging.INFO
     assert second.levelno == logging.WARNING
     assert "TIERED_KV_HARMLESS_CALLS" in second.getMessage()
     rig.now += 100
     workers.collective_rpc("is_alive")
-    assert len([said for said in caplog.messages if "is_alive" in said]) == 3
+    assert len({id(one) for one in caplog.records if "is_alive" in one.getMessage()}) == 3
 
 
 def test_vllm_has_every_executor_watched_that_is_given_the_connector(make_rig: MakeRig) -> None:

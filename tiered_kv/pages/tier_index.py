@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import filterfalse, islice, repeat, takewhile
+from itertools import filterfalse, islice, repeat
 
 from tiered_kv.keys import PageKey
 from tiered_kv.tiers import Knowledge, TierSpec
@@ -135,17 +135,12 @@ class AskedIndex(TierIndex):
         return until is not None and self._clock() < until
 
     def _answered(self, keys: Collection[PageKey], good_s: float) -> None:
-        """Keep new answers and drop old ones, no more than two for each that is new: a step must
-        not take longer because an hour has passed."""
-        until, now = self._until, self._clock()
+        """Keep new answers, and drop the oldest ones beyond ``MOST_ANSWERS``. Outdated ones are
+        kept as well: a page that was present is not written again."""
+        until = self._until
         deque(map(until.pop, keys, repeat(None)), maxlen=0)
-        until.update(zip(keys, repeat(now + good_s)))
-        outdated = islice(until.items(), 2 * len(keys))
-        dropped = [*takewhile(lambda answer: answer[1] <= now, outdated)]
-        excess = len(until) - len(dropped) - MOST_ANSWERS
-        if excess > 0:
-            dropped = [*islice(until.items(), len(dropped) + excess)]
-        for key, _ in dropped:
+        until.update(zip(keys, repeat(self._clock() + good_s)))
+        for key in [*islice(until, max(0, len(until) - MOST_ANSWERS))]:
             del until[key]
             self._used.pop(key, None)
 

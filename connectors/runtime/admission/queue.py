@@ -176,16 +176,10 @@ class JobQueue:
         """True if one of this many running requests may be preempted in this step."""
         return is_tight(self._pool.num_free(), running, self._prefill_blocks)
 
-    def running_rank(self, request: Any) -> tuple[int, float]:
+    def running_rank(self, request: Any) -> tuple[bool, float]:
         """Rank of a running request by its loss if preempted; see ``job_order.running_rank``."""
-        turn, at = (
-            self._turns.get(request.request_id),
-            self._fairness.arrived_at(request.request_id),
-        )
-        position = QueuePosition(
-            job_started_at(turn) if turn is not None else at,
-            at,
-            overdue=self._fairness.is_overdue(request.request_id),
-            is_last_step=turn is not None and turn.hints.is_last_step,
-        )
-        return running_rank(position)
+        turn = self._turns.get(request.request_id)
+        at = self._fairness.arrived_at(request.request_id)
+        started_at = job_started_at(turn) if turn is not None else at
+        last = turn is not None and turn.hints.is_last_step
+        return running_rank(QueuePosition(started_at, at, is_last_step=last))
