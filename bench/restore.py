@@ -200,7 +200,7 @@ def context_gib(model: Path, tokens: int) -> float:
     Raises:
         ModelError: its configuration does not tell.
     """
-    layers = read_shape(model, dtype=machine_dtype().name).kv
+    layers = read_shape(model, gpu="h100-80", dtype=machine_dtype().name).kv
     return 1.1 * tokens * sum(one.layers * one.token_bytes for one in layers) / GIB
 
 

@@ -14,8 +14,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.sizing.published import GEMMA3_12B, LLAMA_8B, NEMOTRON_9B, QWEN3_NEXT_80B, write
+from tests.sizing.recorded import answer_recorded
 from tiered_kv.cli.app import app
 from tiered_kv.config import load_config
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.sizing.model_shape.ask_vllm", answer_recorded)
 
 
 def invoke(*arguments: object) -> Result:
@@ -86,9 +92,9 @@ def test_weights_may_be_told(tmp_path: Path) -> None:
     [
         (LLAMA_8B, ["--gpu", "abacus"], "names no GPU that is known"),
         (LLAMA_8B, ["--gpu", "h100", "--cpu-gib", 0, "--ssd-gib", 9], "Pages on SSD pass"),
-        (LLAMA_8B, ["--gpu", "h100", "--gpus", 3], "cannot be split over 3 GPUs"),
+        (LLAMA_8B, ["--gpu", "h100", "--gpus", 3], "must be divisible by tensor parallel size (3)"),
         (QWEN3_NEXT_80B, ["--gpu", "h100"], "it takes 3 or more"),
-        ({"model_type": "rwkv"}, ["--gpu", "h100"], "has no num_hidden_layers"),
+        ({"model_type": "rwkv"}, ["--gpu", "h100"], "rwkv"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
@@ -100,12 +106,24 @@ def test_what_cannot_be_planned_is_one_sentence(
     assert result.output.count("\n") == 1
 
 
-def test_neither_torch_nor_vllm_is_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["vllm", "torch"])
+def test_without_vllm_the_command_says_what_to_install(tmp_path: Path, missing: str) -> None:
     code = (
-        "import sys; sys.modules.update(torch=None, vllm=None, transformers=None)\n"
-        "from tiered_kv.cli.app import main; main()"
+        f"import sys; sys.modules[{missing!r}] = None\nfrom tiered_kv.cli.app import main; main()"
     )
     command = [sys.executable, "-c", code, "plan", str(write(tmp_path, LLAMA_8B)), "--gpu", "h100"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "LlamaForCausalLM on h100-80" in done.stdout
+    assert done.returncode == 2
+    assert f"{missing} not installed" in done.stderr
+    assert "pip install vllm" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_command_asks_vllm_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    folder = write(tmp_path, LLAMA_8B)
+    recorded = as_json(folder, "--gpu", "h100")
+    monkeypatch.undo()
+    assert as_json(folder, "--gpu", "h100") == recorded

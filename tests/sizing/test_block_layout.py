@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 
 from tests.sizing.published import DEEPSEEK_V32, GEMMA3_12B, LLAMA_8B, NEMOTRON_9B, write
+from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.kv_reach import KvKind
-from tiered_kv.sizing.block_layout import BlockLayout, lay_out
+from tiered_kv.sizing.block_layout import BlockLayout
 from tiered_kv.sizing.model_shape import read_shape
 
 
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.sizing.model_shape.ask_vllm", answer_recorded)
+
+
 def layout(folder: Path, config: Mapping[str, Any], ranks: int = 1) -> BlockLayout:
-    return lay_out(read_shape(write(folder, config), ranks=ranks).kv)
+    return read_shape(write(folder, config), gpu="h100-80", ranks=ranks).layout
 
 
 def test_one_kind_of_kv_is_one_group(tmp_path: Path) -> None:
@@ -36,7 +42,7 @@ def test_an_indexer_shares_the_blocks_of_its_attention(tmp_path: Path) -> None:
 
 def test_windows_take_no_more_than_their_span(tmp_path: Path) -> None:
     made = layout(tmp_path, GEMMA3_12B)
-    windows = [group for group in made.groups if group.kv.kind is KvKind.WINDOW]
+    windows = [group for group in made.groups if group.reach.kind is KvKind.WINDOW]
     assert [group.layers for group in made.groups] == [8] * 6
     assert len(windows) == 5
     assert [group.held(32_000) for group in windows] == [64] * 5
@@ -47,11 +53,11 @@ def test_windows_take_no_more_than_their_span(tmp_path: Path) -> None:
 def test_blocks_beside_states_are_as_long_as_a_state_makes_them(tmp_path: Path) -> None:
     made = layout(tmp_path, NEMOTRON_9B)
     model = MODELS["nemotron-nano-9b-v2"]
-    attention = [group for group in made.groups if group.kv.kind is KvKind.FULL]
+    attention = [group for group in made.groups if group.reach.kind is KvKind.FULL]
     assert {group.block for group in made.groups} == {model.block} == {1312}
     assert [group.layers for group in attention] == [4]
     assert made.block_bytes == model.group_kv_bytes * model.block
-    states = [group for group in made.groups if group.kv.kind is KvKind.STATE]
+    states = [group for group in made.groups if group.reach.kind is KvKind.STATE]
     assert len(states) == len(model.groups) - 1
     assert made.held(13_120) == 10 + 2 * len(states)
     moved = made.needed_bytes(13_120)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.sizing.published import GEMMA3_12B, LLAMA_8B, QWEN3_NEXT_80B, write
+from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.errors import ConfigError
 from tiered_kv.sizing.gpus import GB, GIB, GPUS, UTILISATION, find_gpu
@@ -19,10 +20,15 @@ from tiered_kv.sizing.tier_plan import Plan, Setup, make_plan
 SETUP = Setup("h100-80", 32_768, None, None, 0.0, 3.0, UTILISATION)
 
 
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.sizing.model_shape.ask_vllm", answer_recorded)
+
+
 def planned(
     folder: Path, config: Mapping[str, Any] = LLAMA_8B, *, ranks: int = 1, **changes: Any
 ) -> Plan:
-    shape = read_shape(write(folder, config), ranks=ranks)
+    shape = read_shape(write(folder, config), gpu=changes.get("gpu", SETUP.gpu), ranks=ranks)
     return make_plan(shape, replace(SETUP, **changes), default_cpu_gib=4.0)
 
 

@@ -1,4 +1,8 @@
-"""Bytes of a token and of a state are exactly those that vLLM computes."""
+"""Bytes of a token and of a state are exactly those that vLLM computes where it really runs.
+
+``plan`` asks vLLM as it is on a GPU, with what needs one replaced. Here vLLM's CPU build is asked
+with nothing replaced, about tiny models.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,7 @@ import pytest
 
 from tests.sizing.vllm_specs import MORE
 from tiered_kv.bench.models.catalogue import MODELS
-from tiered_kv.sizing.block_layout import lay_out
-from tiered_kv.sizing.model_shape import ModelShape, read_shape
+from tiered_kv.sizing.model_shape import ModelShape, ask_vllm, request_of, shape_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,30 +47,41 @@ def theirs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def ours(folder: Path, name: str, options: dict[str, Any]) -> ModelShape:
-    kv_dtype = str(options.get("kv_cache_dtype", "auto"))
-    return read_shape(folder / name, dtype="bfloat16", kv_dtype=kv_dtype)
+@pytest.fixture(scope="module")
+def ours(folder: Path, theirs: dict[str, Any]) -> dict[str, ModelShape]:
+    """Shapes of the models on a GPU, by model; all in one process."""
+    asked = [
+        request_of(
+            folder / model.name,
+            gpu="h100-80",
+            dtype="bfloat16",
+            kv_dtype=str(dict(model.options).get("kv_cache_dtype", "auto")),
+        )
+        for model in TINY
+    ]
+    answers = ask_vllm([request for _, request in asked])
+    return {
+        model.name: shape_of(path, request, answer)
+        for model, (path, request), answer in zip(TINY, asked, answers, strict=True)
+    }
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
 def test_a_layer_s_kv_takes_what_vllm_gives_it(
-    model: Any, folder: Path, theirs: dict[str, list[dict[str, Any]]]
+    model: Any, ours: dict[str, ModelShape], theirs: dict[str, list[dict[str, Any]]]
 ) -> None:
-    shape = ours(folder, model.name, dict(model.options))
     expected = Counter(
         (one["token_bytes"], one["state_bytes"], one["span"]) for one in theirs[model.name]
     )
-    found: Counter[tuple[int, int, int]] = Counter()
-    for layers in shape.kv:
+    found: Counter[tuple[float, int, int]] = Counter()
+    for layers in ours[model.name].kv:
         found[layers.token_bytes, layers.state_bytes, layers.reach.span] += layers.layers
     assert found == expected
-    assert shape.notes == ()
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
 def test_layers_are_put_into_the_groups_that_vllm_makes(
-    model: Any, folder: Path, theirs: dict[str, list[dict[str, Any]]]
+    model: Any, ours: dict[str, ModelShape], theirs: dict[str, list[dict[str, Any]]]
 ) -> None:
-    shape = ours(folder, model.name, dict(model.options))
     sizes = Counter(one["group"] for one in theirs[model.name]).values()
-    assert sorted(group.layers for group in lay_out(shape.kv).groups) == sorted(sizes)
+    assert sorted(group.layers for group in ours[model.name].layout.groups) == sorted(sizes)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sizing.published import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_8B, write
-from tiered_kv.sizing.model_config import read_config
+from tests.sizing.published import LLAMA_8B, write
 from tiered_kv.sizing.weight_files import INDEX, Weights, weigh
 
 FLOATS = {"F32": 4, "BF16": 2, "U8": 1}
@@ -27,21 +26,21 @@ def write_tensors(file: Path, **tensors: tuple[str, int]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + np.zeros(at, np.uint8).tobytes())
 
 
-def weighed(folder: Path, dtype: str = "bfloat16", parameters: float = 1e9) -> Weights:
-    return weigh(read_config(folder), folder, parameters, dtype)
+def weighed(folder: Path, element: int | None = 2) -> Weights:
+    return weigh(folder, 1_000_000_000, 562_500_000, element)
 
 
 def test_files_are_weighed_as_they_are_served(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "model.safetensors", a=("F32", 1000), b=("BF16", 500))
     assert weighed(folder) == Weights(3000, "1 safetensors files")
-    assert weighed(folder, "float32").nbytes == 6000
+    assert weighed(folder, 4).nbytes == 6000
 
 
 def test_quantized_files_are_loaded_as_they_are(tmp_path: Path) -> None:
-    folder = write(tmp_path, GPT_OSS_120B)
+    folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "model.safetensors", blocks=("U8", 1000), scales=("F32", 10))
-    assert weighed(folder).nbytes == 1040
+    assert weighed(folder, None).nbytes == 1040
 
 
 def test_the_index_names_the_files_that_count(tmp_path: Path) -> None:
@@ -58,11 +57,9 @@ def test_the_index_names_the_files_that_count(tmp_path: Path) -> None:
     assert weighed(folder) == Weights(77, INDEX), "not all of them are there"
 
 
-def test_without_files_the_size_is_estimated(tmp_path: Path) -> None:
-    found = weighed(write(tmp_path / "a", LLAMA_8B), parameters=8e9)
-    assert found == Weights(16e9, "estimated: 8.00 billion parameters of 16 bits")
-    assert weighed(write(tmp_path / "b", DEEPSEEK_V3), parameters=8e9).nbytes == 8e9
-    assert weighed(write(tmp_path / "c", GPT_OSS_120B), parameters=8e9).nbytes == 4.25e9
+def test_without_files_the_size_is_what_vllm_would_load(tmp_path: Path) -> None:
+    found = weighed(write(tmp_path, LLAMA_8B))
+    assert found == Weights(562_500_000, "estimated: 1.00 billion parameters of 4.5 bits")
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

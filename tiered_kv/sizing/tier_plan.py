@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from tiered_kv.errors import ConfigError
 from tiered_kv.kv_reach import KvKind
 
-from .block_layout import BlockLayout, lay_out
+from .block_layout import BlockLayout
 from .gpus import GB, GIB, GPUS, RESERVED_BYTES, Gpu
-from .kv_layers import KvLayers
-from .model_shape import ModelShape
+from .model_shape import KvLayers, ModelShape
 from .step_cost import ModelWork, StepCost, link_bytes_per_s, roofline
 
 
@@ -79,7 +78,6 @@ class Plan:
 
     setup: Setup
     shape: ModelShape
-    layout: BlockLayout
     tiers: tuple[TierPlan, ...]
     context_bytes: int
     compute_s: float
@@ -88,6 +86,11 @@ class Plan:
     link: float
     cost: StepCost
     notes: tuple[str, ...]
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Groups of layers that share blocks."""
+        return self.shape.layout
 
     @property
     def gpu(self) -> Gpu:
@@ -105,7 +108,7 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
         ConfigError: the model does not fit into the GPUs, or there is an SSD without CPU memory.
     """
     gpu, ranks, context = GPUS[setup.gpu], shape.ranks, setup.context
-    layout = lay_out(shape.kv)
+    layout = shape.layout
     pool = _pool_bytes(shape, setup)
     link = link_bytes_per_s(gpu, ranks)
     cost = roofline(gpu, ranks, _work(shape, context))
@@ -138,7 +141,6 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
     return Plan(
         setup=setup,
         shape=shape,
-        layout=layout,
         tiers=tuple(tiers),
         context_bytes=layout.held_bytes(context) * ranks,
         compute_s=compute_s,
@@ -191,7 +193,7 @@ def _notes(
     shape: ModelShape, setup: Setup, tiers: Sequence[TierPlan], compute_s: float
 ) -> list[str]:
     notes = []
-    if shape.max_len is not None and setup.context > shape.max_len:
+    if setup.context > shape.max_len:
         notes.append(f"The model's contexts end at {shape.max_len:,} tokens.")
     if tiers[0].contexts < 1:
         notes.append("A context of that length does not fit into VRAM: vLLM would refuse it.")

@@ -1,4 +1,4 @@
-"""Size of a model's weights: of its files, or estimated from its configuration."""
+"""Size of a model's weights: of its files, or as vLLM would load them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .element_types import SIZES, quantization
-from .model_config import ModelConfig
-
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
 """Longest header of a file of safetensors, bytes: the format's own limit."""
 _FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of safetensors that become the served type, and their sizes."""
-
-BITS: Mapping[str, float] = {
-    "fp8": 8,
-    "compressed-tensors": 8,
-    "modelopt": 8,
-    "modelopt_fp4": 4.5,
-    "mxfp4": 4.25,
-    "awq": 4.25,
-    "gptq": 4.25,
-    "bitsandbytes": 4.5,
-}
-"""Bits of a parameter by kind of quantization, scales included; used where there are no files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +27,27 @@ class Weights:
     source: str
 
 
-def weigh(config: ModelConfig, folder: Path, parameters: float, dtype: str) -> Weights:
-    """Size of a model's weights as served in ``dtype``.
+def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> Weights:
+    """Size of a model's weights as served.
 
     Args:
         folder: where files of weights would be.
-        parameters: of the model, for the estimate where there are none.
+        parameters: number of them. nbytes: their size as vLLM would load them; used where there
+            are no files.
+        element: bytes to which floats of files are converted when they are loaded; None for
+            quantized weights, which are loaded as they are.
     """
-    quantized = quantization(config)
     if files := _files(folder):
         try:
-            element = None if quantized else SIZES[dtype]
-            nbytes = sum(tensor for file in files for tensor in _tensors(file, element))
-            return Weights(nbytes, f"{len(files)} safetensors files")
+            total = sum(tensor for file in files for tensor in _tensors(file, element))
+            return Weights(total, f"{len(files)} safetensors files")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # pointers to the files, or files that are not whole yet
-    if (total := _indexed_bytes(folder / INDEX)) is not None:
-        return Weights(total, INDEX)
-    method = str(quantized.get("quant_method", "")).lower().replace("_", "-")
-    bits = BITS.get(method, BITS.get(method.replace("-", "_"))) if quantized else None
-    if bits is None:
-        bits = 8.0 * SIZES[dtype]
-    words = f"estimated: {parameters / 1e9:,.2f} billion parameters of {bits:g} bits"
-    return Weights(parameters * bits / 8, words)
+            pass  # pointers to the files, or incomplete files
+    if (indexed := _indexed_bytes(folder / INDEX)) is not None:
+        return Weights(indexed, INDEX)
+    bits = 8 * nbytes / parameters
+    words = f"estimated: {parameters / 1e9:,.2f} billion parameters of {bits:.3g} bits"
+    return Weights(nbytes, words)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiered_kv.kv_reach import KvKind
-from tiered_kv.sizing.block_layout import KERNEL_BLOCK, group_layers
 from tiered_kv.testing.vllm.groups import GroupSpec
 
 BF16, FP32 = 2, 4
 """Size of an element, bytes."""
+KERNEL_BLOCK = 16
+"""Tokens of which blocks are multiples: vLLM's default (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
+ALIKE = 1.5
+"""Kinds whose numbers of layers differ by less share one group size, the larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,9 @@ class Model:
     @property
     def group_layers(self) -> int:
         """Layers of a page group."""
-        return group_layers(
-            [self.layers, *(one.count for one in (self.states, self.windows) if one)]
-        )
+        counts = [self.layers, *(one.count for one in (self.states, self.windows) if one)]
+        fewest, most = min(counts), max(counts)
+        return most if most < ALIKE * fewest else fewest
 
     @property
     def group_kv_bytes(self) -> int:

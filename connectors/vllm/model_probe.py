@@ -1,0 +1,696 @@
+"""What vLLM makes of a model on GPUs that are not here: a program, run by ``tiered-kv plan``.
+
+It reads a list of requests as JSON from its standard input and writes a line of JSON for each.
+vLLM's own classes are built on torch's ``meta`` device, so without weights, as for the GPU that a
+request describes. Their layers return the KV that they keep, and vLLM puts the layers into groups.
+Parameters are counted on transformers' class of the model, or on vLLM's where there is none.
+
+It is a process of its own because it replaces what needs a GPU, and vLLM keeps global state.
+Modules compiled for CUDA, which CPU builds of vLLM lack, become empty ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import inspect
+import json
+import os
+import re
+import sys
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMPILED = re.compile(
+    r"vllm\.(\w+\.)*_\w*C(_\w+)?|vllm\.third_party\.(flashmla|deep_gemm)\b.*|torchvision\b.*"
+)
+"""Modules that CPU builds of vLLM come without; building a model calls none of them."""
+SHAPING = re.compile(r"\w*(pattern|layer\w*freq|index|sparse|latent|compress)\w*")
+"""Fields that change what layers keep or how large they are, in models that have them."""
+HARMLESS = re.compile(
+    r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
+    r"\w*(mtp|nextn)\w*"
+)
+"""Of those: fields of other parts than the language model, and of drafters."""
+SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")
+"""Parts of a model that text does not pass through."""
+FOR_KERNELS = re.compile(r"(cuda|cutlass)\b.*")
+"""Packages that models import for their kernels; others probe for them when vLLM is imported."""
+QUANTIZATION = ("quantization_config", "compression_config")
+STATES = {
+    "MAMBA1": "Mamba",
+    "MAMBA2": "Mamba 2",
+    "GDN_ATTN": "gated delta net",
+    "SHORT_CONV": "short convolution",
+    "LINEAR": "linear attention",
+}
+POOL_BYTES = 1 << 50
+"""Some pool, to see the size of a block."""
+
+_reads: set[tuple[type, str]] | None = None
+"""Fields that were read of each class of configurations while a model is built."""
+
+
+class UnknownModel(Exception):
+    """A model that cannot be read; the message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model on the ``meta`` device."""
+
+    model: Any
+    config: Any
+    specs: Mapping[str, Any]
+    layers: Mapping[str, Any]
+    reads: Set[tuple[type, str]]
+
+
+def main() -> None:
+    """Answer the requests on standard input, each in a child process."""
+    requests = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    _pretend_gpu()
+    for request in requests:
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(read)
+            with os.fdopen(write, "w", encoding="utf-8") as end:
+                json.dump(_answer(request), end)
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, encoding="utf-8") as end:
+            text = end.read()
+        os.waitpid(child, 0)
+        out.write((text or json.dumps({"error": "vLLM ended without an answer"})) + "\n")
+    out.close()
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _read(request, Path(folder))
+    except Exception as error:
+        if "TIERED_KV_PROBE_TRACEBACK" in os.environ:
+            import traceback
+
+            traceback.print_exc()
+        return {"error": _sentence(error)}
+
+
+def _sentence(error: BaseException) -> str:
+    """First sentence of an exception; of pydantic's, what its validator raised."""
+    text = str(error)
+    if found := re.search(r"'PlainConfig' object has no attribute '(\w+)'", text):
+        return f"transformers has no class for this model_type, and the file has no {found[1]}"
+    if found := re.search(r"Value error, (.+)", text):
+        text = found[1]
+    line = next((one.strip() for one in text.splitlines() if one.strip()), type(error).__name__)
+    if found := re.match(r"(No valid attention backend found for \w+).*?Reasons: (.+)", text):
+        line = f"{found[1]} here: {found[2]}"
+    line = re.split(r"(?<=\w\w|.[`'\])])\. | \[type=|: dict_keys", line)[0].rstrip(". ")
+    line = re.sub(r"\S*/(served|plain)\b\S*", "the folder", line)[:300]
+    return (
+        line if isinstance(error, (UnknownModel, ValueError)) else f"{type(error).__name__}: {line}"
+    )
+
+
+def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    config, ranks = dict(request["config"]), int(request["ranks"])
+    config.pop("auto_map", None)  # the folder's own code is not run
+    _register(config)
+    beside = request["quantization"] and _complete(request["quantization"])
+    for name in QUANTIZATION:
+        if isinstance(config.get(name), dict):
+            config[name] = _complete(config[name])
+    served = _write(folder / "served", config, beside)
+    plain = _write(folder / "plain", _without_quantization(config), None)
+    _set_capability(request["capability"])
+    built = _build(served, request, ranks)
+    model_config = built.config.model_config
+    _refuse_unread(config, built)
+    described = _described_quantization(config, beside)
+    if described and model_config.quantization is None:
+        raise UnknownModel(
+            f"{model_config.architecture} is quantized, but vLLM does not recognize how: its "
+            f"quantization has {', '.join(sorted(described))} and no quant_method or producer that "
+            "vLLM reads"
+        )
+    kinds, groups, block_bytes = _group(built, ranks)
+    share = _chosen_share(built.model)
+    counted = _count(plain, request)
+    return {
+        "architecture": model_config.architecture,
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "kv_dtype": _kv_dtype(built.config),
+        "max_len": model_config.max_model_len,
+        "quantized": model_config.quantization is not None,
+        "element_bytes": model_config.dtype.itemsize,
+        "parameters": counted["total"],
+        "active_parameters": counted["always"] + round(share * counted["experts"]),
+        "counted_by": counted["by"],
+        "weight_bytes": ranks
+        * sum(one.numel() * one.element_size() for one in built.model.parameters()),
+        "all_reduces": 2 * int(model_config.hf_text_config.num_hidden_layers),
+        "kv": kinds,
+        "groups": groups,
+        "block_bytes": block_bytes,
+    }
+
+
+def _register(config: dict[str, Any]) -> None:
+    """Let transformers read a kind of model that it has no class for, field by field.
+
+    It takes what the file says and has no defaults: vLLM's class of the model fails over a field
+    that the file leaves out.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    kind = config.get("model_type")
+    served = {*(config.get("architectures") or ())} & {*ModelRegistry.get_supported_archs()}
+    if served and isinstance(kind, str) and kind not in {*CONFIG_MAPPING, *_CONFIG_REGISTRY}:
+        plain = {name: one for name, one in config.items() if isinstance(one, (int, float, str))}
+        AutoConfig.register(kind, type("PlainConfig", (PretrainedConfig,), plain))
+        if config.get("use_sliding_window") is False:  # as every class that has the field does
+            config.pop("sliding_window", None)
+
+
+def _complete(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what vLLM's readers of quantizations demand and collections of files leave out."""
+    made = json.loads(json.dumps(described))
+    inner = made.get("quantization", made)
+    if isinstance(inner, dict) and (algorithm := str(inner.get("quant_algo") or "")):
+        made.setdefault("producer", {"name": "modelopt"})
+        if "FP4" in algorithm:
+            inner.setdefault("group_size", 16)
+        if inner is made and isinstance(made.get("kv_cache_scheme"), str):
+            made["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "dynamic": False}
+        inner.setdefault("ignore" if "config_groups" in inner else "exclude_modules", ["lm_head"])
+        inner.setdefault("kv_cache_quant_algo", None)
+    for group in (made.get("config_groups") or {}).values():
+        group.setdefault("targets", ["Linear"])
+        weights = group.get("weights") or {}
+        weights.setdefault("strategy", "group" if weights.get("group_size") else "channel")
+        weights.setdefault("symmetric", True)
+        weights.setdefault("dynamic", False)
+    return dict(made)
+
+
+def _write(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if quantization is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(quantization))
+    return folder
+
+
+def _described_quantization(
+    config: Mapping[str, Any], beside: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    parts = [config, *(one for one in config.values() if isinstance(one, dict))]
+    found = [beside, *(part.get(name) for part in parts for name in QUANTIZATION)]
+    return next((one for one in found if isinstance(one, dict) and one), {})
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_quantization(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in QUANTIZATION
+    }
+
+
+def _kv_dtype(config: Any) -> str:
+    """Type of KV by vLLM's name, with ``auto`` resolved."""
+    name = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
+
+
+def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
+    """Build vLLM's class of a model, for the first of ``ranks``."""
+    global _reads
+    import torch
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        dtype=request["dtype"],
+        kv_cache_dtype=request["kv_dtype"],
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="mp",
+        disable_custom_all_reduce=True,
+        enable_prefix_caching=True,
+    ).create_engine_config()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(config))
+        init_distributed_environment(ranks, 0, f"file://{folder}/ranks", 0, "fake")
+        ensure_model_parallel_initialized(ranks, 1)
+        stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
+        _reads = set()
+        with torch.device("meta"), _on_meta():
+            model = initialize_model(vllm_config=config)
+        current_platform.update_block_size_for_backend(config)
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        specs = {
+            name: layer.get_kv_cache_spec(config)
+            for name, layer in layers.items()
+            if not getattr(layer, "kv_sharing_target_layer_name", None)
+        }
+        reads, _reads = _reads, None
+    specs = {name: spec for name, spec in specs.items() if spec is not None}
+    return Built(model, config, specs, layers, reads)
+
+
+def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
+    """Refuse a model with a field that may shape its layers and that nothing has read.
+
+    Fields that transformers' class of the configuration declares, or takes away, count as read.
+
+    Raises:
+        UnknownModel: there is such a field.
+    """
+    from transformers import PretrainedConfig
+
+    def unread(fields: Mapping[str, Any], config: Any) -> Iterator[str]:
+        declared = {
+            name
+            for one in type(config).__mro__
+            for name in (
+                *getattr(one, "__annotations__", ()),
+                *inspect.signature(one.__init__).parameters,
+            )
+        }
+        read = {name for one, name in built.reads if one is type(config)}
+        known = declared | read | {*config.attribute_map}
+        for name, value in fields.items():
+            part = config.__dict__.get(name)
+            if isinstance(part, PretrainedConfig) and isinstance(value, dict):
+                yield from unread(value, part)
+            elif not value or not SHAPING.fullmatch(name) or HARMLESS.fullmatch(name):
+                continue
+            elif name in config.__dict__ and name not in known:
+                yield name
+
+    root = built.config.model_config.hf_config
+    for name in unread(fields, root):
+        raise UnknownModel(
+            f"{built.config.model_config.architecture} has {name}, which neither vLLM's class of "
+            "the model nor transformers reads: what its layers keep is not known"
+        )
+
+
+def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    """Kinds of layers, groups that share blocks, and bytes of a block, on one rank."""
+    from vllm.v1.attention.backends.utils import (
+        get_supported_kv_cache_layouts,
+        resolve_kv_cache_layout,
+    )
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    from .kv_groups import read_reach
+
+    if not built.specs:
+        raise UnknownModel(f"{built.config.model_config.architecture} keeps no KV")
+    backends = {
+        layer.get_attn_backend() for name, layer in built.layers.items() if name in built.specs
+    }
+    layouts = [one.name for one in get_supported_kv_cache_layouts(list(backends))]
+    resolve_kv_cache_layout(built.config, [layouts], built.specs.values())
+    found = get_kv_cache_groups(built.config, dict(built.specs))
+    pool = get_kv_cache_config_from_groups(built.config, found, POOL_BYTES)
+    kinds: Counter[tuple[Any, ...]] = Counter()
+    groups = []
+    for group in found:
+        page, words, reaches = 0, list[str](), set()
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            reach = read_reach(spec)
+            if isinstance(reach, str):
+                raise UnknownModel(f"{built.config.model_config.architecture}: {reach}")
+            own = built.specs[name]
+            nbytes = int(own.real_page_size_bytes)
+            is_state = hasattr(own, "shapes")
+            kind = _words(built.layers[name], own)
+            kinds[
+                kind,
+                (reach.kind.value, reach.span, reach.extra),
+                0 if is_state else nbytes / own.block_size,
+                nbytes if is_state else 0,
+                0 if is_state else _pair_flops(built, name, own, ranks),
+                0 if is_state else _sees(built, name, own),
+            ] += 1
+            page += nbytes if is_state else int(spec.real_page_size_bytes)
+            reaches.add((reach.kind.value, reach.span, reach.extra))
+            words += [kind] if kind not in words else []
+        (reach_key,) = reaches
+        groups.append(
+            {
+                "words": " and ".join(words),
+                "reach": reach_key,
+                "layers": len(group.layer_names),
+                "block": int(group.kv_cache_spec.block_size),
+                "page_bytes": page,
+            }
+        )
+    names = ("words", "reach", "token_bytes", "state_bytes", "pair_flops", "sees")
+    rows = [
+        {**dict(zip(names, kind, strict=True)), "layers": count} for kind, count in kinds.items()
+    ]
+    return rows, groups, pool.kv_cache_tensors[0].size // pool.num_blocks
+
+
+def _words(layer: Any, spec: Any) -> str:
+    """What a layer is, in words."""
+    if hasattr(spec, "shapes"):
+        name = spec.mamba_type.name
+        return STATES.get(name, name.lower().replace("_", " "))
+    if "index" in type(layer).__name__.lower():
+        words = "indexer"
+    else:
+        words = "MLA" if "MLA" in type(spec).__name__ else ""
+    span = getattr(spec, "sliding_window", None)
+    if chunk := getattr(spec, "attention_chunk_size", None):
+        words = f"{words} chunks of {chunk:,}"
+    elif span and "Sliding" in type(spec).__name__:
+        words = f"{words} window of {span:,}"
+    ratio = getattr(spec, "tokens_per_state", 1)
+    return words.strip() + (f", 1 in {ratio}" if ratio != 1 else "") or "full attention"
+
+
+def _pair_flops(built: Built, name: str, spec: Any, ranks: int) -> int:
+    """Operations of a (query, key) pair in a layer of attention, over all ranks."""
+    layer, text = built.layers[name], built.config.model_config.hf_text_config
+    if (heads := getattr(layer, "num_heads", 0)) == 0:  # an indexer
+        heads = getattr(text, "index_n_heads", None) or 1
+        return int(2 * heads * spec.head_size)
+    size = getattr(layer, "head_size", spec.head_size)
+    keys = getattr(layer, "qk_nope_head_dim", 0) + getattr(layer, "qk_rope_head_dim", 0) or size
+    values = getattr(layer, "v_head_dim", 0) or getattr(layer, "head_size_v", 0) or size
+    return int(2 * heads * ranks * (keys + values))
+
+
+def _sees(built: Built, name: str, spec: Any) -> int:
+    """Tokens that a query of sparse attention attends to; 0 if it attends to all."""
+    impl = getattr(built.layers[name], "use_sparse", False)
+    text = built.config.model_config.hf_text_config
+    return int(getattr(text, "index_topk", None) or 0) if impl else 0
+
+
+def _chosen_share(model: Any) -> float:
+    """Fraction of the experts that a token is multiplied with."""
+    for module in model.modules():
+        if (config := getattr(module, "moe_config", None)) is not None:
+            return min(1.0, float(config.experts_per_token / config.num_logical_experts))
+    return 1.0
+
+
+def _count(plain: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Count a model's parameters without quantization: of experts, and of what every token of text
+    passes through. A table of input embeddings is looked up, not multiplied with."""
+    model, by = _transformers_model(plain), "transformers"
+    if model is None:
+        model, by = _build(plain, request, 1).model, "vLLM"
+    total = experts = always = 0
+    tables, heads = 0, 0
+    for name, one in model.named_parameters():
+        total += one.numel()
+        if re.search(r"\bexperts\.", name) and "shared" not in name:
+            experts += one.numel()
+        elif not SENSES.search(name):
+            always += one.numel()
+            tables += one.numel() * bool(
+                re.search(r"embed_tokens|wte\b|word_embed|\bembeddings\.weight", name)
+            )
+            heads += one.numel() * bool(re.search(r"lm_head|embed_out", name))
+    return {
+        "total": total,
+        "experts": experts,
+        "always": always - (tables if heads else 0),
+        "by": by,
+    }
+
+
+def _transformers_model(folder: Path) -> Any | None:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForMultimodalLM,
+    ):
+        if type(config) in auto._model_mapping:  # noqa: SLF001 - there is no public question
+            try:
+                with torch.device("meta"):
+                    return auto.from_config(config)
+            except Exception:
+                return None  # vLLM has fewer demands on a configuration
+    return None
+
+
+# --- A GPU that is not here ---------------------------------------------------------------------
+
+
+class _Anything(type):
+    """Class of which every attribute exists: its name."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Empty(types.ModuleType):
+    """Module in which every name is a class that does nothing."""
+
+    __version__ = "0.0"
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
+
+
+class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finder of modules that this build of vLLM lacks; asked after all others."""
+
+    def __init__(self, names: re.Pattern[str]) -> None:
+        self._names = names
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if self._names.fullmatch(fullname):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Operator:
+    """Operator that this build lacks: whether it is supported is answered with no."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Operator()
+
+    def __call__(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+
+class _Idle:
+    """Stands in for CUDA's streams and events."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+def _replace(owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _pretend_gpu() -> None:
+    """Import vLLM as it is on a machine with an NVIDIA GPU."""
+    sys.meta_path.append(_Compiled(COMPILED))
+    import torch
+    import torch._ops
+    import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+    import transformers
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class PlannedGpu(CudaPlatformBase):
+        capability = DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> Any:
+            return cls.capability
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA GPU"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 1 << 50
+
+        @classmethod
+        def is_fully_connected(cls, device_ids: list[int]) -> bool:
+            return True
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 1 << 10
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 128
+
+        @classmethod
+        def set_device(cls, device: Any) -> None:
+            pass
+
+        @classmethod
+        def get_device_communicator_cls(cls) -> str:
+            return "vllm.distributed.device_communicators.base_device_communicator." + (
+                "DeviceCommunicatorBase"
+            )
+
+        @classmethod
+        def import_kernels(cls) -> None:
+            pass
+
+    _replace(vllm.platforms, _current_platform=PlannedGpu())
+    new_group = torch.distributed.new_group
+    _replace(
+        torch.distributed,
+        new_group=lambda ranks=None, *args, **kwargs: new_group(ranks, backend="fake"),
+    )
+    device = types.SimpleNamespace(
+        name="NVIDIA GPU", multi_processor_count=128, major=9, minor=0, total_memory=1 << 50
+    )
+    _replace(
+        torch.cuda,
+        Stream=_Idle,
+        Event=_Idle,
+        current_stream=lambda *args: _Idle(),
+        current_device=lambda: 0,
+        get_device_properties=lambda *args: device,
+        _lazy_init=lambda: None,
+        is_current_stream_capturing=lambda: False,
+    )
+    import vllm._custom_ops
+    import vllm.triton_utils
+    import vllm.utils.import_utils
+
+    namespace = torch._ops._OpNamespace  # noqa: SLF001
+    get_operator = namespace.__getattr__
+
+    def get(self: Any, name: str) -> Any:
+        try:
+            return get_operator(self, name)
+        except AttributeError:
+            if name.startswith("__") or not self.name.startswith("_"):
+                raise
+            return _Operator()
+
+    _replace(namespace, __getattr__=get)
+    _replace(vllm.utils.import_utils, has_deep_gemm=lambda: True)
+    if not isinstance(vllm.triton_utils.triton.Config, type):  # without Triton
+        vllm.triton_utils.triton.Config = _triton_config
+    import vllm.model_executor.models.registry as registry
+
+    _replace(
+        registry,
+        _run_in_subprocess=lambda function: function(),
+        _try_inspect_model_cls=lambda name, model: model.inspect_model_cls(),
+    )
+    import vllm.engine.arg_utils
+    import vllm.model_executor.model_loader.utils
+
+    sys.meta_path.append(_Compiled(FOR_KERNELS))
+    get_field = transformers.PretrainedConfig.__getattribute__
+
+    @functools.wraps(get_field)
+    def note(self: Any, name: str) -> Any:
+        if _reads is not None:
+            _reads.add((type(self), name))
+        return get_field(self, name)
+
+    _replace(transformers.PretrainedConfig, __getattribute__=note)
+
+
+def _triton_config(kwargs: Any, num_warps: int = 4, num_stages: int = 1, **more: Any) -> Any:
+    return types.SimpleNamespace(kwargs=kwargs, num_warps=num_warps, num_stages=num_stages, **more)
+
+
+def _set_capability(capability: Any) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    type(current_platform).capability = DeviceCapability(*capability)
+
+
+def _on_meta() -> Any:
+    """Mode in which tensors that a model places on its GPU are on the ``meta`` device."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class OnMeta(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = dict(kwargs or {})
+            device = kwargs.get("device")
+            if device is not None and (
+                isinstance(device, int) or torch.device(device).type == "cuda"
+            ):
+                kwargs["device"] = "meta"
+            return func(*args, **kwargs)
+
+    return OnMeta()
+
+
+if __name__ == "__main__":
+    main()
