@@ -59,6 +59,10 @@ _reads: set[tuple[type, str]] | None = None
 """Fields that were read of each class of configurations while a model is built."""
 
 
+_plain: set[str] = set()
+"""Kinds of models that are read without a class of transformers."""
+
+
 class UnknownModel(Exception):
     """A model that cannot be read; the message is a sentence."""
 
@@ -105,19 +109,23 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
             import traceback
 
             traceback.print_exc()
-        return {"error": _sentence(error)}
+        sentence = _sentence(error)
+        kind = request["config"].get("model_type")
+        if kind in _plain and not isinstance(error, UnknownModel):
+            sentence = f"transformers has no class for {kind}, and vLLM's needs one ({sentence})"
+        return {"error": sentence}
 
 
 def _sentence(error: BaseException) -> str:
     """First sentence of an exception; of pydantic's, what its validator raised."""
     text = str(error)
     if found := re.search(r"'PlainConfig' object has no attribute '(\w+)'", text):
-        return f"transformers has no class for this model_type, and the file has no {found[1]}"
+        return f"the file has no {found[1]}"
     if found := re.search(r"Value error, (.+)", text):
         text = found[1]
     line = next((one.strip() for one in text.splitlines() if one.strip()), type(error).__name__)
-    if found := re.match(r"(No valid attention backend found for \w+).*?Reasons: (.+)", text):
-        line = f"{found[1]} here: {found[2]}"
+    if found := re.match(r"(No valid attention backend).*kv_cache_dtype=(\w+)", text):
+        line = f"{found[1]} for KV in {found[2]} on this GPU: try another --kv-dtype or --gpu"
     line = re.split(r"(?<=\w\w|.[`'\])])\. | \[type=|: dict_keys", line)[0].rstrip(". ")
     line = re.sub(r"\S*/(served|plain)\b\S*", "the folder", line)[:300]
     return (
@@ -182,6 +190,7 @@ def _register(config: dict[str, Any]) -> None:
     kind = config.get("model_type")
     served = {*(config.get("architectures") or ())} & {*ModelRegistry.get_supported_archs()}
     if served and isinstance(kind, str) and kind not in {*CONFIG_MAPPING, *_CONFIG_REGISTRY}:
+        _plain.add(kind)
         plain = {name: one for name, one in config.items() if isinstance(one, (int, float, str))}
         AutoConfig.register(kind, type("PlainConfig", (PretrainedConfig,), plain))
         if config.get("use_sliding_window") is False:  # as every class that has the field does
@@ -194,6 +203,8 @@ def _complete(described: Mapping[str, Any]) -> dict[str, Any]:
     inner = made.get("quantization", made)
     if isinstance(inner, dict) and (algorithm := str(inner.get("quant_algo") or "")):
         made.setdefault("producer", {"name": "modelopt"})
+        if inner is made:
+            made.setdefault("quant_method", "modelopt")
         if "FP4" in algorithm:
             inner.setdefault("group_size", 16)
         if inner is made and isinstance(made.get("kv_cache_scheme"), str):
@@ -221,7 +232,7 @@ def _described_quantization(
     config: Mapping[str, Any], beside: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
     parts = [config, *(one for one in config.values() if isinstance(one, dict))]
-    found = [beside, *(part.get(name) for part in parts for name in QUANTIZATION)]
+    found = [*(part.get(name) for part in parts for name in QUANTIZATION), beside]
     return next((one for one in found if isinstance(one, dict) and one), {})
 
 
@@ -306,7 +317,7 @@ def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
             for one in type(config).__mro__
             for name in (
                 *getattr(one, "__annotations__", ()),
-                *inspect.signature(one.__init__).parameters,
+                *inspect.signature(one.__dict__.get("__init__", object.__init__)).parameters,
             )
         }
         read = {name for one, name in built.reads if one is type(config)}
@@ -392,7 +403,7 @@ def _words(layer: Any, spec: Any) -> str:
     """What a layer is, in words."""
     if hasattr(spec, "shapes"):
         name = spec.mamba_type.name
-        return STATES.get(name, name.lower().replace("_", " "))
+        return str(STATES.get(name, name.lower().replace("_", " ")))
     if "index" in type(layer).__name__.lower():
         words = "indexer"
     else:
@@ -494,12 +505,11 @@ class _Empty(types.ModuleType):
     """Module in which every name is a class that does nothing."""
 
     __version__ = "0.0"
-    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _Anything(name, (_Idle,), {})
 
 
 class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -533,7 +543,7 @@ class _Operator:
 
 
 class _Idle:
-    """Stands in for CUDA's streams and events."""
+    """Stands in for what only a GPU gives a meaning: CUDA's streams, events, names of kernels."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = None
@@ -646,6 +656,9 @@ def _pretend_gpu() -> None:
         _run_in_subprocess=lambda function: function(),
         _try_inspect_model_cls=lambda name, model: model.inspect_model_cls(),
     )
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    _replace(MessageQueue, create_from_process_group=lambda *args, **kwargs: None)
     import vllm.engine.arg_utils
     import vllm.model_executor.model_loader.utils
 

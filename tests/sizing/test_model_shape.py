@@ -35,7 +35,7 @@ def read_shape(folder: Path, **options: Any) -> ModelShape:
     return model_shape.read_shape(folder, gpu="h100-80", **options)
 
 
-def kinds(shape: ModelShape) -> dict[KvKind, tuple[int, int, int]]:
+def kinds(shape: ModelShape) -> dict[KvKind, tuple[int, float, int]]:
     """Layers, bytes of a token or a state in one, and span, by kind."""
     return {
         one.kind: (one.layers, one.token_bytes or one.state_bytes, one.reach.span)
