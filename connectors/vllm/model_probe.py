@@ -40,6 +40,8 @@ HARMLESS = re.compile(
     r"\w*(mtp|nextn)\w*"
 )
 """Of those: fields of other parts than the language model, and of drafters."""
+NEUTRAL = re.compile(r"\w*(eps|epsilon|dropout|theta|initializer_range)")
+"""Constants that no size depends on."""
 SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")
 """Parts of a model that text does not pass through."""
 FOR_KERNELS = re.compile(r"(cuda|cutlass)\b.*")
@@ -119,6 +121,8 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def _sentence(error: BaseException) -> str:
     """First sentence of an exception; of pydantic's, what its validator raised."""
     text = str(error)
+    if isinstance(error, KeyError):
+        return f"the file has no {text.strip(chr(39))}"
     if found := re.search(r"'PlainConfig' object has no attribute '(\w+)'", text):
         return f"the file has no {found[1]}"
     if found := re.search(r"Value error, (.+)", text):
@@ -144,7 +148,7 @@ def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     served = _write(folder / "served", config, beside)
     plain = _write(folder / "plain", _without_quantization(config), None)
     _set_capability(request["capability"])
-    built = _build(served, request, ranks)
+    built = _build_leniently(config, beside, served, request)
     model_config = built.config.model_config
     _refuse_unread(config, built)
     described = _described_quantization(config, beside)
@@ -221,7 +225,7 @@ def _complete(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Path:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if quantization is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(quantization))
@@ -248,6 +252,24 @@ def _kv_dtype(config: Any) -> str:
     """Type of KV by vLLM's name, with ``auto`` resolved."""
     name = str(config.cache_config.cache_dtype)
     return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
+
+
+def _build_leniently(
+    config: dict[str, Any],
+    beside: Mapping[str, Any] | None,
+    folder: Path,
+    request: Mapping[str, Any],
+) -> Built:
+    """Build a model whose file may leave out constants that no size depends on."""
+    while True:
+        try:
+            return _build(folder, request, int(request["ranks"]))
+        except AttributeError as error:
+            found = re.search(r"has no attribute '(\w+)'", str(error))
+            if not found or found[1] in config or not NEUTRAL.fullmatch(found[1]):
+                raise
+            config[found[1]] = 1e-6
+            _write(folder, config, beside)
 
 
 def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
