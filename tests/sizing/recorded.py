@@ -24,7 +24,7 @@ CONFIGS = HERE / "published.tar.xz"
 """Published configurations, from ai-dynamo/aiconfigurator (Apache-2.0) at 095f58a."""
 ANSWERS = HERE / "answers.json"
 MISSED = HERE / "missed.json"
-AT_A_TIME = 20
+AT_A_TIME = 12
 """Requests of one process."""
 
 

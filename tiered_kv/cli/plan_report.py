@@ -91,7 +91,7 @@ def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -
     }
 
 
-def token_bytes(plan: Plan) -> int:
+def token_bytes(plan: Plan) -> float:
     """Bytes of a token in all layers of attention, over all ranks."""
     return plan.shape.ranks * sum(one.layers * one.token_bytes for one in plan.shape.kv)
 
