@@ -266,9 +266,15 @@ def _build_leniently(
             return _build(folder, request, int(request["ranks"]))
         except AttributeError as error:
             found = re.search(r"has no attribute '(\w+)'", str(error))
-            if not found or found[1] in config or not NEUTRAL.fullmatch(found[1]):
+            if not found or found[1] in config:
                 raise
-            config[found[1]] = 1e-6
+            of_others = found[1].removeprefix("swa_")  # layers with a window are like the others
+            if of_others in config:
+                config[found[1]] = config[of_others]
+            elif NEUTRAL.fullmatch(found[1]):
+                config[found[1]] = 1e-6
+            else:
+                raise
             _write(folder, config, beside)
 
 
