@@ -44,8 +44,9 @@ NEUTRAL = re.compile(r"\w*(eps|epsilon|dropout|theta|initializer_range)")
 """Constants that no size depends on."""
 SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")
 """Parts of a model that text does not pass through."""
-FOR_KERNELS = re.compile(r"(cuda|cutlass)\b.*")
-"""Packages that models import for their kernels; others probe for them when vLLM is imported."""
+FOR_KERNELS = re.compile(r"(cuda|cutlass|flashinfer|flashinfer_cubin)\b.*")
+"""Packages that vLLM installs for CUDA and that models import for their kernels. Others probe for
+them when vLLM is imported."""
 QUANTIZATION = ("quantization_config", "compression_config")
 STATES = {
     "MAMBA1": "Mamba",
@@ -59,10 +60,6 @@ POOL_BYTES = 1 << 50
 
 _reads: set[tuple[type, str]] | None = None
 """Fields that were read of each class of configurations while a model is built."""
-
-
-_plain: set[str] = set()
-"""Kinds of models that are read without a class of transformers."""
 
 
 class UnknownModel(Exception):
@@ -111,20 +108,18 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
             import traceback
 
             traceback.print_exc()
-        sentence = _sentence(error)
-        kind = request["config"].get("model_type")
-        if kind in _plain and not isinstance(error, UnknownModel):
-            sentence = f"transformers has no class for {kind}, and vLLM's needs one ({sentence})"
-        return {"error": sentence}
+        return {"error": _sentence(error)}
 
 
 def _sentence(error: BaseException) -> str:
     """First sentence of an exception; of pydantic's, what its validator raised."""
     text = str(error)
-    if isinstance(error, KeyError):
-        return f"the file has no {text.strip(chr(39))}"
-    if found := re.search(r"'PlainConfig' object has no attribute '(\w+)'", text):
-        return f"the file has no {found[1]}"
+    missing = re.search(r"'\w*Config' object has no attribute '(\w+)'", text)
+    if missing or isinstance(error, KeyError):
+        field = missing[1] if missing else text.strip("'")
+        return f"the file has no {field}, which vLLM's class of the model reads"
+    if found := re.search(r"\n(\w+).*\n *Input should be (.+) \[type=.*_value=(.+),", text):
+        return f"{found[1]} is {found[3]}, and vLLM takes {found[2]}"
     if found := re.search(r"Value error, (.+)", text):
         text = found[1]
     line = next((one.strip() for one in text.splitlines() if one.strip()), type(error).__name__)
@@ -141,14 +136,14 @@ def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     config, ranks = dict(request["config"]), int(request["ranks"])
     config.pop("auto_map", None)  # the folder's own code is not run
     _register(config)
-    beside = request["quantization"] and _complete(request["quantization"])
+    assumed: dict[str, Any] = {}
+    beside = request["quantization"] and _complete(request["quantization"], assumed)
     for name in QUANTIZATION:
         if isinstance(config.get(name), dict):
-            config[name] = _complete(config[name])
+            config[name] = _complete(config[name], assumed)
     served = _write(folder / "served", config, beside)
-    plain = _write(folder / "plain", _without_quantization(config), None)
     _set_capability(request["capability"])
-    built = _build_leniently(config, beside, served, request)
+    built = _build_leniently(config, beside, served, request, assumed)
     model_config = built.config.model_config
     _refuse_unread(config, built)
     described = _described_quantization(config, beside)
@@ -160,24 +155,37 @@ def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         )
     kinds, groups, block_bytes = _group(built, ranks)
     share = _chosen_share(built.model)
-    counted = _count(plain, request)
+    element = model_config.dtype.itemsize
+    weight_bytes = ranks * sum(one.numel() * one.element_size() for one in built.model.parameters())
+    quantized = model_config.quantization is not None
+    plain = _write(folder / "plain", _without_quantization(config), None)
+    counted = _count(plain, request, None if quantized else weight_bytes / element)
     return {
         "architecture": model_config.architecture,
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "kv_dtype": _kv_dtype(built.config),
         "max_len": model_config.max_model_len,
-        "quantized": model_config.quantization is not None,
-        "element_bytes": model_config.dtype.itemsize,
+        "quantized": quantized,
+        "element_bytes": element,
         "parameters": counted["total"],
         "active_parameters": counted["always"] + round(share * counted["experts"]),
         "counted_by": counted["by"],
-        "weight_bytes": ranks
-        * sum(one.numel() * one.element_size() for one in built.model.parameters()),
+        "weight_bytes": weight_bytes,
         "all_reduces": 2 * int(model_config.hf_text_config.num_hidden_layers),
         "kv": kinds,
         "groups": groups,
         "block_bytes": block_bytes,
+        "assumed": assumed,
     }
+
+
+class _Fields(dict[str, Any]):
+    """Fields of a part of a model, read as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"'PlainConfig' object has no attribute '{name}'")
 
 
 def _register(config: dict[str, Any]) -> None:
@@ -185,43 +193,69 @@ def _register(config: dict[str, Any]) -> None:
 
     It takes what the file says and has no defaults: vLLM's class of the model fails over a field
     that the file leaves out.
+
+    Raises:
+        UnknownModel: vLLM has no class of the model either.
     """
+    import transformers
+    import vllm
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     kind = config.get("model_type")
-    served = {*(config.get("architectures") or ())} & {*ModelRegistry.get_supported_archs()}
-    if served and isinstance(kind, str) and kind not in {*CONFIG_MAPPING, *_CONFIG_REGISTRY}:
-        _plain.add(kind)
-        plain = {name: one for name, one in config.items() if isinstance(one, (int, float, str))}
-        AutoConfig.register(kind, type("PlainConfig", (PretrainedConfig,), plain))
-        if config.get("use_sliding_window") is False:  # as every class that has the field does
-            config.pop("sliding_window", None)
+    if not isinstance(kind, str) or kind in {*CONFIG_MAPPING, *_CONFIG_REGISTRY}:
+        return
+    named = config.get("architectures") or []
+    if not {*named} & {*ModelRegistry.get_supported_archs()}:
+        raise UnknownModel(
+            f"vLLM {vllm.__version__} has no class {' or '.join(map(str, named)) or 'of the model'}"
+            f", and transformers {transformers.__version__} has none for model_type {kind}"
+        )
+
+    class PlainConfig(PretrainedConfig):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**{name: _as_fields(one) for name, one in fields.items()})
+
+    for name, one in config.items():
+        if isinstance(one, (int, float, str)):
+            setattr(PlainConfig, name, one)
+    AutoConfig.register(kind, PlainConfig)
+    if config.get("use_sliding_window") is False:  # as every class that has the field does
+        config.pop("sliding_window", None)
 
 
-def _complete(described: Mapping[str, Any]) -> dict[str, Any]:
+def _as_fields(value: Any) -> Any:
+    """Let parts of layers, which are lists of objects, be read by attribute."""
+    if isinstance(value, list):
+        return [_as_fields(one) for one in value]
+    if isinstance(value, dict):
+        return _Fields({name: _as_fields(one) for name, one in value.items()})
+    return value
+
+
+def _complete(described: Mapping[str, Any], assumed: dict[str, Any]) -> dict[str, Any]:
     """Fill in what vLLM's readers of quantizations demand and collections of files leave out."""
-    made = json.loads(json.dumps(described))
-    inner = made.get("quantization", made)
-    if isinstance(inner, dict) and (algorithm := str(inner.get("quant_algo") or "")):
-        made.setdefault("producer", {"name": "modelopt"})
-        if inner is made:
-            made.setdefault("quant_method", "modelopt")
-        if "FP4" in algorithm:
-            inner.setdefault("group_size", 16)
-        if inner is made and isinstance(made.get("kv_cache_scheme"), str):
-            made["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "dynamic": False}
-        inner.setdefault("ignore" if "config_groups" in inner else "exclude_modules", ["lm_head"])
+
+    def fill(part: dict[str, Any], name: str, value: Any) -> None:
+        if name not in part:
+            part[name] = assumed[name] = value
+
+    made = dict(json.loads(json.dumps(described)))
+    inner = made.get("quantization")
+    if isinstance(inner, dict) and inner.get("quant_algo"):  # ModelOpt's own file
+        fill(made, "producer", {"name": "modelopt"})
+        fill(inner, "exclude_modules", ["lm_head"])
+        if "FP4" in str(inner["quant_algo"]):
+            fill(inner, "group_size", 16)
         inner.setdefault("kv_cache_quant_algo", None)
-    for group in (made.get("config_groups") or {}).values():
-        group.setdefault("targets", ["Linear"])
-        weights = group.get("weights") or {}
-        weights.setdefault("strategy", "group" if weights.get("group_size") else "channel")
-        weights.setdefault("symmetric", True)
-        weights.setdefault("dynamic", False)
-    return dict(made)
+    elif made.get("quant_algo"):
+        fill(made, "quant_method", "modelopt")
+    if made.get("quant_method") == "compressed-tensors":
+        for group in (made.get("config_groups") or {}).values():
+            fill(group, "targets", ["Linear"])
+    return made
 
 
 def _write(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Path:
@@ -259,8 +293,10 @@ def _build_leniently(
     beside: Mapping[str, Any] | None,
     folder: Path,
     request: Mapping[str, Any],
+    assumed: dict[str, Any],
 ) -> Built:
-    """Build a model whose file may leave out constants that no size depends on."""
+    """Build a model whose file may leave out constants that no size depends on, and what layers
+    with a window have in common with the others."""
     while True:
         try:
             return _build(folder, request, int(request["ranks"]))
@@ -268,13 +304,14 @@ def _build_leniently(
             found = re.search(r"has no attribute '(\w+)'", str(error))
             if not found or found[1] in config:
                 raise
-            of_others = found[1].removeprefix("swa_")  # layers with a window are like the others
-            if of_others in config:
-                config[found[1]] = config[of_others]
+            alike = found[1].removeprefix("swa_").replace("window_size", "window")
+            if alike in config:
+                value = config[alike]
             elif NEUTRAL.fullmatch(found[1]):
-                config[found[1]] = 1e-6
+                value = 1e-6
             else:
                 raise
+            config[found[1]] = assumed[found[1]] = value
             _write(folder, config, beside)
 
 
@@ -472,10 +509,20 @@ def _chosen_share(model: Any) -> float:
     return 1.0
 
 
-def _count(plain: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def _count(plain: Path, request: Mapping[str, Any], served: float | None) -> dict[str, Any]:
     """Count a model's parameters without quantization: of experts, and of what every token of text
-    passes through. A table of input embeddings is looked up, not multiplied with."""
+    passes through. A table of input embeddings is looked up, not multiplied with.
+
+    Args:
+        served: parameters of vLLM's class over all ranks, if it was built without quantization.
+            Where transformers takes another default for a field that the file leaves out, vLLM's
+            class counts.
+    """
     model, by = _transformers_model(plain), "transformers"
+    if model is not None and served is not None:
+        total = sum(one.numel() for one in model.parameters())
+        if not 0.9 < served / total < 1.1:
+            model = None
     if model is None:
         model, by = _build(plain, request, 1).model, "vLLM"
     total = experts = always = 0
@@ -521,12 +568,13 @@ def _transformers_model(folder: Path) -> Any | None:
 
 
 class _Anything(type):
-    """Class of which every attribute exists: its name."""
+    """Class of which every attribute exists: another such class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return name
+        setattr(cls, name, _Anything(name, (_Idle,), {}))
+        return getattr(cls, name)
 
 
 class _Empty(types.ModuleType):
@@ -660,6 +708,7 @@ def _pretend_gpu() -> None:
     )
     import vllm._custom_ops
     import vllm.triton_utils
+    import vllm.utils.flashinfer
     import vllm.utils.import_utils
 
     namespace = torch._ops._OpNamespace  # noqa: SLF001
@@ -675,6 +724,12 @@ def _pretend_gpu() -> None:
 
     _replace(namespace, __getattr__=get)
     _replace(vllm.utils.import_utils, has_deep_gemm=lambda: True)
+    _replace(  # vLLM inspects the kernels of FlashInfer, which its installs for CUDA bring
+        vllm.utils.flashinfer,
+        has_flashinfer_sm90_nope_mla=lambda: True,
+        has_flashinfer_sparse_mla_sm120=lambda: True,
+        has_flashinfer_sparse_mla_sm120_config=lambda *args: True,
+    )
     if not isinstance(vllm.triton_utils.triton.Config, type):  # without Triton
         vllm.triton_utils.triton.Config = _triton_config
     import vllm.model_executor.models.registry as registry

@@ -94,7 +94,7 @@ def test_weights_may_be_told(tmp_path: Path) -> None:
         (LLAMA_8B, ["--gpu", "h100", "--cpu-gib", 0, "--ssd-gib", 9], "Pages on SSD pass"),
         (LLAMA_8B, ["--gpu", "h100", "--gpus", 3], "must be divisible by tensor parallel size (3)"),
         (QWEN3_NEXT_80B, ["--gpu", "h100"], "it takes 3 or more"),
-        ({"model_type": "rwkv"}, ["--gpu", "h100"], "rwkv"),
+        ({"model_type": "rwkv"}, ["--gpu", "h100"], "['RwkvModel'] are not supported"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(

@@ -55,7 +55,12 @@ DEEPSEEK_V3: Mapping[str, Any] = {
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "quantization_config": {"quant_method": "fp8"},
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,

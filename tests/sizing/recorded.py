@@ -1,8 +1,8 @@
 """vLLM's answers about models, recorded, so that tests of what is made of them take no minutes.
 
-``python -m tests.sizing.recorded`` asks vLLM about the requests that a test run has missed, and
-about those that are recorded with ``--again``. ``test_vllm_kv.py`` and ``test_published.py`` ask
-vLLM itself and compare.
+``python -m tests.sizing.recorded`` asks vLLM what is not recorded yet, or everything with
+``--again``, and runs the tests. ``test_vllm_kv.py`` and ``test_published.py`` ask vLLM itself and
+compare.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,8 @@ HERE = Path(__file__).parent
 CONFIGS = HERE / "published.tar.xz"
 """Published configurations, from ai-dynamo/aiconfigurator (Apache-2.0) at 095f58a."""
 ANSWERS = HERE / "answers.json"
-MISSED = HERE / "missed.json"
+RECORD = "TIERED_KV_RECORD_ANSWERS"
+"""Set while answers are recorded."""
 AT_A_TIME = 12
 """Requests of one process."""
 
@@ -76,31 +79,32 @@ def answers() -> dict[str, dict[str, Any]]:
 def answer_recorded(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Answer as vLLM did when this was recorded."""
     known = answers()
-    missed = [one for one in requests if key_of(one) not in known]
-    if missed:
-        MISSED.write_text(json.dumps(_missed() + missed))
-        raise AssertionError("not recorded: run python -m tests.sizing.recorded")
+    if missed := [one for one in requests if key_of(one) not in known]:
+        assert RECORD in os.environ, "not recorded: run python -m tests.sizing.recorded"
+        known = _record(missed)
     return [known[key_of(one)] for one in requests]
 
 
-def _missed() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(MISSED.read_text()) if MISSED.exists() else []
-    return found
-
-
-def main() -> None:
-    """Record what has been missed, and the published models."""
-    known = {} if "--again" in sys.argv else answers()
-    every = {key_of(one): one for one in (*_missed(), *(one for _, one in published()))}
-    wanted = {key: one for key, one in every.items() if key not in known}
-    keys = list(wanted)
-    for start in range(0, len(keys), AT_A_TIME):
-        some = keys[start : start + AT_A_TIME]
-        known |= zip(some, ask_vllm([wanted[key] for key in some]), strict=True)
+def _record(requests: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    known = answers()
+    for start in range(0, len(requests), AT_A_TIME):
+        some = requests[start : start + AT_A_TIME]
+        known |= zip(map(key_of, some), ask_vllm(some), strict=True)
         lines = [f'"{key}": {json.dumps(known[key])}' for key in sorted(known)]
         ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    MISSED.unlink(missing_ok=True)
+    return known
+
+
+def main() -> int:
+    """Record what is asked about the published models and in the tests, if it is not yet known."""
+    if "--again" in sys.argv:
+        ANSWERS.unlink()
+    answer = answers()
+    _record([one for _, one in published() if key_of(one) not in answer])
+    tests = ["-q", "-n", "0", "-m", "not e2e", "tests/sizing", "tests/cli/test_plan.py"]
+    env = {**os.environ, RECORD: "1"}
+    return subprocess.call([sys.executable, "-m", "pytest", *tests], env=env)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -84,7 +84,12 @@ def test_fields_that_a_published_file_leaves_out_are_those_of_its_class(tmp_path
         "num_hidden_layers": 34,
         "sliding_window": 1024,
     }
-    shape = read_shape(write(tmp_path, {"model_type": "gemma3", "text_config": text}))
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+    }
+    shape = read_shape(write(tmp_path, config))
     assert kinds(shape) == {WINDOW: (29, 4096, 1024), FULL: (5, 4096, 0)}
     assert shape.parameters.total / 1e9 == pytest.approx(3.88, rel=0.01)
 
@@ -127,11 +132,30 @@ def test_kv_in_fp8_takes_half_and_states_stay_as_they_are(tmp_path: Path) -> Non
 
 
 def test_a_quantized_model_may_bring_the_type_of_its_kv(tmp_path: Path) -> None:
-    scheme = {"num_bits": 8, "type": "float"}
+    scheme = {
+        "dynamic": False,
+        "num_bits": 8,
+        "strategy": "tensor",
+        "symmetric": True,
+        "type": "float",
+    }
     config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     shape = read_shape(write(tmp_path, {**LLAMA_8B, "quantization_config": config}))
     assert (shape.kv_dtype, kinds(shape)[FULL][1]) == ("fp8_e4m3", 2048)
     assert "fp8" in shape.notes[0]
+
+
+def test_what_is_assumed_of_a_file_is_a_note(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    shape = read_shape(write(tmp_path, {**LLAMA_8B, "quantization_config": config}))
+    assert shape.notes == (
+        'vLLM needs fields that the model\'s files lack. Assumed: targets = ["Linear"].',
+    )
 
 
 def test_sparse_mla_has_an_indexer_beside_it(tmp_path: Path) -> None:
@@ -175,7 +199,15 @@ def test_a_name_on_a_hub_is_refused(tmp_path: Path) -> None:
         read_shape(tmp_path / "meta-llama" / "Llama-3.1-8B")
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("int4", "auto"), ("auto", "fp3")])
-def test_a_type_that_does_not_exist_is_refused(tmp_path: Path, dtype: str, kv_dtype: str) -> None:
-    with pytest.raises(ModelError, match=r"int4|fp3"):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "said"),
+    [
+        ("int4", "auto", "dtype is 'int4', and vLLM takes 'auto', 'half'"),
+        ("auto", "fp3", "cache_dtype is 'fp3', and vLLM takes 'auto', 'float16'"),
+    ],
+)
+def test_a_type_that_does_not_exist_is_refused(
+    tmp_path: Path, dtype: str, kv_dtype: str, said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
         read_shape(write(tmp_path, LLAMA_8B), dtype=dtype, kv_dtype=kv_dtype)

@@ -240,6 +240,9 @@ def shape_of(
     notes = []
     if request["kv_dtype"] == AUTO and answer["kv_dtype"] != answer["dtype"]:
         notes.append(f"vLLM keeps KV in {answer['kv_dtype']}, as the model's files say.")
+    if answer["assumed"]:
+        fields = ", ".join(f"{name} = {json.dumps(one)}" for name, one in answer["assumed"].items())
+        notes.append(f"vLLM needs fields that the model's files lack. Assumed: {fields}.")
     return ModelShape(
         architecture=answer["architecture"],
         ranks=request["ranks"],
