@@ -331,6 +331,7 @@ def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     config = EngineArgs(
         model=str(folder),
@@ -350,6 +351,7 @@ def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
         stack.enter_context(set_current_vllm_config(config))
         init_distributed_environment(ranks, 0, f"file://{folder}/ranks", 0, "fake")
         ensure_model_parallel_initialized(ranks, 1)
+        init_workspace_manager(torch.device("meta"))
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         _reads = set()
         with torch.device("meta"), _on_meta():
@@ -478,6 +480,8 @@ def _words(layer: Any, spec: Any) -> str:
         words = f"{words} chunks of {chunk:,}"
     elif span and "Sliding" in type(spec).__name__:
         words = f"{words} window of {span:,}"
+    elif hasattr(getattr(layer, "impl", None), "topk_blocks"):
+        words = "sparse attention"
     ratio = getattr(spec, "tokens_per_state", 1)
     return words.strip() + (f", 1 in {ratio}" if ratio != 1 else "") or "full attention"
 
@@ -496,9 +500,11 @@ def _pair_flops(built: Built, name: str, spec: Any, ranks: int) -> int:
 
 def _sees(built: Built, name: str, spec: Any) -> int:
     """Tokens that a query of sparse attention attends to; 0 if it attends to all."""
-    impl = getattr(built.layers[name], "use_sparse", False)
-    text = built.config.model_config.hf_text_config
-    return int(getattr(text, "index_topk", None) or 0) if impl else 0
+    layer, text = built.layers[name], built.config.model_config.hf_text_config
+    if blocks := getattr(getattr(layer, "impl", None), "topk_blocks", 0):
+        return int(blocks * layer.impl.block_size)
+    is_sparse = getattr(layer, "use_sparse", False)
+    return int(getattr(text, "index_topk", None) or 0) if is_sparse else 0
 
 
 def _chosen_share(model: Any) -> float:
@@ -706,6 +712,7 @@ def _pretend_gpu() -> None:
         _lazy_init=lambda: None,
         is_current_stream_capturing=lambda: False,
     )
+    _replace(torch.accelerator, empty_cache=lambda: None)
     import vllm._custom_ops
     import vllm.triton_utils
     import vllm.utils.flashinfer

@@ -91,7 +91,7 @@ def test_fields_that_a_published_file_leaves_out_are_those_of_its_class(tmp_path
     }
     shape = read_shape(write(tmp_path, config))
     assert kinds(shape) == {WINDOW: (29, 4096, 1024), FULL: (5, 4096, 0)}
-    assert shape.parameters.total / 1e9 == pytest.approx(3.88, rel=0.01)
+    assert shape.parameters.total / 1e9 == pytest.approx(3.88 + 0.09, rel=0.01), "text and vision"
 
 
 def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_quantized_model_may_bring_the_type_of_its_kv(tmp_path: Path) -> None:
     }
     config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     shape = read_shape(write(tmp_path, {**LLAMA_8B, "quantization_config": config}))
-    assert (shape.kv_dtype, kinds(shape)[FULL][1]) == ("fp8_e4m3", 2048)
+    assert (shape.kv_dtype, kinds(shape)[FULL][1]) == ("fp8", 2048)
     assert "fp8" in shape.notes[0]
 
 

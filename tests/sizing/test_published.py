@@ -152,10 +152,21 @@ def test_kv_is_of_the_type_that_the_checkpoint_asks_for() -> None:
 
 def test_keys_of_an_index_are_counted() -> None:
     """57 of MiniMax-M3's 60 layers keep one of 128 elements next to four heads' keys and values."""
-    kept = sum(
-        one["layers"] * one["token_bytes"] for one in answer("nvidia--MiniMax-M3-NVFP4")["kv"]
-    )
+    found = answer("nvidia--MiniMax-M3-NVFP4")["kv"]
+    kept = sum(one["layers"] * one["token_bytes"] for one in found)
     assert kept == 60 * 4 * 2 * 128 * 2 + 57 * 128 * 2
+    seen = {one["words"]: (one["layers"], one["sees"]) for one in found}
+    assert seen == {
+        "full attention": (3, 0),
+        "sparse attention": (57, 16 * 128),
+        "indexer": (57, 0),
+    }
+
+
+def test_every_rank_has_the_keys_of_an_index() -> None:
+    asked = PUBLISHED["nvidia--MiniMax-M3-NVFP4"] | {"ranks": 8}
+    (found,) = answer_recorded([asked])
+    assert 8 * sum(one["layers"] * one["token_bytes"] for one in found["kv"]) == 354 * 1024
 
 
 MINIMAX_M3 = {
