@@ -1,4 +1,4 @@
-"""What vLLM makes of a model on GPUs that are not here: a program, run by ``tiered-kv plan``.
+"""Program that asks vLLM about models on GPUs that this machine lacks; ``tiered-kv plan`` runs it.
 
 It reads a list of requests as JSON from its standard input and writes a line of JSON for each.
 vLLM's own classes are built on torch's ``meta`` device, so without weights, as for the GPU that a
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import inspect
 import json
 import os
@@ -37,9 +36,9 @@ SHAPING = re.compile(r"\w*(pattern|layer\w*freq|index|sparse|latent|compress)\w*
 """Fields that change what layers keep or how large they are, in models that have them."""
 HARMLESS = re.compile(
     r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
-    r"\w*(mtp|nextn)\w*"
+    r"\w*(mtp|nextn)\w*|_\w*"
 )
-"""Of those: fields of other parts than the language model, and of drafters."""
+"""Fields among them of other parts than the language model, of drafters, and transformers' own."""
 NEUTRAL = re.compile(r"\w*(eps|epsilon|dropout|theta|initializer_range)")
 """Constants that no size depends on."""
 SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")

@@ -53,7 +53,7 @@ def request(
     gpu: str = "h200-141",
     **options: Any,
 ) -> dict[str, Any]:
-    """What to ask about a configuration."""
+    """Build what to ask about a configuration."""
     return {
         "config": dict(config),
         "quantization": quantization,
