@@ -3,7 +3,8 @@
 It reads a list of requests as JSON from its standard input and writes a line of JSON for each.
 vLLM's own classes are built on torch's ``meta`` device, so without weights, as for the GPU that a
 request describes. Their layers return the KV that they keep, and vLLM puts the layers into groups.
-Parameters are counted on transformers' class of the model, or on vLLM's where there is none or it reads the file otherwise.
+Parameters are counted on transformers' class of the model, or on vLLM's where there is none or it
+reads the file differently.
 
 It is a process of its own because it replaces what needs a GPU, and vLLM keeps global state.
 Modules compiled for CUDA, which CPU builds of vLLM lack, become empty ones.
