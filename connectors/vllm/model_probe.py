@@ -122,7 +122,8 @@ def _sentence(error: BaseException) -> str:
         return f"{found[1]} is {found[3]}, and vLLM takes {found[2]}"
     if found := re.search(r"Value error, (.+)", text):
         text = found[1]
-    line = next((one.strip() for one in text.splitlines() if one.strip()), type(error).__name__)
+    lines = [one.strip() for one in text.splitlines() if one.strip()] or [type(error).__name__]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     if found := re.match(r"(No valid attention backend).*kv_cache_dtype=(\w+)", text):
         line = f"{found[1]} for KV in {found[2]} on this GPU: try another --kv-dtype or --gpu"
     line = re.split(r"(?<=\w\w|.[`'\])])\. | \[type=|: dict_keys", line)[0].rstrip(". ")
