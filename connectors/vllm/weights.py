@@ -85,7 +85,7 @@ class WeightCalls:
 
     Args:
         start_over: resets vLLM's cache, and the connector with it.
-        harmless: methods that change no weights, in addition to ``HARMLESS``.
+        harmless: methods and functions that change no weights, in addition to ``HARMLESS``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WeightCalls:
         self._half = half
         self._fingerprints = fingerprints
         self._start_over = start_over
-        self._harmless = frozenset((*HARMLESS, *harmless))
+        self._harmless = frozenset(harmless)
         self._clock = clock
         self._logged: dict[str, tuple[float, int]] = {}
 
@@ -112,12 +112,13 @@ class WeightCalls:
             method: name of a worker's method, or a function of the worker.
             args, kwargs: what it is called with.
         """
-        if isinstance(method, str) and method in self._harmless:
+        if isinstance(method, str) and method in HARMLESS:
             if method == "add_lora" or method == "remove_lora":
                 self._guard(lambda: self._before_adapter(method, args, kwargs or {}))
             return
         name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
-        self._guard(lambda: self._before_update(name))
+        if name not in self._harmless:
+            self._guard(lambda: self._before_update(name))
 
     def _before_adapter(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         (given,) = (*args, *kwargs.values())

@@ -319,9 +319,9 @@ def shared(folder: Path) -> str:
 def held_back(gate: threading.Event, owner: Any, *names: str) -> None:
     """Have calls of these methods wait until the gate is open."""
 
-    def call(usual: Callable[..., Any], *args: Any) -> Any:
+    def call(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         gate.wait()
-        return usual(*args)
+        return usual(*args, **kwargs)
 
     for name in names:
         setattr(owner, name, functools.partial(call, getattr(owner, name)))

@@ -82,9 +82,17 @@ def test_harmless_calls_change_nothing(make_rig: MakeRig) -> None:
     adapters = {"add_lora", "remove_lora"}
     for method in {*HARMLESS, "report_health", "ping"} - adapters:
         workers.collective_rpc(method)
+
+    def ping(worker: object) -> None: ...
+    def sleep(worker: object) -> None: ...
+
+    ping.__qualname__, sleep.__qualname__ = "ping", "sleep"
+    workers.collective_rpc(ping)
     rig.ask("after", PROMPT)
     assert rig.count("prompt_tokens_vram") > 0
     assert rig.count("resets") == rig.count("weight_updates") == 0
+    workers.collective_rpc(sleep)
+    assert rig.count("weight_updates") == 1, "a function of a trainer's is not vLLM's method"
 
 
 def test_pins_of_old_kv_are_released(make_rig: MakeRig) -> None:
