@@ -91,7 +91,7 @@ def _rows(file: IO[bytes], at: _At) -> Iterator[Row]:
 
 
 def as_row(found: object) -> Row:
-    """The same, if it is a JSON object."""
+    """Return the value if it is a JSON object."""
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
     return found
@@ -176,7 +176,7 @@ def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> 
 
 
 def _reason(error: ValueError) -> str:
-    """Say what is wrong with a line."""
+    """Describe the error in a line."""
     if isinstance(error, UnicodeDecodeError):
         return "it is neither text in UTF-8 nor gzipped"
     if isinstance(error, json.JSONDecodeError):

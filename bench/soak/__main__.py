@@ -186,8 +186,8 @@ def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
-    """The same server with the connector and its scheduler; its SSD tier and its snapshots lie in
-    ``folder``."""
+    """Options of the same server with the connector and its scheduler. The SSD tier and the
+    snapshots are in ``folder``."""
     tiers = {
         "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}",
         "TIERED_KV_SSD_PATH": str(folder / "ssd"),

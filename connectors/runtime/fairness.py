@@ -87,7 +87,7 @@ class Fairness:
         self._live: dict[str, _Live] = {}
         # By priority: requests without blocks, in the order of their arrival.
         self._lines: dict[int, OrderedDict[str, _Live]] = {}
-        self._again: dict[str, _Live] = {}  # those that lost their blocks and wait once more
+        self._requeued: dict[str, _Live] = {}  # those that lost their blocks and wait once more
         self._clients: dict[Client, _Share] = {}
         self._crowding = 0  # clients with several
         self._changed = False  # since the requests over their share were determined
@@ -112,18 +112,18 @@ class Fairness:
         if live is None:
             return
         self._idle_since = None
-        if self._stands_up(live):
+        if self._leave_line(live):
             self._clients[live.client].admitted_at = self._clock()
             self._changed = True
-        self._again.pop(request_id, None)
+        self._requeued.pop(request_id, None)
 
     def on_ended(self, request_id: str) -> None:
         """Forget a request that has finished. Unknown ones are ignored."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
-        self._stands_up(live)
-        self._again.pop(request_id, None)
+        self._leave_line(live)
+        self._requeued.pop(request_id, None)
         share = self._clients[live.client]
         share.requests -= 1
         self._crowding -= share.requests == 1
@@ -131,7 +131,7 @@ class Fairness:
             del self._clients[live.client]
         self._changed = True
 
-    def _stands_up(self, live: _Live) -> bool:
+    def _leave_line(self, live: _Live) -> bool:
         """Take a request out of its line; False if it is in none."""
         priority = self._priority(live)
         line = self._lines.get(priority)
@@ -167,7 +167,7 @@ class Fairness:
         return live is not None and self._waits_too_long(live)
 
     def _waits_too_long(self, live: _Live) -> bool:
-        waits = self._never_had_blocks(live) or live.request.request_id in self._again
+        waits = self._never_had_blocks(live) or live.request.request_id in self._requeued
         return waits and is_overdue(self._clock() - live.arrived_at, self._max_wait_s)
 
     def _never_had_blocks(self, live: _Live) -> bool:
@@ -202,7 +202,7 @@ class Fairness:
         if live is None:
             return False
         if not self._never_had_blocks(live):
-            self._again[request_id] = live
+            self._requeued[request_id] = live
             return False
         now = self._clock()
         for first in self._oldest(self._priority(live)):
@@ -218,8 +218,8 @@ class Fairness:
         for at, line in self._lines.items():
             if at <= priority:
                 yield from _first_ready(line.values())
-        if self._again:
-            by_arrival = sorted(self._again.values(), key=lambda one: one.arrived_at)
+        if self._requeued:
+            by_arrival = sorted(self._requeued.values(), key=lambda one: one.arrived_at)
             yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
 
     def _is_stuck(self, step: int) -> bool:
@@ -294,7 +294,7 @@ class Fairness:
         """Seats and blocks that each client's running requests have."""
         used = dict[Client, ClientUse]()
         for request_id, live in self._live.items():
-            if request_id not in self._again and not self._never_had_blocks(live):
+            if request_id not in self._requeued and not self._never_had_blocks(live):
                 used[live.client] = used.get(live.client, NO_USE).plus(self._blocks(live))
         return used
 

@@ -468,7 +468,7 @@ def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def _words(layer: Any, spec: Any) -> str:
-    """What a layer is, in words."""
+    """Name the kind of a layer for people."""
     if hasattr(spec, "shapes"):
         name = spec.mamba_type.name
         return str(STATES.get(name, name.lower().replace("_", " ")))

@@ -217,7 +217,7 @@ class Several:
 
 
 def test_a_weight_version_that_a_trainer_declares_is_an_update(make_rig: MakeRig) -> None:
-    """Whatever way the weights took."""
+    """The call counts as an update however the weights were transferred."""
     from vllm.v1.engine.core import EngineCore
 
     rig = make_rig()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from operator import itemgetter
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
@@ -54,7 +53,7 @@ class Saves:
         self.unsent: list[SaveOrder] = []
         self.over = 0
         self._latest: OrderId | None = None
-        self._used_by: dict[OrderId, dict[PageKey, None]] = {}  # turns that await the save
+        self._used_by: dict[OrderId, list[PageKey]] = {}  # turns that await the save
 
     def take(self) -> tuple[SaveOrder, ...]:
         """Hand over the orders not yet sent."""
@@ -164,12 +163,9 @@ class Saves:
     def _used_after(self, save: OrderId, keys: Iterable[PageKey]) -> None:
         """Count pages as just used once the save has settled. Of more pages than CPU memory holds,
         the latest count: behind a copy that hangs, any number of turns may end."""
-        used = self._used_by.setdefault(save, {})
-        for key in keys:
-            used.pop(key, None)
-            used[key] = None
-        for key in list(islice(used, max(0, len(used) - self._planner.index.num_slots))):
-            del used[key]
+        used = self._used_by.setdefault(save, [])
+        used.extend(keys)
+        del used[: max(0, len(used) - self._planner.index.num_slots)]
 
     def _context(self, turn: Turn) -> list[PageKey]:
         """The turn's pages so far, first to last."""
@@ -273,7 +269,7 @@ class Saves:
         """Give up the blocks of a save that is over on every rank."""
         assert isinstance(done.order, SaveOrder)
         self.over += 1
-        self._planner.index.touch(self._used_by.pop(done.order.order_id, {}))
+        self._planner.index.touch(self._used_by.pop(done.order.order_id, ()))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
         if done.abandoned:

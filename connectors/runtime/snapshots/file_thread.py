@@ -89,7 +89,7 @@ class SnapshotFiles:
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Future[SnapshotDraft]]:
-        """Begin a snapshot. On leaving, its draft is removed unless it was sealed."""
+        """Start a snapshot. Leaving the context removes its draft unless it was sealed."""
         drafting = self.thread.submit(_begin, self.root, name)
         try:
             yield drafting

@@ -100,7 +100,7 @@ PLACE = Place()
 
 
 def renew() -> Place:
-    """Begin with an empty place that works."""
+    """Start with an empty, working store."""
     global PLACE
     PLACE = Place()
     return PLACE

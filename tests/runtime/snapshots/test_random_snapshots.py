@@ -114,7 +114,7 @@ class Player:
         return any(one.running for one in self.rig.gaps.manager.jobs.named(job, 9))
 
     def operate(self, jobs: Sequence[str], others: Sequence[Player]) -> None:
-        """Begin an operation on one of these jobs, or restore a snapshot of some engine."""
+        """Start an operation on one of these jobs, or restore a snapshot of either engine."""
         rng, rig, job = self.rng, self.rig, self.rng.choice(jobs)
         alone = rig.turns.running == 1 and rng.random() < 0.7
         alone = alone or rng.random() < 0.1
