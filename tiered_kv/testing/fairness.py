@@ -48,9 +48,11 @@ class FairnessWatch:
             return
         request, arrived_at = found
         now = self._clock()
-        for other, since in self._waiting.values():
-            older = since < arrived_at and other.ready and not self._precedes(request, other)
-            assert not older or now - since < self._limit_s, (
+        for other, since in self._waiting.values():  # by arrival
+            if since >= arrived_at:
+                return
+            counts = other.ready and not self._precedes(request, other)
+            assert not counts or now - since < self._limit_s, (
                 f"{request_id} was admitted before {other.request_id}, which had waited "
                 f"{now - since:g} s of {self._limit_s:g}"
             )
