@@ -19,7 +19,6 @@ from typing import TypeAlias
 
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.admission.fair_share import ClientUse, EqualShare
-from tiered_kv.policies.admission.holding import is_overdue
 from tiered_kv.policies.admission.job_order import SENIORITY
 from tiered_kv.policies.base import JobKey, job_scope
 
@@ -168,7 +167,7 @@ class Fairness:
 
     def _waits_too_long(self, live: _Live) -> bool:
         waits = self._never_had_blocks(live) or live.request.request_id in self._requeued
-        return waits and is_overdue(self._clock() - live.arrived_at, self._max_wait_s)
+        return waits and self._clock() - live.arrived_at >= self._max_wait_s
 
     def _never_had_blocks(self, live: _Live) -> bool:
         return live.request.request_id in self._lines.get(self._priority(live), ())
@@ -179,7 +178,7 @@ class Fairness:
         live, longest_s = self._live.get(request_id), (1 + TIERS_GRACE) * self._max_wait_s
         if live is None or not self._never_had_blocks(live):
             return True
-        return not is_overdue(self._clock() - live.arrived_at, longest_s)
+        return self._clock() - live.arrived_at < longest_s
 
     def next_overdue_at(self) -> float:
         """Return the time at which the next waiting request becomes
@@ -208,7 +207,7 @@ class Fairness:
         for first in self._oldest(self._priority(live)):
             if first.arrived_at >= live.arrived_at:
                 continue
-            if is_overdue(now - first.arrived_at, self._max_wait_s):
+            if now - first.arrived_at >= self._max_wait_s:
                 return not self._is_stuck(step)
         return False
 

@@ -36,12 +36,7 @@ def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
         longest_s: that time, seconds.
         idle: True if no other turn has blocks or was let in.
     """
-    return not (idle or is_overdue(waited_s, longest_s))
-
-
-def is_overdue(waited_s: float, longest_s: float) -> bool:
-    """True if a turn has waited for as long as a client may be left waiting."""
-    return waited_s >= longest_s
+    return not (idle or waited_s >= longest_s)
 
 
 def is_settled(refused_s: float, *, changed: bool) -> bool:

@@ -23,7 +23,6 @@ from tiered_kv.policies.admission.holding import (
     fits,
     gives_too_little,
     had_better_wait,
-    is_overdue,
     is_settled,
     may_wait,
     overflow,
@@ -188,7 +187,7 @@ class Admission:
 
     def lets_overdue_in(self, turn: Turn) -> bool:
         """Let a turn in that was held for as long as it may be; whether it was."""
-        overdue = is_overdue(self._clock() - turn.arrived_at, self._max_wait_s)
+        overdue = self._clock() - turn.arrived_at >= self._max_wait_s
         if overdue and turn.hold.new:
             self.let_in(turn)
         return overdue

@@ -12,7 +12,6 @@ from tiered_kv.policies.admission.holding import (
     fits,
     gives_too_little,
     had_better_wait,
-    is_overdue,
     is_settled,
     lost_s,
     may_wait,
@@ -30,7 +29,6 @@ blocks = st.floats(0, 1000)
 )
 def test_how_long_a_turn_waits(waited_s: float, idle: bool, waits: bool) -> None:
     assert may_wait(waited_s, 60.0, idle=idle) is waits
-    assert is_overdue(waited_s, 60.0) is (waited_s == 60.0)
 
 
 def test_a_held_turn_is_looked_at_again_when_something_changed_or_after_a_while() -> None:
