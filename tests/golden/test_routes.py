@@ -1,0 +1,150 @@
+"""Answers of every route, from an engine with jobs that run, wait, and are snapshotted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.golden.answers import shape
+from tests.golden.conftest import NAMES, Compare
+from tests.vllm.routes.test_endpoints import Ask, serve
+from tiered_kv.connectors.runtime.views.questions import answer
+from tiered_kv.connectors.vllm.routes.core_method import METHOD
+from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.engine.rig import RigOptions, SecondRig
+
+SNAPSHOTS, RESTORES, FORKS = "/tiered_kv/snapshots", "/tiered_kv/restores", "/tiered_kv/forks"
+
+
+HINTS = {
+    "job_id": "waits",
+    "tool_name": "bash",
+    "tool_command": "pytest -x",
+    "expected_tool_s": 30.0,
+}
+
+
+class RigCore:
+    """vLLM's client of an engine, which makes a step whenever an operation is polled."""
+
+    def __init__(self, rig: SecondRig) -> None:
+        self._rig = rig
+
+    async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:
+        assert method == METHOD
+        if question["ask"] == "operation":
+            self._rig.half.snapshots.drain()
+            self._rig.wait_for_worker()
+            self._rig.step()
+        return [json.dumps(answer(self._rig.half, question))]
+
+
+class Scripted(StatelessPolicy):
+    """Pins the jobs of one name, and has the KV of others wait in CPU memory."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        forecast = Forecast(np.linspace(0.0, 0.995, len(GRID)))
+        if turn.job is not None and turn.job.name == "pinned":
+            return Decision(Tier.PIN, 60.0, GapClass.FAST, forecast)
+        return Decision(Tier.CPU, 0.0, None, forecast, back_s=30.0)
+
+
+@contextmanager
+def engine(tmp_path: Path, **extra: Any) -> Iterator[SecondRig]:
+    tmp_path.mkdir(exist_ok=True)
+    paths = {"ssd_path": str(tmp_path / "ssd"), "snapshot_path": str(tmp_path / "snapshots")}
+    settings = {"cpu_gib": 0.001, "ssd_gib": 0.02, "codec": "raw", "admission": "off", **paths}
+    with SecondRig(RigOptions(extra={**settings, **extra})) as rig:
+        rig.policy = Scripted()
+        yield rig
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Shapes of all answers."""
+    monkeypatch.setenv("TIERED_KV_SNAPSHOT_PATH", str(tmp_path / "snapshots"))
+    found = dict[str, Any]()
+    with engine(tmp_path) as rig:
+        _, ask = serve(monkeypatch, RigCore(rig))
+        reports = list[object]()
+        ended = rig.half.on_finished
+        monkeypatch.setattr(
+            rig.halves, "ended", lambda request: reports.append(ended(request.request_id))
+        )
+        rig.ask("1", text(300, seed=1), params={"job_id": "pinned"})
+        rig.ask("2", text(50, seed=2), params=HINTS)
+        rig.ask("3", text(50, seed=3), params={"job_id": "over", "is_last_step": True})
+        rig.add("4", text(300, seed=4), 80, params={"job_id": "runs"})
+        for _ in range(3):
+            rig.step()
+        status = answered(ask, "/tiered_kv/status")
+        pages = [answered(ask, f"/tiered_kv/jobs{query}") for query in ("", "?limit=1")]
+        jobs = [answered(ask, f"/tiered_kv/jobs/{name}") for name in ("pinned", "waits", "runs")]
+        taken = answered(ask, SNAPSHOTS, {"job": "pinned", "name": "night"})
+        exact = answered(ask, SNAPSHOTS, {"job": "runs", "name": "exact", "exact": True})
+        listed = answered(ask, SNAPSHOTS)
+        restored = answered(ask, RESTORES, {"name": "night", "job": "back"})
+        again = answered(ask, RESTORES, {"name": "exact", "job": "again", "exact": True})
+        forked = answered(ask, FORKS, {"job": "pinned", "as": ["a", "b"]})
+        fork = answered(ask, "/tiered_kv/jobs/a")
+        refused = answered(ask, "/tiered_kv/jobs/nobody", status=404)
+        rig.run()
+    with engine(tmp_path / "observed", mode="observe", snapshot_path="") as rig:
+        _, ask = serve(monkeypatch, RigCore(rig))
+        rig.ask("1", text(300, seed=1), params={"job_id": "pinned"})
+        (observed,) = answered(ask, "/tiered_kv/status")["engines"]
+    managed = status["engines"][0]
+    for engine_status in (managed, observed):
+        engine_status["transfers"] = "by kind: see words.json"
+    assert managed.keys() <= observed.keys()
+    more = {name: one for name, one in observed.items() if name not in managed}
+    found["GET status"] = shape(status)
+    found["GET status, more of an engine that observes"] = shape(more)
+    found["GET jobs"] = shape(*pages)
+    found["GET jobs/JOB"] = shape(*jobs, fork)
+    found["POST snapshots"] = shape(taken, exact)
+    found["GET snapshots"] = shape(listed)
+    found["POST restores"] = shape(restored, again)
+    found["POST forks"] = shape(forked)
+    found["refusal"] = shape(refused)
+    found["kv_transfer_params of a completion"] = shape(*reports)
+    return found
+
+
+def answered(ask: Ask, path: str, body: dict[str, Any] | None = None, status: int = 200) -> Any:
+    """Return the answer of a route. A body is posted."""
+    found = ask(path, "POST", json=body) if body else ask(path)
+    assert found.status_code == status, found.text
+    return found.json()
+
+
+def test_every_answer_has_the_fields_that_clients_know(
+    asked: dict[str, Any], compare: Compare
+) -> None:
+    compare("routes", asked)
+
+
+@pytest.mark.parametrize("path", [SNAPSHOTS, RESTORES, FORKS])
+def test_every_body_may_have_the_fields_that_clients_know(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body with an unknown field, or without a required one, is refused."""
+    fields = json.loads((NAMES / "bodies.json").read_text())[path]
+    with engine(tmp_path) as rig:
+        _, ask = serve(monkeypatch, RigCore(rig))
+        whole = {**fields["required"], **fields["optional"]}
+        assert ask(path, "POST", json=whole).status_code in (404, 409), "such a body can be read"
+        assert ask(path, "POST", json=fields["required"]).status_code in (404, 409)
+        for name in fields["required"]:
+            less = {one: value for one, value in whole.items() if one != name}
+            assert ask(path, "POST", json=less).status_code == 400, f"{name} is required"
+        assert ask(path, "POST", json={**whole, "colour": 1}).status_code == 400
