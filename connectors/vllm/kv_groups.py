@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from math import prod
+from types import ModuleType
 from typing import Any
 
 from tiered_kv.codecs.base import ElementType, Section
@@ -23,6 +25,15 @@ _ELEMENTS = {
 }
 _STATE_ELEMENTS = {**_ELEMENTS, "float32": ElementType.FP32}
 """Types of elements by vLLM's names. KV of attention in float32 has been stored as opaque."""
+
+
+def planning() -> ModuleType:
+    """Return the module in which vLLM puts layers into groups: ``kv_cache_planning`` since 0.33,
+    before that ``kv_cache_utils``."""
+    try:
+        return importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:
+        return importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
 def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[PageGroup, ...]:

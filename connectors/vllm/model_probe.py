@@ -413,9 +413,8 @@ def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[st
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
     )
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
-    from .kv_groups import read_reach
+    from .kv_groups import planning, read_reach
 
     if not built.specs:
         raise UnknownModel(f"{built.config.model_config.architecture} keeps no KV")
@@ -424,8 +423,8 @@ def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[st
     }
     layouts = [one.name for one in get_supported_kv_cache_layouts(list(backends))]
     resolve_kv_cache_layout(built.config, [layouts], built.specs.values())
-    found = get_kv_cache_groups(built.config, dict(built.specs))
-    pool = get_kv_cache_config_from_groups(built.config, found, POOL_BYTES)
+    found = planning().get_kv_cache_groups(built.config, dict(built.specs))
+    pool = planning().get_kv_cache_config_from_groups(built.config, found, POOL_BYTES)
     kinds: Counter[tuple[Any, ...]] = Counter()
     groups = []
     for group in found:

@@ -73,7 +73,8 @@ def specs_of(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
     )
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    from tiered_kv.connectors.vllm.kv_groups import planning
 
     config = EngineArgs(
         model=str(folder),
@@ -105,7 +106,7 @@ def specs_of(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
         backends = get_current_attn_backends(config)
         layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         resolve_kv_cache_layout(config, [layouts], specs.values())
-        groups = get_kv_cache_groups(config, specs)
+        groups = planning().get_kv_cache_groups(config, specs)
     group_of = {name: at for at, group in enumerate(groups) for name in group.layer_names}
     return [
         {

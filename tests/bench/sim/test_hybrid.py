@@ -15,6 +15,7 @@ from tiered_kv.bench.sim.engine.worker import SimWorker
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.validate import validity
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
+from tiered_kv.connectors.vllm.kv_groups import planning
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import Orders
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode
@@ -49,8 +50,6 @@ def recomputed(outcome: Outcome) -> int:
 
 @pytest.mark.parametrize("name", ["nemotron-nano-9b-v2", "gemma-3-12b"])
 def test_groups_are_those_that_vllm_makes(name: str) -> None:
-    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
-
     model = MODELS[name]
     block = model.block or 128
     specs = [replace(group, block_size=block) for group in model.groups]
@@ -63,7 +62,9 @@ def test_groups_are_those_that_vllm_makes(name: str) -> None:
         for kind, count in layers.items()
         for n in range(count)
     }
-    made = [group.layer_names for group in _get_kv_cache_groups_uniform_page_size(every)]
+    group_layers = planning()._get_kv_cache_groups_uniform_page_size  # noqa: SLF001
+    groups = group_layers(every)
+    made = [group.layer_names for group in groups]
     ours = sorted(spec.kind.value for spec in specs)
     assert sorted(names[0].partition(".")[0] for names in made) == ours
     assert max(len(names) for names in made) == model.group_layers

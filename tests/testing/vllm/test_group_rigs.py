@@ -8,6 +8,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.testing.vllm.models import CHUNK, FULL, LARGE_WINDOW, MODELS, STATE, WINDOW
+from tiered_kv.connectors.vllm.kv_groups import planning
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.testing.checked_kv import WrongKV, expected, text
 from tiered_kv.testing.vllm.groups import GroupSpec, group_pages
@@ -145,12 +146,10 @@ def test_a_lone_group_keeps_its_kv_as_ever() -> None:
 @pytest.mark.parametrize("sizes", [(16, 32), (16, 24), (32, 16)])
 def test_pages_are_as_vllm_would_make_them(sizes: tuple[int, int]) -> None:
     """It has nothing to change, and none is too large for its bytes."""
-    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
-
     specs = GroupSpec(block_size=sizes[0]), GroupSpec(KvKind.WINDOW, sizes[1], 40)
     groups = group_pages([*specs, GroupSpec(KvKind.STATE, min(sizes))], 8)
     layers = {pages.layer: pages.vllm_spec() for pages in groups}
-    assert unify_kv_cache_spec_page_size(layers) == layers
+    assert planning().unify_kv_cache_spec_page_size(layers) == layers
     for pages in groups:
         assert layers[pages.layer].page_size_bytes == pages.page_bytes
         assert layers[pages.layer].real_page_size_bytes == pages.used_bytes
