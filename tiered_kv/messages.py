@@ -100,6 +100,13 @@ class TierReport:
     counters: Mapping[str, int] = field(default_factory=dict)
     stored_bytes: int = 0
 
+    def followed_by(self, later: TierReport) -> TierReport:
+        """Return both of a rank's reports as one."""
+        counters = dict(self.counters)
+        for name, amount in later.counters.items():
+            counters[name] = counters.get(name, 0) + amount
+        return TierReport(self.gone + later.gone, later.proposal, counters, later.stored_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredPages:
@@ -224,12 +231,21 @@ class Reports:
     stores: Mapping[StoreId, Mapping[int, TierReport]] = field(default_factory=dict)
 
     def merge(self, other: Reports) -> Reports:
-        """Merge the reports of this rank and another."""
+        """Merge with the reports of another rank, or with later reports of the same rank.
+
+        vLLM delivers two reports of a rank together after a step that failed on another rank
+        (``--enable-fault-tolerance``, 0.33).
+        """
         orders = dict(self.orders)
         for order_id, report in other.orders.items():
             mine = orders.get(order_id)
             orders[order_id] = mine.merge(report) if mine else report
-        stores = dict(self.stores)
+        failures = dict(self.failures)
+        for rank, failed in other.failures.items():
+            failures[rank] = max(failed, failures.get(rank, 0))
+        stores = {store: dict(ranks) for store, ranks in self.stores.items()}
         for store, ranks in other.stores.items():
-            stores[store] = {**stores.get(store, {}), **ranks}
-        return Reports(orders, {**self.failures, **other.failures}, stores)
+            merged = stores.setdefault(store, {})
+            for rank, news in ranks.items():
+                merged[rank] = merged[rank].followed_by(news) if rank in merged else news
+        return Reports(orders, failures, stores)
