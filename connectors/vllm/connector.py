@@ -225,6 +225,10 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
+        if request.abort_immediately:
+            # Refused: the server rejected it, or the engine is paused. It only passes through so
+            # that a connector can free what it holds for it, and its job is still between turns.
+            return
         self._scheduler.on_arrived(VllmRequest(request), hints_of(request))
 
     @_never_raises(lambda self: (0, False))

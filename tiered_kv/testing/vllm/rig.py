@@ -188,6 +188,34 @@ class Rig(EngineRig):
         resumable: bool = False,
     ) -> Any:
         """Send a request; returns vLLM's. ``params`` are its kv_transfer_params."""
+        request = self.make_request(
+            request_id,
+            prompt,
+            max_tokens,
+            params=params,
+            salt=salt,
+            priority=priority,
+            stop=stop,
+            stop_ids=stop_ids,
+            resumable=resumable,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        params: object = None,
+        salt: str | None = None,
+        priority: int = 0,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        resumable: bool = False,
+    ) -> Any:
+        """Create vLLM's request without sending it; see ``add``."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -213,7 +241,6 @@ class Rig(EngineRig):
         self.prompts[request_id] = list(prompt)
         self.outputs[request_id] = []
         self._requests[request_id] = request
-        self.scheduler.add_request(request)
         return request
 
     def abort(self, request_id: str, *, late: bool = False) -> None:
