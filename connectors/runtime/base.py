@@ -281,6 +281,7 @@ class EngineFacts:
         replica: index of this engine among data-parallel ones.
         ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
         sync_restores: whether restores may be sync.
+        whole_blocks: True if the engine uses a restore only if that ends where a block does.
         speculates: True if a step computes tokens that may be taken back.
         placeholders: blocks of the pool that no request is ever given.
         model: name of the model, for people.
@@ -297,6 +298,7 @@ class EngineFacts:
     replica: int = 0
     ahead: bool = False
     sync_restores: bool = True
+    whole_blocks: bool = False
     speculates: bool = False
     placeholders: int = 0
     model: str = ""

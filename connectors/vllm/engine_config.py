@@ -104,6 +104,8 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     # and only for its older model runner (vllm-project/vllm#49250); elsewhere it would go on with
     # wrong KV. With states a sync restore comes too late, with several groups it cannot fail.
     plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
+    # Since 0.33 vLLM, where it returns the experts of each token, drops any other external hit.
+    returned = getattr(vllm_config, "aux_output_config", None)
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
         block_size=block_size,
@@ -115,6 +117,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         replica=vllm_config.parallel_config.data_parallel_index,
         ahead=ahead,
         speculates=vllm_config.speculative_config is not None,
+        whole_blocks=returned is not None and returned.enabled,
         sync_restores=plain and not (ahead or vllm_config.use_v2_model_runner),
         model=str(getattr(vllm_config.model_config, "model", "")),
         limits=_limits(vllm_config),

@@ -92,6 +92,10 @@ class HitFinder:
             start: tokens that VRAM has.
             limit: tokens of the prompt that may be used.
         """
+        unit, whole = self._facts.hash_tokens, self._facts.whole_blocks
+        if whole:
+            unit = self._facts.block_size
+            limit = limit // unit * unit
         ends = tuple(
             self._end(turn, at, start, limit, run) if self._keeps_all(at) else 0
             for at in range(len(self._facts.groups))
@@ -112,10 +116,9 @@ class HitFinder:
                 return found
         # And one whose last tokens a drafter's KV is not sure of.
         unsure = min((end for at, end in enumerate(ends) if self._keeps_all(at)), default=0)
-        unit = self._facts.hash_tokens
         at = min(limit, longest) // unit * unit
         while at >= start:
-            if (tail := self._in_tail(query, at, limit)) is not None:
+            if not whole and (tail := self._in_tail(query, at, limit)) is not None:
                 return tail
             if at == start:
                 return None
@@ -123,7 +126,7 @@ class HitFinder:
             if isinstance(found, Found):
                 return found
             below = min(found.below // unit, at // unit - 1) * unit
-            if ends_anywhere and below < unsure < at and unsure > start:
+            if ends_anywhere and not whole and below < unsure < at and unsure > start:
                 found = self._at(query, unsure)
                 if isinstance(found, Found):
                     return found
