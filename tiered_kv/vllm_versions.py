@@ -1,4 +1,4 @@
-"""Versions of vLLM that the connector works with."""
+"""Versions of vLLM that the connector works with, and a defect that all of them have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import re
 
 OLDEST = (0, 30)
 NEWEST_TESTED = (0, 33)
+
+SPECULATED_STATES = (
+    "vLLM's own output can be wrong then, with any connector or none (vllm-project/vllm#53912): "
+    "remove --speculative-config. To keep it, remove --kv-transfer-config and add "
+    "--no-enable-prefix-caching."
+)
+"""What to do about speculative decoding with prefix caching of states (Mamba, linear attention)."""
 
 
 def parse_version(version: str) -> tuple[int, int] | None:

@@ -50,7 +50,13 @@ from tiered_kv.vllm_versions import parse_version
 
 from .beside import connector_class, refuse_company
 from .block_pool import VllmBlockPool
-from .engine_config import check_version, read_engine, refuse_unsupported, with_hash_units
+from .engine_config import (
+    check_version,
+    read_engine,
+    refuse_unsupported,
+    report_speculation,
+    with_hash_units,
+)
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
@@ -112,6 +118,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
             install()  # named by its module, it is there without the plugin
+            report_speculation(vllm_config)
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
             if config.ssd_path is not None and not getattr(vllm_config, "shutdown_timeout", 0):

@@ -10,7 +10,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.page_group import PageGroup
-from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, parse_version
+from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, SPECULATED_STATES, parse_version
 
 from .kv_groups import read_groups, why_not_offloadable
 
@@ -80,6 +80,22 @@ def refuse_unsupported(vllm_config: Any) -> None:
         raise UnsupportedError(
             "TieredContinuumConnector needs prefix caching: remove --no-enable-prefix-caching. "
             "vLLM turns it off for some models; serve those without this connector."
+        )
+
+
+def report_speculation(vllm_config: Any) -> None:
+    """Log what speculative decoding costs with this connector, and where vLLM's is defective."""
+    drafter = vllm_config.speculative_config
+    if drafter is None:
+        return
+    if getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != "none":
+        logger.warning("speculative decoding with a model that keeps states: %s", SPECULATED_STATES)
+    if not hasattr(vllm_config, "num_hash_lookahead_tokens"):
+        return  # before 0.33 vLLM drops the block without a connector as well
+    if drafter.use_eagle_block_drop() and not drafter.disable_lookahead_block_hashes:
+        logger.info(
+            "vLLM drops the last block of a prefix in VRAM with EAGLE or MTP if any KV connector "
+            "is configured: it is restored from CPU memory, or recomputed"
         )
 
 

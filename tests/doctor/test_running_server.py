@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tiered_kv.doctor.finding import Finding
 from tiered_kv.doctor.metrics_page import MAX_BYTES, UnreachableError, base_of, fetch, totals
 from tiered_kv.doctor.running_server import FAILURES, check_server
 from tiered_kv.metrics import COUNTERS
+from tiered_kv.vllm_versions import SPECULATED_STATES
 
 BUSY = {
     "turns": 40,
@@ -81,6 +83,43 @@ def test_each_failure_is_named_with_what_to_do(name: str) -> None:
     assert found[name].seen.startswith("3: ")
     assert found[name].advice == FAILURES[name]
     assert "failures" not in found
+
+
+def server(
+    *, mode: str, caching: bool = True, speculates: bool = True, with_us: bool = True
+) -> str:
+    """Metrics of a server by vLLM's cache settings, as vLLM writes them."""
+    page = metrics(**BUSY)
+    if not with_us:
+        page = re.sub(r"(?m)^.*tiered_kv.*\n", "", page)
+    page += (
+        f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="{caching}",engine="0",'
+        f'mamba_cache_mode="{mode}"}} 1.0\n'
+    )
+    if speculates:
+        page += 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n'
+    return page
+
+
+@pytest.mark.parametrize("with_us", [True, False])
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_speculation_with_prefix_caching_of_states_is_a_defect_of_vllm_itself(
+    mode: str, with_us: bool
+) -> None:
+    found = asked(server(mode=mode, with_us=with_us))["speculation"]
+    assert (found.verdict.value, found.advice) == ("warn", SPECULATED_STATES)
+    assert mode in found.seen
+    assert "vllm#53912" in found.advice
+    assert "remove --speculative-config" in found.advice
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"mode": "none"}, {"mode": "align", "speculates": False}, {"mode": "align", "caching": False}],
+    ids=str,
+)
+def test_other_servers_have_no_such_defect(other: dict[str, Any]) -> None:
+    assert "speculation" not in asked(server(**other))
 
 
 def test_counters_of_several_engines_add_up() -> None:

@@ -146,6 +146,15 @@ def events(page: str) -> Mapping[str, float]:
     return dict(found)
 
 
+def labels(page: str, name: str) -> list[Mapping[str, str]]:
+    """Return the labels of each sample of a metric. Lines that cannot be read are left out.
+
+    Raises:
+        UnreachableError: the page is none of Prometheus's.
+    """
+    return [sample.labels for sample in _samples(page) if sample.name == name]
+
+
 def unreadable_lines(page: str) -> list[str]:
     """Lines of a page of metrics that cannot be read."""
     return (

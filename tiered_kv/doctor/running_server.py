@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS
+from tiered_kv.vllm_versions import SPECULATED_STATES
 
 from .cold_memory import ColdPages, check_cold_pages
 from .finding import Finding, fail, ok, warn
-from .metrics_page import UnreachableError, base_of, events, fetch, totals, unreadable_lines
+from .metrics_page import (
+    UnreachableError,
+    base_of,
+    events,
+    fetch,
+    labels,
+    totals,
+    unreadable_lines,
+)
 
 REQUESTS = "vllm:request_success_total"
 """Requests that vLLM has answered."""
+CACHE_CONFIG = "vllm:cache_config_info"
+"""Its labels are vLLM's cache settings."""
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+"""Exists only on servers with speculative decoding."""
 
 FAILURES: Mapping[str, str] = {
     "save_failures": "See the server's log for the failed copies.",
@@ -59,7 +72,27 @@ def check_server(url: str) -> Iterator[Finding]:
     if bad := unreadable_lines(page):
         seen = f"{len(bad):,} lines are unreadable and left out, the first: {bad[0]!a:.60}"
         yield warn("metrics", seen, "See what is between here and the server, or report the line.")
+    if DRAFTS in found:
+        yield from check_speculation(labels(page, CACHE_CONFIG))
     yield from check_metrics(found)
+
+
+def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
+    """Check a server with speculative decoding for a defect of vLLM itself, with or without the
+    connector: prefix caching of states corrupts the output.
+
+    Args:
+        caches: vLLM's cache settings, of each engine.
+    """
+    modes = {
+        mode
+        for cache in caches
+        if cache.get("enable_prefix_caching") == "True"
+        and (mode := cache.get("mamba_cache_mode", "none")) != "none"
+    }
+    if modes:
+        seen = f"with prefix caching of states (mamba_cache_mode={', '.join(sorted(modes))})"
+        yield warn("speculation", seen, SPECULATED_STATES)
 
 
 def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
