@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tiered_kv.bench.models.__main__ import run_model
 from tiered_kv.bench.models.catalogue import BLOCK, MODELS
+from tiered_kv.bench.models.processes import run_process
 from tiered_kv.bench.models.row import PROMPT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -27,3 +30,21 @@ def test_llama_is_restored_bit_for_bit(tmp_path: Path) -> None:
     assert row["pinned_hit"] >= PROMPT // BLOCK * BLOCK
     assert row["stripped_hit"] >= PROMPT // BLOCK * BLOCK
     assert row["stop_string_hit"] >= row["stop_string_had"] - BLOCK
+
+
+@pytest.mark.parametrize("name", ["granite4", "qwen3_next"])
+def test_a_recurrent_model_goes_on_behind_a_local_prefix_and_a_restored_tail(
+    tmp_path: Path, name: str
+) -> None:
+    """Mamba 2 and a gated delta net. A state covers every token before it; reports on other
+    connectors (LMCache#4247) describe wrong text in this case."""
+    log = tmp_path / "log"
+    status = run_process("tests.e2e.mixed_prefix", [name, str(tmp_path)], os.environ, log, 900.0)
+    assert status == 0, log.read_text()[-3000:]
+    found = json.loads((tmp_path / "mixed.json").read_text())
+    assert any("state" in words for words in found["groups"]), found["groups"]
+    assert found["hit"] == found["context"]
+    assert 0 < found["local"] <= found["half"]
+    assert found["local"] + found["restored"] == found["context"]
+    assert found["unlike"] == []
+    assert found["same"]
