@@ -165,11 +165,17 @@ def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
     play_each(tmp_path, seeds, play_script)
 
 
-def play_script(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) -> None:
+def play_script(
+    folder: Path,
+    seed: int,
+    groups: tuple[GroupSpec, ...] = (),
+    configure: Callable[[Any], None] = lambda _: None,
+) -> None:
     """Play one script.
 
     Args:
         groups: kinds of KV; one of full attention without any.
+        configure: changes vLLM's configuration.
     """
     rng = random.Random(seed)
     page_bytes = group_pages(groups or (GroupSpec(),), CELL)[0].page_bytes
@@ -185,6 +191,7 @@ def play_script(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) -> 
         in_job_order=rng.random() < 0.7,
         ahead=rng.random() < 0.5,
         tools=SomeTools(rng) if rng.random() < 0.5 else None,
+        configure=configure,
         extra={
             "cpu_gib": slots * page_bytes / 2**30,
             "pin_fraction": rng.choice([0, 0.5, 1]),
