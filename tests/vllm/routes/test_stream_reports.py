@@ -11,14 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from starlette.responses import StreamingResponse
-from vllm.outputs import RequestOutput
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
 from tiered_kv.connectors.vllm.routes.stream_reports import listen
+from tiered_kv.vllm_versions import parse_version
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 OURS = {"prompt_tokens": 90, "vram_tokens": 64, "cpu_tokens": 0, "recomputed_tokens": 26}
@@ -232,3 +240,125 @@ def test_a_client_that_leaves_ends_its_request() -> None:
 
     asyncio.run(run())
     assert wrapped == ["_listen"], "the outputs that were listened to were closed"
+
+
+# -- vLLM's own events ----------------------------------------------------------------------
+
+
+def outputs(params: dict[str, Any] | None) -> Sequence[RequestOutput]:
+    """What vLLM's engine client gives for an answer of two tokens."""
+
+    def output(text: str, token: int, finish: str | None) -> RequestOutput:
+        one = CompletionOutput(0, text, [token], None, None, finish_reason=finish)
+        said = None if finish is None else params
+        return RequestOutput(
+            "x", "prompt", [1, 2], None, [one], finish is not None, kv_transfer_params=said
+        )
+
+    return output("a", 3, None), output("b", 4, "stop")
+
+
+def serving(kind: type[Any]) -> Any:
+    """One of vLLM's servers of an API, without its engine, models and settings."""
+    made = object.__new__(kind)
+    made.__dict__.update(
+        dict.fromkeys(
+            (
+                "parser_cls",
+                "reasoning_parser_cls",
+                "tool_parser",
+                "request_logger",
+                "system_fingerprint",
+            )
+        ),
+        response_role="assistant",
+        **dict.fromkeys(
+            (
+                "enable_auto_tools",
+                "enable_force_include_usage",
+                "enable_log_deltas",
+                "enable_log_outputs",
+                "enable_per_request_metrics",
+                "enable_prompt_tokens_details",
+                "_include_reasoning_tokens_details",
+            ),
+            False,
+        ),
+    )
+    return made
+
+
+async def chat(
+    params: dict[str, Any] | None, *, messages: bool = False
+) -> AsyncGenerator[Any, None]:
+    """vLLM's chunks of a chat; for messages before they are text, since 0.33."""
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}],
+        model="m",
+        stream=True,
+        stream_options={"include_usage": True} if messages else None,
+    )
+    raw = messages and hasattr(OpenAIServingChat, "chat_completion_stream_generator_raw")
+    server = serving(OpenAIServingChat)
+    generate = "chat_completion_stream_generator" + ("_raw" if raw else "")
+
+    async def results() -> AsyncGenerator[RequestOutput, None]:
+        for one in outputs(params):
+            yield one
+
+    metadata = RequestResponseMetadata(request_id="x")
+    async for chunk in getattr(server, generate)(request, results(), "x", "m", [], None, metadata):
+        yield chunk
+
+
+async def completion(params: dict[str, Any] | None) -> AsyncGenerator[str, None]:
+    request = CompletionRequest(prompt="x", model="m", stream=True, max_tokens=2)
+
+    async def results() -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        for one in outputs(params):
+            yield 0, one
+
+    server = serving(OpenAIServingCompletion)
+    metadata = RequestResponseMetadata(request_id="x")
+    chunks = server.completion_stream_generator(
+        request, [], results(), "x", 1, "m", 1, None, metadata
+    )
+    async for chunk in chunks:
+        yield chunk
+
+
+def vllm_events(path: str, params: dict[str, Any] | None) -> list[str]:
+    """The events that vLLM's own code writes for an answer."""
+
+    async def all_of(events: AsyncGenerator[Any, None]) -> list[str]:
+        return [event async for event in events]
+
+    if path == COMPLETIONS:
+        return asyncio.run(all_of(completion(params)))
+    if path == CHAT:
+        return asyncio.run(all_of(chat(params)))
+    server = serving(AnthropicServingMessages)
+    return asyncio.run(all_of(server.message_stream_converter(chat(params, messages=True))))
+
+
+def reported(events: Sequence[str]) -> list[Any]:
+    """The reports in events, without what is null."""
+    data = [line for one in events for line in one.splitlines() if line.startswith("data: {")]
+    found = [json.loads(line.removeprefix("data: ")).get("kv_transfer_params") for line in data]
+    assert not any("error" in line for line in data), data
+    return [params for params in found if params is not None]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
+def test_vllm_s_own_events_have_the_report_once(path: str) -> None:
+    """Since 0.33 vLLM adds it itself, but not to messages."""
+    params = SAID["kv_transfer_params"]
+    events = vllm_events(path, params)
+    by_itself = reported(events)
+    newer = parse_version(vllm.__version__) >= (0, 33)  # type: ignore[operator]
+    assert by_itself == [params] * (newer and path != MESSAGES)
+    got, _ = answer(path, events, [None, params])
+    assert reported(got) == [params]
+    if by_itself:
+        assert got == events, "left as they are"
+    assert reported(answer(path, vllm_events(path, None), [None, None])[0]) == []
