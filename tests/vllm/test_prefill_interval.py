@@ -127,7 +127,7 @@ def test_an_overdue_request_is_not_taken_for_one_that_nothing_admits(
     rig.now += 3.0
     rig.add("late", text(30, seed=4))
     rig.add("later", text(250, seed=5))
-    first = []
+    first = list[str]()
     while len(first) < 3:
         rig.step()
         first += [one for one in rig.running() if one not in (*first, "busy")]

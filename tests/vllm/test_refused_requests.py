@@ -40,7 +40,7 @@ class Core(EngineCoreProc):
 
     def __init__(self, rig: Rig) -> None:
         self.scheduler = rig.scheduler
-        self.output_queue = queue.Queue()
+        self.output_queue: Any = queue.Queue()
         self.reject_new_requests = False
         self.engines_running, self.batch_queue = False, None
         self.model_executor = Idle()
@@ -105,7 +105,9 @@ def test_a_refused_request_leaves_its_job_as_it_was(
         PROMPT + text(40, seed=2), 4
     )
     assert rig.count("prompt_tokens_vram") == 192
-    assert rig.gaps.manager.jobs.get(KEY).turns == 2
+    job = rig.gaps.manager.jobs.get(KEY)
+    assert job is not None
+    assert job.turns == 2
     rig.half.release_all()
     rig.check_clean()
 
