@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.models.__main__ import run_model
+from tiered_kv.bench.models.__main__ import environment, run_model
 from tiered_kv.bench.models.catalogue import BLOCK, MODELS
 from tiered_kv.bench.models.processes import run_process
 from tiered_kv.bench.models.row import PROMPT
@@ -38,8 +38,9 @@ def test_a_recurrent_model_goes_on_behind_a_local_prefix_and_a_restored_tail(
 ) -> None:
     """Mamba 2 and a gated delta net. A state covers every token before it; reports on other
     connectors (LMCache#4247) describe wrong text in this case."""
-    log = tmp_path / "log"
-    status = run_process("tests.e2e.mixed_prefix", [name, str(tmp_path)], os.environ, log, 900.0)
+    model, log = next(one for one in MODELS if one.name == name), tmp_path / "log"
+    env = environment(os.environ, tmp_path, model)
+    status = run_process("tests.e2e.mixed_prefix", [name, str(tmp_path)], env, log, 900.0)
     assert status == 0, log.read_text()[-3000:]
     found = json.loads((tmp_path / "mixed.json").read_text())
     assert any("state" in words for words in found["groups"]), found["groups"]

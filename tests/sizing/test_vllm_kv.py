@@ -33,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configurations of tiny models, and what vLLM makes of them."""
     pytest.importorskip("vllm")
     made = tmp_path_factory.mktemp("models")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(made)}
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(made)}
     command = [sys.executable, "-m", "tests.sizing.vllm_specs", str(made)]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
