@@ -272,6 +272,7 @@ def serving(kind: type[Any]) -> Any:
             )
         ),
         response_role="assistant",
+        stop_reason_map={"stop": "end_turn"},  # until 0.31
         **dict.fromkeys(
             (
                 "enable_auto_tools",
