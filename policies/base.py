@@ -80,7 +80,7 @@ class ToolUse:
         path: names from the general to the particular: the tool, its subcommand, the command with
             numbers, paths and strings masked, as ("bash", "git clone", "git clone <url>"). A model
             wrote the text: it is short, but may contain any characters.
-        command: the slowest shell command, or an empty string; for learned features.
+        command: the slowest shell command, or an empty string.
         rule: prior of its duration; None if unknown.
         least_s, most_s: bounds set by the command itself (``sleep 30``, ``timeout 10``), seconds.
         expected_s: the client's estimate, seconds; None without one.

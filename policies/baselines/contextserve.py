@@ -1,8 +1,11 @@
-"""ContextServe: rules on the command, posteriors, trees on the command, then Continuum."""
+"""ContextServe: rules on the command, posteriors, then Continuum.
+
+The authors' third layer, trees on the command, is left out: neither the trees nor their training
+set are published.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -11,8 +14,6 @@ import numpy as np
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.policies.forecast.normal_inverse_gamma import NormalInverseGamma
-from tiered_kv.policies.forecast.saved_state import entry
-from tiered_kv.policies.forecast.trees import Samples, Trees, grown
 from tiered_kv.policies.tier_choice import unpriced, without_pin
 
 from .continuum import ALL, ToolGaps, pinned, time_to_live
@@ -52,8 +53,6 @@ WINDOW = 200
 FAST_S, SLOW_S = 1.0, 5.0
 SURE = 0.85
 TTL_QUANTILE = 0.9
-SLOW_ODDS, FAST_ODDS = 0.8, 0.2
-"""P(slow) of the trees above which a command is SLOW, and below which it is FAST."""
 _FROM = (10, 5, 2)  # observations of the command, of the tool, of all
 _LOG_GRID = np.log(GRID)
 _LOG_BOUNDS = np.log([FAST_S, SLOW_S])
@@ -69,21 +68,17 @@ class ContextServe:
     2. The posterior of the narrowest context with enough gaps: 10 of the command, 5 of the tool, 2
        of all. It says FAST if P(X < 1 s) > 0.85, and pins for the 0.9 quantile. It says SLOW if
        P(X > 5 s) > 0.85.
-    3. Trees on the command: SLOW above 0.8, FAST below 0.2.
-    4. Continuum's rule.
+    3. Continuum's rule.
 
-    The description leaves some things open. The authors' trees and training set are not published:
-    ours learn on the spot which commands were slow (over 5 s), from our own features, which include
-    those that the description names. What the trees call FAST is pinned for as long as by the
-    rules. Thompson sampling, which is optional, is left out.
+    Two parts of the description are left out: trees on the command, which the authors ask before
+    Continuum's rule (neither the trees nor their training set are published), and Thompson
+    sampling, which is optional.
     """
 
     reads_tools: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.gaps = ToolGaps()
-        self._samples = Samples()
-        self._trees: Trees | None = None
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         decided = unpriced(turn)
@@ -101,9 +96,6 @@ class ContextServe:
                 return Decision(Tier.PIN, ttl_s, GapClass.FAST, forecast)
             if 1 - below_slow > SURE:
                 return Decision(without_pin(costs, 0.0), 0.0, GapClass.SLOW, forecast)
-        by_trees = self._by_trees(turn.tool)
-        if by_trees is not None:
-            return _classed(by_trees, costs)
         ttl_s = time_to_live(self.gaps, turn.tool.path[:1] if turn.tool else ALL, costs)
         made = pinned(ttl_s, costs)
         return Decision(made.tier, made.ttl_s, GapClass.UNCERTAIN)
@@ -118,35 +110,19 @@ class ContextServe:
                 return PRIOR.updated(len(logs), mean, float(((logs - mean) ** 2).sum()))
         return None
 
-    def _by_trees(self, tool: ToolUse | None) -> GapClass | None:
-        trees = self._trees
-        if trees is None or tool is None or not tool.command:
-            return None
-        log_odds = trees.score(tool)
-        if log_odds > math.log(SLOW_ODDS / (1 - SLOW_ODDS)):
-            return GapClass.SLOW
-        return GapClass.FAST if log_odds < math.log(FAST_ODDS / (1 - FAST_ODDS)) else None
-
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         if ended:
-            if turn.tool:
-                self._samples.add(turn.tool, float(gap_s > SLOW_S))
             path = turn.tool.path if turn.tool else ALL
             self.gaps.observe({ALL, path[:1], path}, gap_s)
 
     def refit(self) -> None:
-        latest = self._samples.latest()
-        if latest is not None:
-            self._trees = grown(*latest, "binary") or self._trees
+        pass
 
     def dump(self) -> dict[str, object]:
-        return {**self.gaps.dump(), "trees": self._trees.dump() if self._trees else None}
+        return self.gaps.dump()
 
     def load(self, learned: Mapping[str, object]) -> None:
-        saved = entry(learned, "trees")
-        trees = None if saved is None else Trees.loaded(saved)
         self.gaps.load(learned)
-        self._trees = trees
 
 
 def _classed(gap_class: GapClass, costs: Costs) -> Decision:

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.policies.base import ToolUse, TurnEnd
+from tiered_kv.policies.base import TurnEnd
 from tiered_kv.policies.distribution import CELLS, Forecast, cell_of
 
 from .history_correction import HistoryCorrection, features_of
 from .job_history import JobHistory
-from .learned_rules import LearnedRules
 from .rank_trees import RankTrees
 from .ranks import at_knots, ranks_of
 from .saved_state import check_version, entry
@@ -38,12 +37,11 @@ class GapModel:
         self._jobs = JobHistory()
         self._correction = HistoryCorrection()
         self._trees = RankTrees()
-        self._learned = LearnedRules()
 
     def forecast(self, turn: TurnEnd) -> Forecast:
         """Forecast the gap after a turn. Does not mutate."""
         past = self._jobs.past(turn)
-        masses = self._correction.corrected(self._by_tool(turn.tool), features_of(past))
+        masses = self._correction.corrected(self._tools.forecast(turn.tool), features_of(past))
         return Forecast.of_masses(self._trees.corrected(masses, past.moments.features(turn)))
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
@@ -51,13 +49,12 @@ class GapModel:
         if not 0 <= gap_s < math.inf:
             return
         past = self._jobs.past(turn)
-        masses, features = self._by_tool(turn.tool), features_of(past)
+        masses, features = self._tools.forecast(turn.tool), features_of(past)
         corrected = self._correction.corrected(masses, features)
         moment = past.moments.features(turn)
         if ended:
             cells = np.zeros(CELLS)
             cells[cell_of(gap_s)] = 1.0
-            self._let_trees_learn(turn.tool, gap_s)
         else:
             forecast = Forecast.of_masses(self._trees.corrected(corrected, moment))
             cells = forecast.after(gap_s).masses
@@ -66,25 +63,10 @@ class GapModel:
         self._jobs.observe(turn, gap_s, at_knots(ranks_of(masses), cells))
         self._tools.observe(turn.tool, cells)
 
-    def _by_tool(self, tool: ToolUse | None) -> Array:
-        if tool is not None and self._learned.trusted and self._tools.is_thin(tool):
-            return self._tools.forecast(tool, self._learned.rule(tool))
-        return self._tools.forecast(tool)
-
-    def _let_trees_learn(self, tool: ToolUse | None, gap_s: float) -> None:
-        if tool is None:
-            return
-        rule = self._learned.rule(tool)
-        if rule is not None and self._tools.is_thin(tool):
-            without, learned = self._tools.forecast(tool), self._tools.forecast(tool, rule)
-            self._learned.judge(gap_s, Forecast.of_masses(without), Forecast.of_masses(learned))
-        self._learned.observe(tool, gap_s)
-
     def refit(self) -> bool:
-        """Regrow the trees, those over commands only if the extra ``learned`` is installed (see
-        ``LearnedRules``). May run on another thread, beside all other calls."""
-        by_command = self._learned.refit()
-        return self._trees.refit() or by_command
+        """Regrow the trees; returns False if they did not change. May run on another thread,
+        while other calls run."""
+        return self._trees.refit()
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON, without the history of single jobs."""
@@ -93,11 +75,10 @@ class GapModel:
             "tools": self._tools.dump(),
             "tilt": self._correction.dump(),
             "trees": self._trees.dump(),
-            "learned": self._learned.dump(),
         }
 
     def load(self, learned: Mapping[str, object]) -> None:
-        """Restore a state that ``dump`` returned.
+        """Restore a state that ``dump`` returned. Entries of earlier versions are ignored.
 
         Raises:
             ValueError: the state is malformed; the model is unchanged.
@@ -106,5 +87,4 @@ class GapModel:
         tools = ToolHierarchy.loaded(entry(learned, "tools"))
         correction = HistoryCorrection.loaded(entry(learned, "tilt"))
         trees = RankTrees.loaded(entry(learned, "trees"))
-        rules = LearnedRules.loaded(entry(learned, "learned"))
-        self._tools, self._correction, self._trees, self._learned = tools, correction, trees, rules
+        self._tools, self._correction, self._trees = tools, correction, trees

@@ -79,18 +79,9 @@ class ToolHierarchy:
         self._root = Node()
         self._nodes: OrderedDict[tuple[str, ...], Node] = OrderedDict()
 
-    def is_thin(self, tool: ToolUse) -> bool:
-        """True if this command has too few observations for a distribution of its own."""
-        node = self._nodes.get(tool.path)
-        return node is None or node.seen < HISTOGRAM_FROM
-
-    def forecast(self, tool: ToolUse | None, learned: Rule | None = None) -> Array:
+    def forecast(self, tool: ToolUse | None) -> Array:
         """Return the probability of each cell; that of all gaps if the tool is unknown. Does not
-        mutate. Shape (cells,).
-
-        Args:
-            learned: prior of the narrowest node, in place of its parent's forecast.
-        """
+        mutate. Shape (cells,)."""
         belief = _posterior(ROOT_PRIOR, self._root)
         deepest = self._root
         path = tool.path if tool else ()
@@ -100,8 +91,6 @@ class ToolHierarchy:
             # A rule speaks of a command, which says more than what shells usually do.
             if tool and tool.rule and depth == min(2, len(path)):
                 belief = _rule_prior(tool.rule)
-            if learned and depth == len(path):
-                belief = _rule_prior(learned)
             if node:
                 belief = _posterior(belief, node)
             deepest = node or _UNSEEN

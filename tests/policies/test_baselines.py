@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from typing import Any
@@ -160,27 +159,6 @@ def test_contextserve_asks_the_narrowest_context_that_has_seen_enough() -> None:
     assert one.gap_class is GapClass.SLOW
     other = policy.decide(turn_end(tool=ToolUse(("bash", "sync", "sync a"))), COSTS)
     assert other.gap_class is GapClass.UNCERTAIN, "nine are too few: the tool has both"
-
-
-def test_contextserve_s_trees_speak_where_the_posteriors_are_unsure() -> None:
-    pytest.importorskip("lightgbm")
-    policy, rng = ContextServe(), random.Random(0)
-
-    def check(number: int, word: str) -> ToolUse:
-        return ToolUse(("bash", f"p{number}"), command=f"p{number} {word} --color")
-
-    for number in range(300):
-        tell(policy, check(number, "test"), 60.0 * rng.lognormvariate(0, 0.3))
-        tell(policy, check(number, "show"), 0.2 * rng.lognormvariate(0, 0.3))
-    new = [turn_end(tool=check(999, word)) for word in ("show", "test")]
-    assert {policy.decide(turn, COSTS).gap_class for turn in new} == {GapClass.UNCERTAIN}
-    policy.refit()
-    other = ContextServe()
-    other.load(json.loads(json.dumps(policy.dump())))
-    for one in (policy, other):
-        show, test = (one.decide(turn, COSTS) for turn in new)
-        assert show == Decision(Tier.PIN, 3.0, GapClass.FAST)
-        assert test == Decision(Tier.DROP, 0.0, GapClass.SLOW)
 
 
 # -- the rest -----------------------------------------------------------------------------

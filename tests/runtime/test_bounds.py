@@ -57,8 +57,6 @@ BOUNDS = {
     "policies.forecast.job_history.MAX_JOBS": 16,
     "policies.forecast.rank_trees.MAX_SAMPLES": 32,
     "policies.forecast.tool_hierarchy.MAX_NODES": 16,
-    "policies.forecast.trees.MAX_CACHED": 16,
-    "policies.forecast.trees.MAX_SAMPLES": 16,
     "policies.jobs.lineage.MAX_JOBS": 12,
     "policies.jobs.lineage.MAX_NEIGHBOURS": 4,
     "policies.jobs.silence.MOST_OPEN": 32,

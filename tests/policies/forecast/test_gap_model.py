@@ -257,7 +257,6 @@ def _spoilt() -> list[Any]:
         spoil("tilt", "squares", 0, 0, to=0.0),
         spoil("trees", to=3),
         spoil("trees", to={"splits": [[1.0] * 4]}),
-        spoil("learned", to=3),
     ]
 
 
