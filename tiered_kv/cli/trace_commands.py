@@ -14,7 +14,6 @@ import typer
 
 from tiered_kv.trace.analysis import Figures, analyze
 from tiered_kv.trace.comparison import Comparison, compare
-from tiered_kv.trace.exports.parquet_file import write_parquet
 from tiered_kv.trace.job_story import of_job, story
 from tiered_kv.trace.page.html_page import html_of
 from tiered_kv.trace.page.trace_page import ReadTrace, page_of
@@ -219,27 +218,20 @@ def export_command(
     continuum: Annotated[
         bool, typer.Option("--continuum", help="As Continuum's scheduler_timestamps.")
     ] = False,
-    parquet: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="As Parquet, into that file.")
-    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="A file; else stdout.")
     ] = None,
 ) -> None:
-    """Write a trace as JSON for another program, or as Parquet.
+    """Write a trace as JSON for another program.
 
     Exit code 1 if a line is no record.
     """
-    if perfetto + continuum + (parquet is not None) != 1:
-        refuse("say for which program: --perfetto, --continuum or --parquet FILE")
-    if parquet is not None and out is not None:
-        refuse("--parquet names the file itself: leave -o out")
+    if perfetto == continuum:
+        refuse("say for which program: --perfetto or --continuum")
     reader = TraceReader(path)
     of_steps = [StepReader(path)] if perfetto and has_steps(path) else []
     with one_sentence():
-        if parquet is not None:
-            write_parquet(reader, parquet)
-        elif perfetto:
+        if perfetto:
             _export(out, _chrome(chain(perfetto_events(reader), *map(step_events, of_steps))))
         else:
             _export(out, _recorder(reader))

@@ -1,1 +1,0 @@
-"""Exports of a trace that need a library of an extra."""
