@@ -18,7 +18,6 @@ from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.below.sources import PageSources
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
-from tiered_kv.connectors.runtime.gaps.known_jobs import KnownJobs
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
 from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
@@ -59,8 +58,8 @@ from tiered_kv.trace.trace_writer import TraceWriter
 from .base import BlockPool
 from .dependencies import Dependencies
 from .fairness import Fairness
-from .job_table import JobTable
-from .live_turns import LiveTurns
+from .job_table import JobTable, KnownJobs
+from .turn import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""

@@ -4,11 +4,14 @@ All of it runs on the scheduler's thread, between the engine's hooks, without lo
 They come in this order: ``on_arrived`` once; ``match`` in every step until the request is admitted;
 ``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
 ``on_reports`` after steps in which workers reported; ``on_finished`` once.
+
+Watchdog: tells when requests wait and nothing is computed for long.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,10 +29,51 @@ from tiered_kv.policies.jobs.hints import TurnHints
 from .base import BlockPool, KeptState, Request
 from .build import EngineState, build_admission, build_gaps, build_pages
 from .dependencies import Dependencies
-from .live_turns import LiveTurns
 from .scheduler_stats import Stats
-from .turn import Turn
-from .watchdog import STUCK_S, Watchdog
+from .turn import LiveTurns, Turn
+
+STUCK_S = 30.0
+"""Seconds without work. Waits that we ask for are shorter or end by themselves: promotions when
+computing would be as fast, and a new job is let in when nothing else runs."""
+
+STUCK_STEPS = 8
+"""Steps without work, which it takes as well."""
+
+AT_REST_S = 1.0
+"""An engine that is stuck goes on making steps. One that makes none for so long was paused, or had
+nothing to do, and being stuck begins anew."""
+
+
+class Watchdog:
+    """Sees steps without work. One thread.
+
+    Attributes:
+        barked: it has done so, once for the engine's life.
+    """
+
+    def __init__(self) -> None:
+        self.barked = False
+        self._since: float | None = None
+        self._last = -math.inf
+        self._steps = 0
+
+    def worked(self) -> None:
+        """Begin anew: a step computed something, or there was nothing to compute."""
+        self._since = None
+        self._steps = 0
+
+    def barks(self, now: float) -> bool:
+        """Count a step that computed nothing although requests wait. True, once, if that has lasted
+        for too long."""
+        if self._since is None or now - self._last >= AT_REST_S:
+            self._since, self._steps = now, 0
+        self._last = now
+        self._steps += 1
+        if self.barked or now - self._since < STUCK_S or self._steps < STUCK_STEPS:
+            return False
+        self.barked = True
+        return True
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from tiered_kv.metrics import Counters
 from .base import BlockPool
 from .build import AdmissionGroup, GapGroup, Pages
 from .dependencies import Dependencies
-from .live_turns import LiveTurns
+from .turn import LiveTurns
 
 
 class Stats:

@@ -1,6 +1,6 @@
 """Forecast of the gap after a turn: by its tool, then corrected for its job and for the moment.
 
-The constants of ``job_history``, ``history_correction``, ``job_moments`` and ``rank_trees`` were
+The constants of this module, ``job_history`` and ``rank_trees`` were
 chosen by cross-validation over recorded coding-agent sessions: see docs/benchmarks.md. The results
 hardly change with any of them.
 """

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.build import AdmissionGroup, GapGroup, Pages
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.policies.base import Costs, JobKey, TurnPolicy
 

@@ -15,9 +15,8 @@ import math
 from collections.abc import Callable
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.policies.admission.holding import (
     Room,
     fits,

@@ -11,9 +11,8 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.fairness import Fairness
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import Turn, job_started_at
+from tiered_kv.connectors.runtime.turn import LiveTurns, Turn, job_started_at
 from tiered_kv.policies.admission.job_order import (
     QueuePosition,
     is_tight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
+from tiered_kv.connectors.runtime.turn import LiveTurns
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.admission.holding import lost_s
 from tiered_kv.policies.pricing.estimators import PrefillFit

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (

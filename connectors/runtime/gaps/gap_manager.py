@@ -14,7 +14,7 @@ from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
-from tiered_kv.connectors.runtime.job_table import Job, JobTable
+from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
@@ -33,7 +33,6 @@ from tiered_kv.policies.tools.tool_use import tool_use
 from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
-from .known_jobs import KnownJobs
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 from .placement import KvPlacement
 from .policy_state import PolicyUpkeep

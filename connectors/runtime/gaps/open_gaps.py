@@ -40,7 +40,7 @@ class PrefixSketch:
 
 @dataclass(slots=True)
 class OpenGap:
-    """A job whose last turn ended. Written by ``placement``, but for what the last lines tell.
+    """A job whose last turn ended. Written by ``gap_manager``, but for what the last lines tell.
 
     Attributes:
         request_id: its request; empty once the gap was decided for good.

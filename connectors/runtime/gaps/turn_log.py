@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
-from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event
 from tiered_kv.policies.base import JobKey
 from tiered_kv.trace.turn_record import PinEnd, TurnTokens

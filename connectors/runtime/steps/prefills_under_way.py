@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiered_kv.connectors.runtime.base import Request, ScheduledStep
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
+from tiered_kv.connectors.runtime.turn import LiveTurns
 
 
 class PrefillsUnderWay:

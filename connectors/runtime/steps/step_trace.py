@@ -11,8 +11,8 @@ from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, ScheduledStep
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
-from tiered_kv.connectors.runtime.live_turns import LiveTurns
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.turn import LiveTurns
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import (
     DemoteOrder,

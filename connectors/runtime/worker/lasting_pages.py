@@ -74,7 +74,7 @@ class LastingPages:
         return PackNote(self._memory, order, saved)
 
     def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
-        """Take over compressed pages from before (see ``lasting_bundles``)."""
+        """Take over compressed pages from before."""
         found = adopt_bundles(self._memory, groups, num_slots, trusted)
         self._adopted = replace(self._adopted, bundles=found)
 

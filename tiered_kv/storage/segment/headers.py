@@ -1,6 +1,6 @@
 """Bytes of segment and record headers.
 
-``format`` has the table, the values and the lengths, ``footer`` the footers. Parsing is total: any
+``format`` has the table, the values and the lengths, this module the footers. Parsing is total: any
 bytes give a value or raise ``FormatError``.
 """
 

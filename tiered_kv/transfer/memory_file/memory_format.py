@@ -31,7 +31,7 @@
               own digest     16   xxh3-128 of nonce, number of the slot (u64), and all before it
 
     bundle    pages that are compressed together fill several slots, the first of which begins with
-              a note (``bundle_note``). Their headers have the note's size for the page's, its
+              a note (``slot_table``). Their headers have the note's size for the page's, its
               digest, the time of the newest page, no key bytes, and in place of the key:
 
               pages          u32
