@@ -9,10 +9,8 @@ from pathlib import Path
 
 from tiered_kv import __version__
 from tiered_kv.config import GIB
-from tiered_kv.connectors.runtime.admission.gate import Admission
-from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
+from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission, RestorePrice
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
-from tiered_kv.connectors.runtime.admission.restore_price import RestorePrice
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.below.sources import PageSources

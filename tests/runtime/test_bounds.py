@@ -26,7 +26,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import PAGE
-from tiered_kv.connectors.runtime.admission.members import ActiveJob, Scopes
+from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJob, Scopes
 from tiered_kv.connectors.runtime.gaps.prefetch_queue import PrefetchQueue
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
 from tiered_kv.policies.base import MAX_SALT_CHARS, Costs, Decision, JobKey, Tier, TurnEnd
@@ -42,8 +42,8 @@ TURNS = 90
 """Turns between two measurements."""
 MOST_OPEN_REQUESTS = 12
 BOUNDS = {
-    "connectors.runtime.admission.members.MOST_SILENT": 4,
-    "connectors.runtime.admission.members.SILENT_OF_ALL": 16,
+    "connectors.runtime.admission.active_jobs.MOST_SILENT": 4,
+    "connectors.runtime.admission.active_jobs.SILENT_OF_ALL": 16,
     "connectors.runtime.gaps.prefetch_queue.SPARE": 4,
     "connectors.runtime.gaps.recent_decisions.MOST": 16,
     "connectors.runtime.gaps.tool_reader.MAX_QUEUED": 8,

@@ -3,12 +3,18 @@
 A job has *started* once a turn of it had blocks; then each of its turns *runs* from its arrival to
 its end. Who started first is *older*. A job that may have ended (its client hung up, or has been
 silent for long) is *dormant*: it takes no room. If it returns it has started, and is the youngest.
+
+Blocks that jobs share, counted once for each family of jobs.
+
+Records of jobs that have started, and of their clients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
@@ -24,10 +30,144 @@ from tiered_kv.policies.admission.working_set import (
 )
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
-from tiered_kv.policies.jobs.silence import has_ended, soon_chance, unforecast_chance, unlikely
+from tiered_kv.policies.jobs.silence import (
+    ReturnRate,
+    has_ended,
+    soon_chance,
+    unforecast_chance,
+    unlikely,
+)
 
-from .families import Families
-from .members import ActiveJob, Scopes
+MOST_SILENT = 1024
+"""Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
+of, is forgotten first."""
+SILENT_OF_ALL = 8192
+"""Jobs remembered that may have ended, shared equally by the clients: a client can invent names
+for as many others as it likes."""
+
+
+@dataclass(slots=True)
+class ActiveJob:
+    """A job that has started.
+
+    Attributes:
+        turns: number of turns started.
+        running: number of turns that run now.
+        blocks: unshared blocks of its context at the end of the present turn, or of the last.
+        shared: number of blocks that it found in VRAM when it started.
+        family: hash of the first block that it shares; jobs of one family share the same.
+        asked: arrival of its last turn, seconds.
+        since: end of the turn that ended last, seconds.
+        ended: unshared blocks of its context when its last turn ended.
+        grown: number of blocks that its turns have added, the first left out.
+    """
+
+    turns: int
+    running: int
+    blocks: float
+    shared: int
+    family: bytes
+    asked: float
+    since: float
+    ended: float = 0.0
+    grown: float = 0.0
+
+
+@dataclass(slots=True)
+class Scope:
+    """A client: the jobs of one ``cache_salt``.
+
+    Attributes:
+        silent: those that may have ended.
+        returns: how often they return.
+    """
+
+    silent: dict[JobKey, ActiveJob] = field(default_factory=dict)
+    returns: ReturnRate = field(default_factory=ReturnRate)
+
+
+class Scopes:
+    """The clients that were heard of last."""
+
+    def __init__(self) -> None:
+        self._by_salt: OrderedDict[str, Scope] = OrderedDict()
+
+    def __getitem__(self, salt: str) -> Scope:
+        return self._by_salt[salt]
+
+    def of(self, job: JobKey) -> Scope:
+        """The job's client; it has been heard of now."""
+        scope = self._by_salt.setdefault(job.salt, Scope())
+        self._by_salt.move_to_end(job.salt)
+        if len(self._by_salt) > MOST_SILENT:
+            self._by_salt.popitem(last=False)
+        return scope
+
+    def add_silent(self, job: JobKey, member: ActiveJob) -> None:
+        """Remember a job that may have ended, and forget those of its client that have been away
+        for longest, if they are more than its share."""
+        silent = self.of(job).silent
+        silent[job] = member
+        most = max(1, min(MOST_SILENT, SILENT_OF_ALL // len(self._by_salt)))
+        while len(silent) > most:
+            del silent[next(iter(silent))]
+
+
+class Families:
+    """Jobs that begin with the same blocks; one of them counts what they share. One thread.
+
+    Attributes:
+        blocks: that families share, all of them.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0.0
+        self._sizes: dict[bytes, int] = {}
+        self._counts: dict[JobKey, tuple[bytes, float]] = {}
+
+    def count_all(
+        self, members: Mapping[JobKey, ActiveJob], chances: Mapping[JobKey, float]
+    ) -> None:
+        """Count all jobs anew: what a family shares, by the chance of the one that needs it
+        most."""
+        self.blocks, self._sizes, self._counts = 0.0, {}, {}
+        needed: dict[bytes, float] = {}
+        for key, member in members.items():
+            if member.shared:
+                needed[member.family] = max(chances[key], needed.get(member.family, 0.0))
+        largest: dict[bytes, int] = {}
+        for key, member in members.items():
+            if member.shared:
+                more = max(0, member.shared - largest.get(member.family, 0))
+                self._enter(key, member.family, more * needed[member.family])
+                largest[member.family] = more + largest.get(member.family, 0)
+
+    def counted_with(self, key: JobKey, member: ActiveJob) -> float:
+        """Blocks that a job counts for its family; it enters it if it is new there."""
+        if not member.shared:
+            return 0.0
+        if key not in self._counts:
+            known = member.family in self._sizes
+            self._enter(key, member.family, 0.0 if known else member.shared)
+        return self._counts[key][1]
+
+    def leave(self, key: JobKey) -> float:
+        """Take a job out; returns the blocks that the others still share in its place."""
+        family, blocks = self._counts.pop(key, (b"", 0.0))
+        if not family:
+            return 0.0
+        self._sizes[family] -= 1
+        if self._sizes[family]:
+            return blocks
+        del self._sizes[family]
+        self.blocks -= blocks
+        return 0.0
+
+    def _enter(self, key: JobKey, family: bytes, blocks: float) -> None:
+        self._sizes[family] = self._sizes.get(family, 0) + 1
+        self._counts[key] = family, blocks
+        self.blocks += blocks
+
 
 COUNTED_S = 2e-4
 """Seconds per job before all jobs are counted again: to count one takes some microseconds. Jobs

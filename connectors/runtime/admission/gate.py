@@ -3,36 +3,184 @@
 A job is held until its working set fits, beside those of the active jobs, into VRAM, or with all
 the others into CPU memory, the engine is idle, or it has waited for as long as a client may be left
 waiting. It is let in as well where what has to go for it comes back sooner than the job's own turn
-would. A turn is *new* until one of its job has had blocks. The rules are in
-``policies.admission.holding``.
+would. A turn is *new* until one of its job has had blocks.
 
 A job that has started is never held.
+
+Admission of an engine that holds nobody.
+
+Price of bringing contexts back that have a place neither in VRAM nor in CPU memory.
+
+Room for contexts: a new job is held until it has some, unless that would take it longer than it
+would hold others up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
-from tiered_kv.policies.admission.holding import (
-    Room,
-    fits,
-    gives_too_little,
-    had_better_wait,
-    is_settled,
-    may_wait,
-    overflow,
-)
+from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.admission.job_demand import mean_context
 from tiered_kv.policies.admission.working_set import JobDemand, JobForecast, Overcommit
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
+from tiered_kv.policies.pricing.estimators import PrefillFit
 
 from .active_jobs import ActiveJobs
-from .restore_price import RestorePrice
+
+LOOK_EVERY_S = 0.1
+"""A job that is held is looked at again when something changed, or after so long: chances to
+return change with time alone."""
+SPARE_TIMES = 2.0
+"""Blocks that are free beside a held job, over those of its first turn, from which on too little
+of the pool is given out. With less, one that is let in would crowd those that are about to grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Blocks for contexts.
+
+    Attributes:
+        vram: blocks of VRAM.
+        cpu: slots in CPU memory; 0 without that tier.
+        share: part of it that may be given out.
+    """
+
+    vram: int
+    cpu: int
+    share: float = 1.0
+
+
+def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
+    """True if a turn may have to wait: not while nothing else runs that would give room back, and
+    no longer than a client may be left waiting.
+
+    Args:
+        longest_s: that time, seconds.
+        idle: True if no other turn has blocks or was let in.
+    """
+    return not (idle or waited_s >= longest_s)
+
+
+def is_settled(refused_s: float, *, changed: bool) -> bool:
+    """True if a turn is held as before, without another look.
+
+    Args:
+        refused_s: time since a turn was last found without room, seconds.
+        changed: True if jobs came, started, ended or went since then.
+    """
+    return not changed and refused_s < LOOK_EVERY_S
+
+
+def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
+    """True if a new job has room.
+
+    It needs VRAM for what is needed at the same time, and a place for all of it in VRAM or CPU
+    memory; or all of it in CPU memory, from where what VRAM lacks comes back.
+
+    Args:
+        peak: blocks of VRAM that all jobs are heading for, the new one included.
+        peak_anywhere: blocks of VRAM and CPU memory, those of jobs that are away included.
+    """
+    in_vram = peak <= room.share * room.vram
+    if not room.cpu:
+        return in_vram
+    in_cpu = peak_anywhere <= min(1.0, room.share) * room.cpu
+    return in_cpu or (in_vram and peak_anywhere <= max(room.vram, room.cpu))
+
+
+def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
+    """Blocks of contexts that have no place: in VRAM, or in CPU memory if there is any. For the
+    arguments see ``fits``."""
+    if room.cpu:
+        return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
+    return max(0.0, peak - room.share * room.vram)
+
+
+def lost_s(computed_s: float, copied_s: float | None, running: int) -> float:
+    """Seconds that requests lose, all together, while KV comes back in the cheaper way.
+
+    A copy holds up the request that it is for. A computation holds up every other request of the
+    batch as well.
+
+    Args:
+        computed_s: time to compute it again, seconds.
+        copied_s: time to bring it up from a tier below CPU memory, seconds; None without one.
+        running: running requests.
+    """
+    held_up_s = max(1, running) * computed_s
+    return held_up_s if copied_s is None else min(copied_s, held_up_s)
+
+
+def had_better_wait(lost_s: float, cycle_s: float) -> bool:
+    """True if others lose more with every turn of a job than it does while it waits for the time of
+    one.
+
+    Args:
+        lost_s: seconds that requests lose with a turn, while what had to go for it comes back.
+        cycle_s: mean time from a turn's first blocks to the job's next turn, seconds.
+    """
+    return lost_s > cycle_s
+
+
+def gives_too_little(*, free: int, need: float, loose: float) -> bool:
+    """True if a new job is held beside blocks that nobody will want.
+
+    Args:
+        free: free blocks.
+        need: blocks of its first turn.
+        loose: free blocks that jobs which are away are expected to want back.
+    """
+    return free > SPARE_TIMES * need + loose
+
+
+class RestorePrice:
+    """Tells what requests lose while contexts come back, from a tier below or computed again.
+
+    Args:
+        fit: seconds of prefills.
+        turns: the live requests.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, book: OrderBook, fit: PrefillFit, turns: LiveTurns
+    ) -> None:
+        self._facts = facts
+        self._book = book
+        self._fit = fit
+        self._turns = turns
+
+    def lost_s(self, tokens: int, blocks: float) -> float:
+        """Seconds that requests lose, all together; without end while no prefill is known.
+
+        Args:
+            tokens: length of the context.
+            blocks: blocks of it that have to come back.
+        """
+        whole = self._facts.blocks(tokens)
+        share = min(1.0, blocks / whole) if whole else 0.0
+        if not share:
+            return 0.0
+        computed_s = share * (self._fit.seconds(0, tokens) or math.inf)
+        copied_s = share * self._copied_s(tokens) if self._book.stores else None
+        return lost_s(computed_s, copied_s, self._turns.running)
+
+    def _copied_s(self, tokens: int) -> float:
+        """Time in which a whole context comes up from the tiers below and into VRAM, seconds."""
+        book, seconds = self._book, 0.0
+        pages = [len(group.needs(tokens)) for group in self._facts.groups]
+        by_tier = dict[str, float]()
+        for group, count in enumerate(pages):
+            seconds += book.copy_seconds(count, group)
+        for store in book.stores:  # those of a tier share its disk
+            up = book.promote_seconds(store, pages[store.group])
+            by_tier[store.tier] = by_tier.get(store.tier, 0.0) + up
+        return seconds + min(by_tier.values())
 
 
 class Admission:
@@ -243,3 +391,45 @@ class Admission:
 def _job_of(turn: Turn) -> JobKey:
     """A request without a job is one of its own."""
     return turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
+
+
+class NoAdmission:
+    """Lets everybody in, and counts nothing. See ``Admission``."""
+
+    refused = 0
+    held: frozenset[str] = frozenset()
+    num_active = 0
+    share = 1.0
+
+    def on_arrived(self, turn: Turn) -> bool:
+        return False
+
+    def on_started(self, turn: Turn) -> None:
+        pass
+
+    def on_joined(self, turn: Turn) -> None:
+        pass
+
+    def on_ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
+        pass
+
+    def on_over(self, job: JobKey) -> None:
+        pass
+
+    def holds(self, turn: Turn, *, behind: bool = False) -> bool:
+        return False
+
+    def lets_overdue_in(self, turn: Turn) -> bool:
+        return True
+
+    def let_in(self, turn: Turn) -> None:
+        pass
+
+    def blocks_by_salt(self) -> dict[str, float]:
+        return {}
+
+    def first_blocks(self, turn: Turn) -> float:
+        return 0.0
+
+    def demand_with_pin(self, blocks: int, job: JobKey | None) -> None:
+        return None

@@ -23,8 +23,7 @@ from tiered_kv.policies.admission.job_order import (
 )
 from tiered_kv.policies.base import job_scope
 
-from .gate import Admission
-from .no_admission import NoAdmission
+from .gate import Admission, NoAdmission
 
 
 class JobQueue:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tiered_kv.connectors.runtime.admission.gate import Admission
-from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
+from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn

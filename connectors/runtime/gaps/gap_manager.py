@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from tiered_kv.connectors.runtime.admission.gate import Admission
-from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
+from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs

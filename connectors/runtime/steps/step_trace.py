@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered_kv.connectors.runtime.admission.gate import Admission
-from tiered_kv.connectors.runtime.admission.no_admission import NoAdmission
+from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, ScheduledStep
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.admission.holding import (
+from tiered_kv.connectors.runtime.admission.gate import (
     LOOK_EVERY_S,
     Room,
     fits,

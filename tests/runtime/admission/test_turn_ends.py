@@ -67,7 +67,7 @@ def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRi
 def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv.connectors.runtime.admission.members.MOST_SILENT", 3)
+    monkeypatch.setattr("tiered_kv.connectors.runtime.admission.active_jobs.MOST_SILENT", 3)
     rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
     for number in range(5):
         cut_short(rig, f"j{number}")
