@@ -12,8 +12,7 @@ from tiered_kv.config import GIB
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission, RestorePrice
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
-from tiered_kv.connectors.runtime.below.sources import PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers, PageSources
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps

@@ -2,6 +2,8 @@
 
 Pages go down when CPU slots run short, before they would be evicted, and when a turn's
 decision says so. Orders are for the workers' I/O threads, which carry them out by themselves.
+
+Names of what is counted of a tier's orders.
 """
 
 from __future__ import annotations
@@ -19,14 +21,42 @@ from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S, LookAhead, next_pause_s
 from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled
-from tiered_kv.policies.cache.sharing import Doubt, most_waiting, mostly_failed, runs_of
 from tiered_kv.tiers import Knowledge, StoreId, TierSpec
 
-from .backlog import Backlog, Waiting
-from .event_names import event_names
+from .demotion import (
+    FIRST_PAUSE_S,
+    Backlog,
+    Doubt,
+    LookAhead,
+    Waiting,
+    most_waiting,
+    mostly_failed,
+    next_pause_s,
+    runs_of,
+)
 from .reclaims import Reclaims
+
+_SHARED = {
+    "pages_promoted": "pages_fetched",
+    "bytes_promoted": "bytes_fetched",
+    "promotion_seconds": "fetch_seconds",
+    "promotion_failures": "fetch_failures",
+    "pages_demoted": "pages_shared",
+    "bytes_demoted": "bytes_shared",
+    "demotion_seconds": "share_seconds",
+    "demotion_failures": "share_failures",
+}
+
+
+def event_names(*, shared: bool) -> Mapping[str, str]:
+    """Names of events that a tier counts under another name than an engine's own tier.
+
+    Args:
+        shared: True if engines share the tier.
+    """
+    return _SHARED if shared else {}
+
 
 logger = logging.getLogger(__name__)
 

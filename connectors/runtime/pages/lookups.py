@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.below.sources import PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind

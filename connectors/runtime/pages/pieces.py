@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
-from tiered_kv.connectors.runtime.below.sources import PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters

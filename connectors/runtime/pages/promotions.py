@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
-from tiered_kv.connectors.runtime.below.sources import Below, PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import Below, PageSources
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.below.sources import Below
+from tiered_kv.connectors.runtime.below.lower_tiers import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
 from tiered_kv.keys import PageKey

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.below.sources import PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, run_of
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.saves import Saves

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.keys import PageKey
-from tiered_kv.policies.cache.demotion import (
+from tiered_kv.connectors.runtime.below.demotion import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MOST_AHEAD,
@@ -14,6 +13,7 @@ from tiered_kv.policies.cache.demotion import (
     last_flush,
     next_pause_s,
 )
+from tiered_kv.keys import PageKey
 
 
 @pytest.mark.parametrize(

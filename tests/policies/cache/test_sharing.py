@@ -3,7 +3,12 @@ badly."""
 
 from __future__ import annotations
 
-from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S, LONGEST_DOUBT_S, ONE_STALL_S, Doubt
+from tiered_kv.connectors.runtime.below.demotion import (
+    FIRST_DOUBT_S,
+    LONGEST_DOUBT_S,
+    ONE_STALL_S,
+    Doubt,
+)
 
 
 def test_one_stall_of_the_machine_is_no_reason_for_doubt() -> None:

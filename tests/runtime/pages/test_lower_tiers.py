@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.below.demotion import FIRST_PAUSE_S
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
@@ -19,7 +20,6 @@ from tiered_kv.orders import DemoteOrder, OrderId
 from tiered_kv.pages.flights import Settled
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
-from tiered_kv.policies.cache.demotion import FIRST_PAUSE_S
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.stores import SSD

@@ -13,9 +13,13 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
+from tiered_kv.connectors.runtime.below.demotion import (
+    FIRST_DOUBT_S,
+    ONE_STALL_S,
+    LookAhead,
+    most_waiting,
+)
 from tiered_kv.orders import DemoteOrder
-from tiered_kv.policies.cache.demotion import LookAhead
-from tiered_kv.policies.cache.sharing import FIRST_DOUBT_S, ONE_STALL_S, most_waiting
 from tiered_kv.remote import breaker
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text

@@ -9,11 +9,11 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, store, tiers
+from tiered_kv.connectors.runtime.below.demotion import MOST_DEMOTING
 from tiered_kv.connectors.runtime.below.reclaims import Reclaims
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.pages.tier_index import TierIndex
-from tiered_kv.policies.cache.demotion import MOST_DEMOTING
 from tiered_kv.storage import ssd
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
