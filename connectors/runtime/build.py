@@ -13,13 +13,10 @@ from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission, 
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers, PageSources
-from tiered_kv.connectors.runtime.gaps.cost_model import CostModel
-from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
+from tiered_kv.connectors.runtime.gaps.cost_model import CostModel, PrefillTimer
+from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager, KvPlacement
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
-from tiered_kv.connectors.runtime.gaps.placement import KvPlacement
-from tiered_kv.connectors.runtime.gaps.prefill_timer import PrefillTimer
-from tiered_kv.connectors.runtime.gaps.turn_log import TurnLog
-from tiered_kv.connectors.runtime.gaps.turn_trace import NoTrace, TurnTrace
+from tiered_kv.connectors.runtime.gaps.turn_log import NoTrace, TurnLog, TurnTrace
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
 from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores

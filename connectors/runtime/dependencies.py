@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyUpkeep
-from tiered_kv.connectors.runtime.gaps.tools import ToolCalls
+from tiered_kv.connectors.runtime.gaps.tool_reader import ToolCalls
 from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.pages.base import EvictionRule
 from tiered_kv.policies.admission.working_set import JobForecast

@@ -29,8 +29,7 @@ from tiered_kv.config import TierConfig, load_config
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
-from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
-from tiered_kv.connectors.runtime.gaps.tools import NoTools, ToolCalls
+from tiered_kv.connectors.runtime.gaps.tool_reader import NoTools, ToolCalls, ToolReader
 from tiered_kv.connectors.runtime.observe.observing_half import make_scheduler_half
 from tiered_kv.connectors.runtime.observe.observing_worker import make_worker_half
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf

@@ -27,7 +27,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import PAGE
 from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJob, Scopes
-from tiered_kv.connectors.runtime.gaps.prefetch_queue import PrefetchQueue
+from tiered_kv.connectors.runtime.gaps.gap_manager import PrefetchQueue
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
 from tiered_kv.policies.base import MAX_SALT_CHARS, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
@@ -44,8 +44,8 @@ MOST_OPEN_REQUESTS = 12
 BOUNDS = {
     "connectors.runtime.admission.active_jobs.MOST_SILENT": 4,
     "connectors.runtime.admission.active_jobs.SILENT_OF_ALL": 16,
-    "connectors.runtime.gaps.prefetch_queue.SPARE": 4,
-    "connectors.runtime.gaps.recent_decisions.MOST": 16,
+    "connectors.runtime.gaps.gap_manager.SPARE_ENTRIES": 4,
+    "connectors.runtime.gaps.gap_manager.MOST_RECENT": 16,
     "connectors.runtime.gaps.tool_reader.MAX_QUEUED": 8,
     "connectors.runtime.job_table.MAX_JOBS": 48,
     "connectors.runtime.steps.preemption_log.MOST": 4,
@@ -74,7 +74,7 @@ REACHED = {
     "JobTable._jobs": "connectors.runtime.job_table.MAX_JOBS",
     "Lineage._jobs": "policies.jobs.lineage.MAX_JOBS",
     "OpenGaps._gaps": "policies.jobs.silence.MOST_OPEN",
-    "RecentDecisions._last": "connectors.runtime.gaps.recent_decisions.MOST",
+    "RecentDecisions._last": "connectors.runtime.gaps.gap_manager.MOST_RECENT",
 }
 """Containers that are full at the end of every story."""
 AS_LARGE_AS_DISKS = {

@@ -2,11 +2,19 @@
 
 A pin must be taken while a turn ends, before its tool call can be read: so it is provisional,
 and what was decided is revised once the call was read, off this thread.
+
+Placement: the policy is asked where a turn's KV waits, and told what came of it.
+
+Contexts that are to come up again before their job asks for them.
+
+Recent decisions: how often each was made among the last ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,8 +29,18 @@ from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
+from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.base import JobKey, Tier, ToolUse, TurnEnd, job_scope
+from tiered_kv.policies.base import (
+    Decision,
+    GapClass,
+    JobKey,
+    Tier,
+    ToolUse,
+    TurnEnd,
+    TurnPolicy,
+    job_scope,
+)
 from tiered_kv.policies.cache.promotion import IDLE_AHEAD_S
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
@@ -33,12 +51,209 @@ from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
-from .placement import KvPlacement
 from .policy_state import PolicyUpkeep
-from .prefetch_queue import PrefetchQueue
-from .recent_decisions import RecentDecisions
-from .tools import ToolCalls
+from .tool_reader import ToolCalls
 from .turn_log import TurnLog
+
+MOST_RECENT = 256
+"""Decisions that are remembered."""
+
+
+class Kind(NamedTuple):
+    """Kind of a decision: the class of its gap, None without classes, and its tier."""
+
+    gap_class: GapClass | None
+    tier: Tier
+
+
+class RecentDecisions:
+    """The last decisions. One thread."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, Kind]] = deque()
+        self._counts: Counter[Kind] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, decision: Decision, now: float) -> None:
+        """Remember a decision, and forget the oldest of too many."""
+        kind = Kind(decision.gap_class, decision.tier)
+        self._last.append((now, kind))
+        self._counts[kind] += 1
+        if len(self._last) > MOST_RECENT:
+            _, oldest = self._last.popleft()
+            self._counts[oldest] -= 1
+
+    @property
+    def since(self) -> float | None:
+        """Time of the oldest that is remembered; None if there is none."""
+        return self._last[0][0] if self._last else None
+
+    def counts(self) -> Iterator[tuple[Kind, int]]:
+        """Number of decisions of each kind, the most frequent first."""
+        return ((kind, times) for kind, times in self._counts.most_common() if times)
+
+
+SPARE_ENTRIES = 64
+"""Entries of jobs that are no longer expected which the heap may keep beyond one for each job that
+is. The time that a client names may be days ahead."""
+
+
+class PrefetchQueue:
+    """Contexts by the time they should come up. One thread; no clock.
+
+    Whoever takes one out orders its promotion: when it is due, or ahead of that if the engine
+    falls idle, since no hook runs then.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[JobKey, tuple[float, Sequence[PageKey]]] = {}
+        self._heap: list[tuple[float, JobKey]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
+        """Expect the job back soon after ``due``, in place of the time before."""
+        self._keys[job] = (due, keys)
+        heapq.heappush(self._heap, (due, job))
+        if len(self._heap) > 2 * len(self._keys) + SPARE_ENTRIES:
+            self._heap = [(due, job) for job, (due, _) in self._keys.items()]
+            heapq.heapify(self._heap)
+
+    def forget(self, job: JobKey) -> None:
+        """Expect the job no longer. Unknown jobs are ignored."""
+        self._keys.pop(job, None)
+
+    def take(self, until: float) -> list[tuple[JobKey, float, Sequence[PageKey]]]:
+        """Take out the contexts that are due until then, in that order: job, time and pages."""
+        taken = []
+        while self._heap and self._heap[0][0] <= until:
+            due, job = heapq.heappop(self._heap)
+            found = self._keys.get(job)
+            if found is not None and found[0] == due:
+                del self._keys[job]
+                taken.append((job, *found))
+        return taken
+
+
+class KvPlacement:
+    """Asks the policy, and keeps the order of eviction informed. One thread.
+
+    Args:
+        order: ranks the pages in CPU memory; it is told which job waits for which.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        policy: TurnPolicy,
+        gaps: OpenGaps,
+        cost_model: CostModel,
+        order: EvictionOrder,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy = policy
+        self._gaps = gaps
+        self._cost_model = cost_model
+        self._order = order
+        self._clock = clock
+
+    @property
+    def reads_tools(self) -> bool:
+        """True if a turn's tool makes a difference to the policy."""
+        return self._policy.reads_tools
+
+    def decide(
+        self,
+        request_id: str,
+        end: TurnEnd,
+        pages: Sequence[PageKey],
+        sketch: PrefixSketch,
+        save: OrderId | None,
+        *,
+        unread: bool,
+        away: bool,
+    ) -> OpenGap:
+        """Decide where the KV of a turn that ended waits.
+
+        Args:
+            away: True if the job's gap opens: no other turn of it is running, and this one got as
+                far as having KV.
+        """
+        costs = self._cost_model.costs(end.context_tokens, end.job)
+        decision = self._policy.decide(end, costs)
+        now = self._clock()
+        saved = bool(pages)
+        gap = OpenGap(request_id, end, costs, decision, pages, sketch, save, now, unread, saved)
+        if end.job is not None and away:
+            self._gaps.open(end.job, gap)
+            self._rank(gap)
+        return gap
+
+    def revise(self, request_id: str, tool: ToolUse) -> OpenGap | None:
+        """Decide anew, now that the turn's tool call was read. None if its gap was closed."""
+        gap = self._gaps.take_unread(request_id)
+        if gap is None:
+            return None
+        gap.end, gap.unread = replace(gap.end, tool=tool), False
+        gap.decision = self._policy.decide(gap.end, gap.costs)
+        self._rank(gap)
+        return gap
+
+    def settle(self, gap: OpenGap) -> None:
+        """Forget the pages of a gap that was decided for good, and its request's name, which a
+        client may have made as long as it likes."""
+        gap.pages, gap.request_id = (), ""
+
+    def _rank(self, gap: OpenGap) -> None:
+        job, forecast = gap.end.job, gap.decision.forecast
+        if job is not None and forecast is None:
+            self._order.on_forecast_lost(job)
+        elif job is not None and forecast is not None and gap.pages:
+            page_s = gap.costs.recompute_s / len(gap.pages)
+            self._order.on_gap_begun(job, gap.pages, forecast, gap.since, page_s)
+
+    def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
+        """Close a job's gap: its next turn arrived. The gap with its length in seconds; None if
+        there was none."""
+        self._order.on_gap_ended(job)
+        return self._close(job, ended=True)
+
+    def on_admitted(self, job: JobKey) -> None:
+        """Have pages of a job go from CPU memory like those that nobody waits for: VRAM has its
+        context, and a tier below keeps what is evicted."""
+        self._order.on_forecast_lost(job)
+
+    def on_over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[OpenGap, float] | None:
+        """Close a job's gap as censored: it is not waited for any longer.
+
+        Args:
+            own: pages of its last turn that no other job begins with.
+        """
+        self._order.on_job_ended(job, own)
+        return self._close(job, ended=False)
+
+    def _close(self, job: JobKey, *, ended: bool) -> tuple[OpenGap, float] | None:
+        gap = self._gaps.close(job)
+        if gap is None:
+            return None
+        gap_s = self._clock() - gap.since
+        if not gap.end.aborted:  # what follows then is a client that tries again
+            self._policy.observe(gap.end, gap_s, ended=ended)
+        return gap, gap_s
+
+    def on_lost(self, job: JobKey) -> None:
+        """Forget the job's pages: a turn of it ended before it had any KV."""
+        self._order.on_forecast_lost(job)
+
+    def forget_pages(self) -> None:
+        """Forget all pages after a cache reset; the gaps stay open."""
+        for job in self._gaps.jobs():
+            self._order.on_job_ended(job)
+            gap = self._gaps[job]
+            gap.pages, gap.sketch, gap.save, gap.saved = (), PrefixSketch(), None, False
 
 
 class Arrival(NamedTuple):

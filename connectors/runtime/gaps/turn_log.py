@@ -1,19 +1,280 @@
-"""Reports of finished turns: to the counters, the trace and the client."""
+"""Reports of finished turns: to the counters, the trace and the client.
+
+The trace of turns: one record each, once what followed from it is known.
+
+A turn's story begins when it ends. It goes on while its job is away: until the next turn arrives,
+or is waited for no longer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import xxhash
+
+from tiered_kv.connectors.runtime.steps.preemption_log import PreemptionLog
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
+from tiered_kv.keys import PageKey
 from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event
 from tiered_kv.policies.base import JobKey
-from tiered_kv.trace.turn_record import PinEnd, TurnTokens
+from tiered_kv.trace.json_fields import cut
+from tiered_kv.trace.trace_writer import TraceWriter
+from tiered_kv.trace.turn_record import (
+    JOB_ROOM,
+    GapStory,
+    PageMoves,
+    PinEnd,
+    PinStory,
+    PricedDecision,
+    StoryEnd,
+    TurnRecord,
+    TurnTimes,
+    TurnTokens,
+    WouldHave,
+)
 
 from .open_gaps import OpenGap, OpenGaps
-from .turn_trace import NoTrace, TurnTrace, held_s
+
+
+@dataclass(slots=True)
+class _Story:
+    """A turn that has ended.
+
+    Attributes:
+        begun: its record, as far as it was known then.
+        gap: what was decided; may be decided anew.
+        pin: its pin, once that has ended.
+        ahead: pages ordered up for its job meanwhile.
+        evicted: pages of its job that were evicted meanwhile, by tier.
+    """
+
+    begun: TurnRecord
+    gap: OpenGap
+    pin: PinStory | None = None
+    ahead: int = 0
+    evicted: dict[str, int] = field(default_factory=dict)
+
+
+class TurnTrace:
+    """Writes the trace. Owns its writer.
+
+    Args:
+        replica: index of this engine among data-parallel ones.
+        clock: the scheduler's clock, monotonic seconds.
+        wall: seconds since the epoch.
+        preemptions: preemptions of the requests that live.
+        waits_for: gives the waiting job that a page is kept for; None if none is known.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        replica: int,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        preemptions: PreemptionLog,
+        waits_for: Callable[[PageKey], Hashable | None],
+    ) -> None:
+        self._writer = writer
+        self._replica = replica
+        self._clock = clock
+        self._wall = wall
+        self._preemptions = preemptions
+        self._waits_for = waits_for
+        self._open: dict[Hashable, _Story] = {}  # by job
+        self._closed = False
+
+    @property
+    def dropped(self) -> int:
+        """Records dropped so far."""
+        return self._writer.dropped
+
+    def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
+        """Begin the story of a turn that ended.
+
+        Args:
+            waits: True if its job is away and waited for. Else the story is over.
+        """
+        story = _Story(self._begun(turn, tokens), gap)
+        job = gap.end.job
+        if waits and job is not None:
+            self._open[job] = story
+        else:
+            end = StoryEnd.OVER if gap.end.is_last_step else StoryEnd.NO_GAP
+            self._write(story, GapStory(end))
+
+    def _begun(self, turn: Turn, tokens: TurnTokens) -> TurnRecord:
+        now, request, job = self._clock(), turn.request, turn.job
+        return TurnRecord(
+            job=job.key.name if job is not None else None,
+            client=_digest(job.key.salt) if job is not None and job.key.salt else "",
+            replica=self._replica,
+            turn=turn.number,
+            request=cut(request.request_id, JOB_ROOM),
+            arrived=self._wall() - (now - turn.arrived_at),
+            finish=request.outcome,
+            times=_times(turn, now),
+            preempted=self._preemptions.take(turn),
+            tokens=tokens,
+            would_have=_would_have(turn),
+            pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
+        )
+
+    def pin_ended(self, job: JobKey, why: PinEnd) -> None:
+        """Take in that a job's pin has ended."""
+        story = self._open.get(job)
+        if story is not None and story.pin is None:
+            story.pin = PinStory(story.gap.pinned, self._clock() - story.gap.since, why)
+
+    def brought_up(self, job: JobKey, pages: int) -> None:
+        """Take in that pages were ordered up for a job that is away."""
+        story = self._open.get(job)
+        if story is not None:
+            story.ahead += pages
+
+    def evicted(self, tier: str, keys: Sequence[PageKey]) -> None:
+        """Take in that pages were evicted from a tier: those of a job that is away are told with
+        its last turn. O(1) per page."""
+        for key in keys:
+            story = self._open.get(self._waits_for(key))
+            if story is not None:
+                story.evicted[tier] = story.evicted.get(tier, 0) + 1
+
+    def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+        """End the story of a job's last turn: the next one came, or is waited for no longer.
+
+        Args:
+            gap_s: time since that turn's end, seconds.
+            in_vram: True if the pin is still there.
+        """
+        story = self._open.pop(job, None)
+        if story is None:
+            return
+        if in_vram and story.gap.pinned:
+            story.pin = PinStory(story.gap.pinned, gap_s, PinEnd.RETURNED)
+        costs, pin = story.gap.costs, story.pin or PinStory()
+        saved_s = costs.benefit_s if in_vram else 0.0
+        self._write(story, GapStory(end, gap_s, in_vram, saved_s, costs.vram_price * pin.held_s))
+
+    def _write(self, story: _Story, gap: GapStory) -> None:
+        end, begun = story.gap.end, story.begun
+        moves = replace(
+            begun.pages,
+            ahead=story.ahead,
+            demoted=story.gap.sent_down,
+            evicted=story.evicted,
+        )
+        self._writer.write(
+            replace(
+                begun,
+                tool=end.tool.path if end.tool is not None else (),
+                decision=_decision(story.gap),
+                pin=story.pin or PinStory(),
+                pages=moves,
+                gap=gap,
+            )
+        )
+
+    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
+        """Write what is known of a turn that has not ended as the engine closes."""
+        if not self._closed:
+            self._writer.write(replace(self._begun(turn, tokens), gap=GapStory(StoryEnd.CLOSED)))
+
+    def close(self) -> None:
+        """Write the stories that are not over, and what is queued. Idempotent."""
+        self._closed, now = True, self._clock()
+        for job, story in list(self._open.items()):
+            self.over(job, now - story.gap.since, StoryEnd.CLOSED)
+        self._writer.close()
+
+
+class NoTrace:
+    """Writes nothing. See ``TurnTrace``."""
+
+    dropped = 0
+
+    def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
+        pass
+
+    def pin_ended(self, job: JobKey, why: PinEnd) -> None:
+        pass
+
+    def brought_up(self, job: JobKey, pages: int) -> None:
+        pass
+
+    def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
+        pass
+
+    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def held_s(turn: Turn, now: float) -> float:
+    """Time that a turn was held as the first of a new job, seconds; 0 if it was not."""
+    if not turn.hold.refused:
+        return 0.0
+    until = turn.hold.let_in_at
+    if until is None:  # another turn of its job came first, or everybody was let in
+        until = turn.source.admitted_at if turn.source.admitted else now
+    return until - turn.arrived_at
+
+
+def _times(turn: Turn, now: float) -> TurnTimes:
+    arrived, source, start = turn.arrived_at, turn.source, turn.start
+    first_token = start.first_token_at
+    if first_token is None and turn.request.num_output_tokens > 0:
+        first_token = now  # no step was made between it and the end
+    return TurnTimes(
+        held_s=held_s(turn, now),
+        pages_s=turn.tiers.waited_s,
+        admitted_s=source.admitted_at - arrived if source.admitted else None,
+        scheduled_s=start.scheduled_at - arrived if start.scheduled_at is not None else None,
+        first_token_s=first_token - arrived if first_token is not None else None,
+        end_s=now - arrived,
+    )
+
+
+def _decision(gap: OpenGap) -> PricedDecision:
+    costs, made = gap.costs, gap.decision
+    forecast = made.forecast
+    return PricedDecision(
+        tier=made.tier.value,
+        gap_class=made.gap_class.value if made.gap_class is not None else "",
+        ttl_s=made.ttl_s,
+        back_s=made.back_s,
+        q50_s=_finite(forecast.quantile(0.5)) if forecast is not None else None,
+        q90_s=_finite(forecast.quantile(0.9)) if forecast is not None else None,
+        benefit_s=costs.benefit_s,
+        restore_s=costs.restore_s,
+        recompute_s=costs.recompute_s,
+        cpu_s=costs.cpu_s,
+        tiers_s={str(name): seconds for name, seconds in costs.tiers_s.items()},
+        cpu_stay_s=_finite(costs.cpu_stay_s),
+        survival=costs.survival,
+        queue_s=costs.queue_s,
+        memoryfulness=costs.memoryfulness,
+        vram_price=costs.vram_price,
+    )
+
+
+def _would_have(turn: Turn) -> WouldHave:
+    seen = turn.observed
+    return WouldHave(seen.vram_tokens, seen.cpu_tokens, seen.ssd_tokens)
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if seconds < math.inf else None
+
+
+def _digest(salt: str) -> str:
+    return xxhash.xxh3_64_hexdigest(salt.encode("utf-8", "surrogatepass"))[:8]
 
 
 class TurnLog:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.connectors.runtime.gaps.recent_decisions import MOST, Kind, RecentDecisions
+from tiered_kv.connectors.runtime.gaps.gap_manager import MOST_RECENT, Kind, RecentDecisions
 from tiered_kv.policies.base import Decision, GapClass, Tier
 
 PIN = Decision(Tier.PIN, 30.0, GapClass.FAST)
@@ -20,10 +20,10 @@ def test_each_kind_is_counted_the_most_frequent_first() -> None:
 
 def test_the_oldest_are_forgotten() -> None:
     decided = RecentDecisions()
-    for at in range(MOST):
+    for at in range(MOST_RECENT):
         decided.add(CPU, now=float(at))
-    for at in range(MOST):
+    for at in range(MOST_RECENT):
         decided.add(PIN, now=1000.0 + at)
-        assert len(decided) == MOST == sum(times for _, times in decided.counts())
+        assert len(decided) == MOST_RECENT == sum(times for _, times in decided.counts())
     assert decided.since == 1000.0
-    assert list(decided.counts()) == [(Kind(GapClass.FAST, Tier.PIN), MOST)]
+    assert list(decided.counts()) == [(Kind(GapClass.FAST, Tier.PIN), MOST_RECENT)]
