@@ -30,8 +30,10 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import NoTools, ToolCalls, ToolReader
-from tiered_kv.connectors.runtime.observe.observing_half import make_scheduler_half
-from tiered_kv.connectors.runtime.observe.observing_worker import make_worker_half
+from tiered_kv.connectors.runtime.observe.observing_half import (
+    make_scheduler_half,
+    make_worker_half,
+)
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace

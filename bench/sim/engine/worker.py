@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.connectors.runtime.observe.virtual_store import VirtualStore
-from tiered_kv.connectors.runtime.observe.virtual_worker import BUNDLE_SHARE
+from tiered_kv.connectors.runtime.observe.virtual_worker import BUNDLE_SHARE, VirtualStore
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Orders, Proposal, Reports, TierOrders, TierReport
 from tiered_kv.orders import (

@@ -25,7 +25,7 @@ from tiered_kv.bench.sim.validate.validity import equal_orders
 from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
-from tiered_kv.connectors.runtime.observe.virtual_store import SEGMENTS, VirtualStore
+from tiered_kv.connectors.runtime.observe.virtual_worker import SEGMENTS, VirtualStore
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reclaim
 from tiered_kv.policies.base import JobKey

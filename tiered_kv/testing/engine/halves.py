@@ -9,8 +9,10 @@ from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import NoTools
-from tiered_kv.connectors.runtime.observe.observing_half import make_scheduler_half
-from tiered_kv.connectors.runtime.observe.observing_worker import make_worker_half
+from tiered_kv.connectors.runtime.observe.observing_half import (
+    make_scheduler_half,
+    make_worker_half,
+)
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.messages import Orders
 from tiered_kv.policies import registry
