@@ -39,7 +39,7 @@ from tiered_kv.bench.common.server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256
-"""Steps after which saves come back to the same requests (``policies.cache.saving``)."""
+"""Steps after which saves come back to the same requests (``connectors.runtime.pages.saves``)."""
 CYCLES = 6
 """...of which each engine runs so many."""
 DECODE_TOKENS = 96

@@ -18,13 +18,11 @@ from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager, KvPlacemen
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.turn_log import NoTrace, TurnLog, TurnTrace
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
-from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
-from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
-from tiered_kv.connectors.runtime.pages.hits import HitFinder
-from tiered_kv.connectors.runtime.pages.names import PageNames
+from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlements
+from tiered_kv.connectors.runtime.pages.hits import HitFinder, PageNames
 from tiered_kv.connectors.runtime.pages.pieces import RestorePieces
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
-from tiered_kv.connectors.runtime.pages.restores import Restores
+from tiered_kv.connectors.runtime.pages.restores import FailedRestores, Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
@@ -37,7 +35,6 @@ from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.pages.settlements import Settlements
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.pages.tier_index import make_index
 from tiered_kv.policies.admission.job_order import prefill_blocks

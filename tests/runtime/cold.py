@@ -13,10 +13,10 @@ import pytest
 
 from tiered_kv.codecs import autotune
 from tiered_kv.codecs.base import Bytes, EncodedPage
+from tiered_kv.connectors.runtime.pages import cpu_compression
 from tiered_kv.connectors.runtime.worker import kv_tensors
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
-from tiered_kv.policies.cache import compression
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing import shrinking
 from tiered_kv.testing.checked_kv import CELL, expected, text
@@ -43,7 +43,7 @@ class Waits(StatelessPolicy):
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are compressed by fours, since contexts are short here; and nothing is measured for
     longer than it takes."""
-    monkeypatch.setattr(compression, "BUNDLE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(cpu_compression, "BUNDLE_BYTES", 4 * PAGE)
     monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
     monkeypatch.setattr(kv_tensors, "measure_flops", lambda *_: 0.0)
 

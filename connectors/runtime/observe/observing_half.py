@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, KeptState, Request
 from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.pages.cpu_compression import staging_slots
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostPool
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.scheduler_stats import Stats
@@ -34,7 +35,6 @@ from tiered_kv.messages import AdoptedPages, Handshake, Orders, StoredPages
 from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
-from tiered_kv.policies.cache.compression import staging_slots
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.tiers import StoreId
 

@@ -17,7 +17,6 @@ from tiered_kv.keys import PageKey
 from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.cache.lookup import LOOKUPS
 from tiered_kv.policies.cache.promotion import (
     LOOK_EVERY_S,
     Promotion,
@@ -32,7 +31,7 @@ from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.tiers import StoreId
 
 from .hits import HitFinder, run_of
-from .lookups import Lookups
+from .lookups import LOOKUPS, Lookups
 
 
 class TokensBelow(NamedTuple):

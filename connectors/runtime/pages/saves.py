@@ -1,16 +1,25 @@
 """Saves: blocks are copied to CPU memory as they fill, each once.
 
-A calendar holds who must be looked at when (``policies.cache.saving``). Short blocks are saved a
-few at a time, and the requests of a few steps are looked at together, so that orders are few.
+A calendar holds who must be looked at when. Short blocks are saved a few at a time, and the
+requests of a few steps are looked at together, so that orders are few.
+
+Ends of contexts: how many tokens of a request have KV that may be kept, and where its prompt has
+a boundary.
+
+Saves: when a turn is looked at for blocks to save, and what of its end is saved. Pure.
+
+Looking at every running request in every step would cost more than the saves.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import filterfalse, islice
 from operator import itemgetter
 
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey, tail_key
 from tiered_kv.kv_reach import KvKind
@@ -20,9 +29,125 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.policies.cache.saving import SaveStride, is_tail_worth_a_slot, worth_a_slot
 
-from .ends import kept_tokens, prompt_boundaries, state_tokens
+STRIDE_TOKENS = 256
+"""A decoding request is looked at once it may have filled this many tokens' blocks..."""
+TOGETHER = 16
+"""...in a step that is a multiple of this. What it filled since is saved when it finishes,
+and lost when it is preempted: at most 272 tokens or a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStride:
+    """The blocks of a decoding request that are saved together.
+
+    Attributes:
+        block_size: tokens of a block.
+        tokens: tokens of those blocks: one block at least.
+    """
+
+    block_size: int
+    tokens: int
+
+    @classmethod
+    def of(cls, block_size: int) -> SaveStride:
+        """The stride of an engine with blocks of that size."""
+        return cls(block_size, max(block_size, STRIDE_TOKENS // block_size * block_size))
+
+    def next_look(self, step: int, *, saved: int, computed: int, known: int) -> int:
+        """The step at which a turn is looked at again.
+
+        A prefill may fill many blocks in the next step. A decoding request fills one token a
+        step, so it is known when its next blocks can be full at the earliest.
+
+        Args:
+            step: the present step.
+            saved: blocks that were saved so far.
+            computed: tokens that are computed once the step has run.
+            known: tokens of the prompt and of the answer so far.
+        """
+        look = step + 1
+        if computed >= known:
+            look += max(0, saved * self.block_size + self.tokens - computed - 1)
+            look += -look % TOGETHER
+        return look
+
+
+def is_tail_worth_a_slot(blocks: int, *, of_job: bool) -> bool:
+    """True if the partial block at the end of a turn's context is saved. A few stray tokens are
+    not.
+
+    Args:
+        blocks: full blocks before it.
+        of_job: True if the turn belongs to a job, which may go on.
+    """
+    return blocks > 0 or of_job
+
+
+def worth_a_slot(
+    pages: Mapping[PageKey, int], lacking: Collection[PageKey], free: int
+) -> Mapping[PageKey, int]:
+    """The pages to save: those that no tier below has, and as many of the others as slots are free
+    besides. What VRAM and a tier below both hold is worth no page that CPU memory alone has.
+
+    Args:
+        pages: pages that CPU memory lacks, and their blocks.
+        lacking: those of the pages that no tier below has.
+        free: free slots of CPU memory.
+    """
+    if len(lacking) == len(pages):
+        return pages
+    others = filterfalse({*lacking}.__contains__, pages)
+    wanted = [*lacking, *islice(others, max(0, free - len(lacking)))]
+    return {key: pages[key] for key in wanted}
+
+
+def kept_tokens(request: Request) -> int:
+    """Tokens of a request that is over whose KV is there, whatever step is under way."""
+    computed = request.num_computed_tokens - request.num_in_flight_tokens
+    return min(computed, request.num_tokens - 1)
+
+
+def state_tokens(request: Request, facts: EngineFacts) -> int | None:
+    """Tokens that the state of a request covers that is over, once the steps under way are.
+
+    A step under way advances the state in place. If that is the one that takes the last token in,
+    the state covers all tokens. Nobody may ask for it if the client got a shorter text. With
+    speculation the state after the tokens that were taken may lie in another block.
+
+    Returns:
+        None if the state is of no use.
+    """
+    if request.text_cut or facts.speculates:
+        return None
+    computed, under_way = request.num_computed_tokens, request.num_in_flight_tokens
+    if under_way == 0:
+        return computed if computed < request.num_tokens else None
+    return computed if under_way == 1 and computed == request.num_tokens else None
+
+
+def last_boundary(request: Request, facts: EngineFacts) -> int:
+    """Number of tokens at which the engine finds the prompt again, if it comes once more; 0 if it
+    does not. The block before is left out where KV of a drafter depends on the token behind it."""
+    unit = facts.hit_tokens
+    resent = (request.num_prompt_tokens - 1) // unit * unit
+    return max(0, resent - unit) if facts.draft_tokens else resent
+
+
+def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
+    """Numbers of tokens at which the KV of every group is saved while the prompt is computed, the
+    least one last: where the engine finds the prompt again, where others part from it, and its end.
+
+    Without groups that keep less than all of a context there are none: every block is one.
+    """
+    if not facts.narrow:
+        return []
+    prompt, unit = request.num_prompt_tokens, facts.hit_tokens
+    shared = min(request.shared_tokens, prompt) // unit * unit
+    found = {last_boundary(request, facts), shared}
+    if not facts.has_states:
+        found.add(prompt)
+    return sorted((tokens for tokens in found if tokens > 0), reverse=True)
 
 
 class Saves:

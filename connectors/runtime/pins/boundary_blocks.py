@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.pages.ends import last_boundary
+from tiered_kv.connectors.runtime.pages.saves import last_boundary
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.kv_reach import KvKind
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiered_kv.connectors.runtime.base import EngineFacts, MakeRequest
-from tiered_kv.connectors.runtime.pages.names import PageNames
+from tiered_kv.connectors.runtime.pages.hits import PageNames
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import tail_key
 from tiered_kv.kv_reach import KvKind

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Generator
 
 from tiered_kv.connectors.runtime.job_table import Job
-from tiered_kv.connectors.runtime.pages.ends import kept_tokens
+from tiered_kv.connectors.runtime.pages.saves import kept_tokens
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.policies.base import JobKey

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import Request
-from tiered_kv.connectors.runtime.pages.ends import kept_tokens
+from tiered_kv.connectors.runtime.pages.saves import kept_tokens
 from tiered_kv.policies.base import JobKey
 
 MOST_TOKENS = 1 << 22

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.cache.compression import (
+from tiered_kv.connectors.runtime.pages.cpu_compression import (
     BUNDLE_BYTES,
     FREE_SHARE,
     LEAST_PAGES,

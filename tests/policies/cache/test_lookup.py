@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.cache.lookup import (
+from tiered_kv.connectors.runtime.pages.lookups import (
     FIRST_LOOKUP,
     LOOKUP_S,
     LOOKUP_SHARE,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.cache.saving import (
+from tiered_kv.connectors.runtime.pages.saves import (
     STRIDE_TOKENS,
     TOGETHER,
     SaveStride,

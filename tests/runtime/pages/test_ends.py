@@ -10,7 +10,7 @@ import pytest
 
 from tests.runtime.pages.test_hits import facts_of, group
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.runtime.pages.ends import (
+from tiered_kv.connectors.runtime.pages.saves import (
     kept_tokens,
     last_boundary,
     prompt_boundaries,

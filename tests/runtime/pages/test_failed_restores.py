@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.pages.failed_restores import FailedRestores
+from tiered_kv.connectors.runtime.pages.restores import FailedRestores
 from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.policies.cache.saving import TOGETHER
+from tiered_kv.connectors.runtime.pages.saves import TOGETHER
 from tiered_kv.testing.checked_kv import text
 
 
