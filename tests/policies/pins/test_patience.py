@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.pins.patience import (
+from tiered_kv.connectors.runtime.pins.pressure import (
     SAVES_PATIENCE_S,
     needs_one_more,
     waiter_started_at,
     worth_waiting_for_saves,
 )
+from tiered_kv.orders import RestoreMode
 
 STARTED_AT = 7.0
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.policies.pins.patience import SAVES_PATIENCE_S
+from tiered_kv.connectors.runtime.pins.pressure import SAVES_PATIENCE_S
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
