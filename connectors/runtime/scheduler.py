@@ -19,7 +19,7 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.gaps.cost_model import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
-from tiered_kv.connectors.runtime.snapshots.build_snapshots import build_snapshots
+from tiered_kv.connectors.runtime.snapshots.snapshots import build_snapshots
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters

@@ -2,6 +2,10 @@
 
 Exact ones have names of their own, by a cache salt that nobody else has: the engine looks in VRAM
 first, and would find other bytes of the same text under the usual names.
+
+The part that takes jobs out of an engine and brings them back, built of the other components.
+
+Refusal of snapshots, in an engine without a folder for them.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.build import EngineState, GapGroup, Pages
+from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.turn import Turn
@@ -23,11 +29,75 @@ from tiered_kv.pages.snapshot_orders import ContextPage, SnapshotFlight, Snapsho
 from tiered_kv.policies.base import JobKey, TurnEnd, job_scope
 from tiered_kv.snapshot.manifest import SnapshotError
 
-from .context_pages import context_pages, remember_tail
+from .capture import Captures, JobCaptures, is_named_by_tokens
+from .context_pages import MOST_PARENTS, Context, ContextNames, context_pages, remember_tail
 from .file_thread import Opened, SnapshotFiles
-from .job_capture import JobCaptures, is_named_by_tokens
-from .job_contexts import MOST_PARENTS, Context
 from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
+
+
+class NoFolderError(SnapshotError):
+    """Want of a folder: nothing can be taken from this engine, or brought into it."""
+
+
+class NoSnapshots:
+    """Stand-in for ``Snapshots``.
+
+    Args:
+        observes: True if the engine is only observed.
+    """
+
+    under_way = False
+
+    def __init__(self, *, observes: bool) -> None:
+        self._observes = observes
+
+    def _refuse(self) -> NoFolderError:
+        if self._observes:
+            return NoFolderError(
+                "This engine is only observed, and keeps no KV: leave TIERED_KV_MODE out."
+            )
+        return NoFolderError(
+            "This server has no folder for snapshots: set TIERED_KV_SNAPSHOT_PATH for it."
+        )
+
+    def take(self, *_: object, **__: object) -> int | None:
+        """Refuse."""
+        raise self._refuse()
+
+    def restore(self, *_: object, **__: object) -> int:
+        """Refuse."""
+        raise self._refuse()
+
+    def fork(self, *_: object, **__: object) -> int | None:
+        """Refuse."""
+        raise self._refuse()
+
+    def parents(self, job: JobKey) -> tuple[str, ...]:
+        """Return none."""
+        return ()
+
+    def outcome(self, number: int) -> dict[str, Any]:
+        """Refuse."""
+        raise self._refuse()
+
+    def advance(self) -> None:
+        """Do nothing."""
+
+    def on_reports(self) -> None:
+        """Do nothing."""
+
+    def release_vram(self) -> None:
+        """Do nothing."""
+
+    def on_ended(self, turn: Turn) -> None:
+        """Do nothing."""
+
+    def on_reset(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
 
 MOST_NAMESAKES = 2
 """Jobs of one name that are looked for."""
@@ -367,3 +437,40 @@ class Snapshots:
 
 def _all_read(reading: SnapshotFlight, arrived: Callable[[], bool]) -> Wait:
     return Wait("pages are read", lambda: arrived() and reading.over)
+
+
+def build_snapshots(
+    given: Dependencies, engine: EngineState, pages: Pages, gaps: GapGroup
+) -> Snapshots | NoSnapshots:
+    """Build it. Nothing is taken without a folder, or from an engine that is only observed."""
+    root = given.config.snapshot_path
+    if root is None or given.config.observes:
+        return NoSnapshots(observes=given.config.observes)
+    facts, fingerprints = given.facts, given.fingerprints
+    names = ContextNames(facts, pages.names, given.make_request)
+    files = SnapshotFiles(root, facts, fingerprints, names)
+    captures = Captures(
+        facts,
+        engine.pool,
+        pages.book,
+        pages.saves,
+        pages.finder,
+        pages.promotions,
+        pages.sources,
+        fingerprints.group_of,
+        names,
+        files.thread,
+        given.clock,
+    )
+    return Snapshots(
+        facts,
+        pages.index,
+        pages.tails,
+        gaps.manager,
+        JobCaptures(captures, engine.turns),
+        files,
+        pages.snapshots,
+        engine.counters,
+        given.clock,
+        given.wall,
+    )

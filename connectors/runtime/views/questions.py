@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
-from tiered_kv.connectors.runtime.snapshots.no_snapshots import NoFolderError, NoSnapshots
-from tiered_kv.connectors.runtime.snapshots.snapshots import Snapshots
+from tiered_kv.connectors.runtime.snapshots.snapshots import NoFolderError, NoSnapshots, Snapshots
 from tiered_kv.snapshot.manifest import SnapshotError
 
 from .engine_status import status

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import Request
 
 from tiered_kv.config import ENV_PREFIX
-from tiered_kv.connectors.runtime.snapshots.job_capture import fresh_salt
+from tiered_kv.connectors.runtime.snapshots.capture import fresh_salt
 
 from .engine_operations import Ask, EngineOperations, Patience
 from .queries import read_nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered_kv.connectors.runtime.snapshots.job_capture import fresh_salt
+from tiered_kv.connectors.runtime.snapshots.capture import fresh_salt
 from tiered_kv.connectors.runtime.views.questions import answer
 from tiered_kv.testing.rig import EngineRig
 

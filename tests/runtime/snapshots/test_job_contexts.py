@@ -9,8 +9,8 @@ import pytest
 
 from tests.runtime.snapshots.asking import fork, result, step, take
 from tiered_kv.connectors.runtime import job_table
-from tiered_kv.connectors.runtime.snapshots import job_contexts
-from tiered_kv.connectors.runtime.snapshots.job_contexts import (
+from tiered_kv.connectors.runtime.snapshots import context_pages
+from tiered_kv.connectors.runtime.snapshots.context_pages import (
     MOST_PARENTS,
     MOST_TOKENS,
     TOKEN_BYTES,
@@ -44,7 +44,7 @@ def test_contexts_take_no_more_memory_than_documented(tokens: int) -> None:
 
 
 def test_long_names_and_parameters_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_contexts, "MOST_TOKENS", 10_000)
+    monkeypatch.setattr(context_pages, "MOST_TOKENS", 10_000)
     contexts = Contexts()
     for i in range(100):
         contexts.remember(job(i), context([1], stop=["x" * 36_000]))
@@ -56,7 +56,7 @@ def test_long_names_and_parameters_count_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_forks_count_their_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_contexts, "MOST_TOKENS", 50_000)
+    monkeypatch.setattr(context_pages, "MOST_TOKENS", 50_000)
     contexts, shared = Contexts(), list(range(20_000))
     contexts.remember(job("other"), context(list(range(10_000))))
     for i in range(64):
