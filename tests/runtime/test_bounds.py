@@ -48,7 +48,7 @@ BOUNDS = {
     "connectors.runtime.gaps.gap_manager.MOST_RECENT": 16,
     "connectors.runtime.gaps.tool_reader.MAX_QUEUED": 8,
     "connectors.runtime.job_table.MAX_JOBS": 48,
-    "connectors.runtime.steps.preemption_log.MOST": 4,
+    "connectors.runtime.steps.step_trace.MOST_PREEMPTED": 4,
     "connectors.runtime.steps.step_trace.AT_ONCE": 8,
     "policies.admission.working_set.JOBS": 8,
     "policies.baselines.continuum.MAX_GAPS": 4,

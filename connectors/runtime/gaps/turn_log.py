@@ -15,8 +15,7 @@ from typing import Any
 
 import xxhash
 
-from tiered_kv.connectors.runtime.steps.preemption_log import PreemptionLog
-from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
+from tiered_kv.connectors.runtime.steps.step_trace import PreemptionLog, StepTrace
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event

@@ -1,17 +1,22 @@
-"""The trace of steps: who was preempted; and, if asked for, how full the engine was at each."""
+"""The trace of steps: who was preempted; and, if asked for, how full the engine was at each.
+
+Preemptions of the requests that live, for the trace.
+
+Prefills under way: how many of a step's tokens are of prompts.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, ScheduledStep
+from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request, ScheduledStep
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import LiveTurns
+from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import (
     DemoteOrder,
@@ -24,9 +29,112 @@ from tiered_kv.orders import (
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_writer import TraceWriter
+from tiered_kv.trace.turn_record import FIRST_PREEMPTIONS, Preemptions
 
-from .preemption_log import PreemptionLog
-from .prefills_under_way import PrefillsUnderWay
+
+class PrefillsUnderWay:
+    """Requests that compute their prompts, or all of it again after a preemption.
+
+    A step takes time that grows with those, and not with the requests that answer.
+
+    Args:
+        turns: the live requests.
+    """
+
+    def __init__(self, turns: LiveTurns) -> None:
+        self._turns = turns
+        self._until: dict[str, tuple[Request, int]] = {}
+
+    def tokens(self, step: ScheduledStep) -> int:
+        """Count the tokens of prompts among those of a step, before the engine adds them to what
+        its requests have computed."""
+        until = self._until
+        for request_id in step.preempted:
+            until.pop(request_id, None)
+        for request_id in step.begun:
+            turn = self._turns.by_id.get(request_id)
+            if turn is not None:
+                until[request_id] = turn.request, turn.request.num_tokens
+        count = 0
+        for request_id, (request, length) in list(until.items()):
+            tokens = step.tokens.get(request_id, 0)
+            left = length - request.num_computed_tokens
+            count += max(0, min(tokens, left))
+            if tokens >= left or request.finished:
+                del until[request_id]
+        return count
+
+
+MOST_PREEMPTED = 65_536
+"""Requests that are remembered: of more, those that were preempted first are forgotten. They are
+forgotten at their end otherwise."""
+
+
+@dataclass(slots=True)
+class _Preempted:
+    """A request that was preempted.
+
+    Attributes:
+        count: times that it was.
+        at, back: moments of the first ones, and of the steps in which it went on; seconds.
+        found: tokens that it had then.
+        away: True until it goes on.
+    """
+
+    count: int = 0
+    at: list[float] = field(default_factory=list)
+    back: list[float] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+    away: bool = False
+
+
+class PreemptionLog:
+    """Preemptions by request. One thread; written by ``step_trace``."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, _Preempted] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def preempted(self, request_id: str, now: float) -> None:
+        """Take in that a request lost its blocks."""
+        one = self._of.get(request_id)
+        if one is None:
+            if len(self._of) >= MOST_PREEMPTED:
+                del self._of[next(iter(self._of))]
+            one = self._of[request_id] = _Preempted()
+        one.count += 1
+        one.away = True
+        if one.count <= FIRST_PREEMPTIONS:
+            one.at.append(now)
+
+    def goes_on(self, request_id: str, found: int, now: float) -> None:
+        """Take in that a request computes again.
+
+        Args:
+            found: tokens that it need not compute.
+        """
+        one = self._of.get(request_id)
+        if one is None or not one.away:
+            return
+        one.away = False
+        if one.count <= FIRST_PREEMPTIONS:
+            one.back.append(now)
+            one.found.append(found)
+
+    def take(self, turn: Turn) -> Preemptions:
+        """Hand over those of a request that has ended, with times after its arrival."""
+        one = self._of.pop(turn.request_id, None)
+        if one is None:
+            return Preemptions()
+        return Preemptions(
+            one.count,
+            tuple(at - turn.arrived_at for at in one.at),
+            tuple(back - turn.arrived_at for back in one.back),
+            tuple(one.found),
+        )
+
 
 logger = logging.getLogger(__name__)
 
