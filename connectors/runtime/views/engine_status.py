@@ -1,11 +1,16 @@
-"""Status of an engine: its tiers, pins, jobs and queues, its counters and gauges."""
+"""Status of an engine: its tiers, pins, jobs and queues, its counters and gauges.
+
+Moments of the scheduler's clock, as seconds since the epoch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import islice
 from typing import Any
 
+from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.orders import (
@@ -18,7 +23,27 @@ from tiered_kv.orders import (
     SaveOrder,
 )
 
-from .moments import Moments
+
+class Moments:
+    """Both clocks at one moment, from which others follow.
+
+    Attributes:
+        now: on the scheduler's clock, seconds.
+        wall: the same moment in seconds since the epoch.
+    """
+
+    def __init__(self, given: Dependencies) -> None:
+        self.now, self.wall = given.clock(), given.wall()
+
+    def since_epoch(self, at: float) -> float | None:
+        """A moment of the scheduler's clock, to the millisecond; None if it never comes."""
+        return round(self.wall + at - self.now, 3) if math.isfinite(at) else None
+
+
+def finite(seconds: float) -> float | None:
+    """Seconds to the tenth of a millisecond; None for those that JSON cannot tell."""
+    return round(seconds, 4) if math.isfinite(seconds) else None
+
 
 MOST_ORDERS = 1_000
 """Orders in flight that are told by their kinds: the oldest of more."""

@@ -14,7 +14,7 @@ from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.policies.distribution import Forecast
 
-from .moments import Moments, finite
+from .engine_status import Moments, finite
 
 MOST_TURNS = 100
 """Live turns that are told of one job."""
