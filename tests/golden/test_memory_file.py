@@ -10,7 +10,7 @@ import pytest
 from tests.golden.conftest import Copy
 from tests.golden.written import FINGERPRINT, FORMAT, changes, keys_of, page
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.connectors.runtime.worker.lasting_bundles import adopt_bundles
+from tiered_kv.connectors.runtime.worker.lasting_pages import adopt_bundles
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.bundles import Bundles

@@ -14,7 +14,7 @@ import pytest
 from tiered_kv.codecs import autotune
 from tiered_kv.codecs.base import Bytes, EncodedPage
 from tiered_kv.connectors.runtime.pages import cpu_compression
-from tiered_kv.connectors.runtime.worker import kv_tensors
+from tiered_kv.connectors.runtime.worker import cpu_memory
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
@@ -45,7 +45,7 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     longer than it takes."""
     monkeypatch.setattr(cpu_compression, "BUNDLE_BYTES", 4 * PAGE)
     monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
-    monkeypatch.setattr(kv_tensors, "measure_flops", lambda *_: 0.0)
+    monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
 
 
 def cold_settings(slots: int = SLOTS, page: int = PAGE, **more: Any) -> dict[str, Any]:

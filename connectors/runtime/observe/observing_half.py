@@ -26,8 +26,7 @@ from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.scheduler_stats import Stats
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.connectors.runtime.worker.compressor import codecs_of
-from tiered_kv.connectors.runtime.worker.cpu_size import slots_of
-from tiered_kv.connectors.runtime.worker.kv_tensors import flops_of, storage_of
+from tiered_kv.connectors.runtime.worker.cpu_memory import flops_of, slots_of, storage_of
 from tiered_kv.connectors.runtime.worker.speed_probe import measure_reads
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.keys import Fingerprint, PageKey

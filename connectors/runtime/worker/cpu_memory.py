@@ -1,16 +1,24 @@
-"""Memory for a rank's share of the CPU tier: of this engine alone, or a file that outlives it."""
+"""Memory for a rank's share of the CPU tier: of this engine alone, or a file that outlives it.
+
+Size of a rank's share of CPU memory, in pages.
+
+The engine's KV tensors: the allocation behind them, and what their type says of its speed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
 from tiered_kv.machine.memory import system_memory
 from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
 from .lasting_pages import LastingPages, NoLastingPages, held_bytes, open_lasting
+from .speed_probe import measure_flops
 
 
 def make_memory(
@@ -48,3 +56,46 @@ def make_memory(
 
         memory = pinned(memory)
     return memory, lasting
+
+
+def slots_of(facts: EngineFacts, config: TierConfig) -> int:
+    """Slots of a rank's share of the CPU tier, which is not off.
+
+    Raises:
+        ConfigError: it holds no page.
+    """
+    slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
+    if slots == 0:
+        raise ConfigError(
+            f"TIERED_KV_CPU_GIB={config.cpu_gib:g} holds no page: one takes "
+            f"{facts.slot_bytes / (1 << 20):g} MiB on each of {facts.ranks} ranks. Give "
+            "more, or 0."
+        )
+    return slots
+
+
+def flops_of(kv_caches: Sequence[Any]) -> float:
+    """Speed of matrix products in the type of the KV cache, or what comes nearest."""
+    import torch
+
+    caches = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]
+    if not caches:
+        return 0.0
+    dtype = caches[0].dtype
+    usual = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return measure_flops(caches[0].device, dtype if usual else torch.bfloat16)
+
+
+def storage_of(kv_caches: Sequence[Any]) -> Any:
+    """The one allocation behind all layers' KV tensors.
+
+    Raises:
+        UnsupportedError: the layers lie in several allocations, which the layout cannot name.
+    """
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
+    if len(storages) != 1:
+        raise UnsupportedError(
+            f"the KV cache lies in {len(storages)} allocations where one was expected: "
+            "set TIERED_KV_CPU_GIB=0 and report this model"
+        )
+    return next(iter(storages.values())).untyped_storage()

@@ -34,11 +34,8 @@ from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
 
-from .cold_loads import ColdLoads
-from .compressor import Compressor, make_compressor
-from .cpu_memory import make_memory
-from .cpu_size import slots_of
-from .kv_tensors import flops_of, storage_of
+from .compressor import ColdLoads, Compressor, make_compressor
+from .cpu_memory import flops_of, make_memory, slots_of, storage_of
 from .lasting_pages import LastingPages, NoLastingPages
 from .snapshot_worker import SnapshotWorker
 from .speed_probe import measure_copies

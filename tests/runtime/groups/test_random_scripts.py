@@ -8,7 +8,7 @@ import pytest
 
 from tests.random_scripts import play_each
 from tests.runtime.test_random_scripts import play_script
-from tiered_kv.connectors.runtime.worker import kv_tensors
+from tiered_kv.connectors.runtime.worker import cpu_memory
 
 from .kinds import MODELS
 
@@ -16,7 +16,7 @@ from .kinds import MODELS
 @pytest.fixture(autouse=True)
 def _processor_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix products of every engine would take a quarter of the time; the rig ignores them."""
-    monkeypatch.setattr(kv_tensors, "measure_flops", lambda *_: 0.0)
+    monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
 
 
 @pytest.mark.scripts(1000, nightly=10_000)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.worker.cold_loads import ColdLoads
+from tiered_kv.connectors.runtime.worker.compressor import ColdLoads
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tests.transfer.memory_file.made_memory import GEOMETRY, PAGE, as_killed, key_of, open_in
 from tiered_kv.codecs.base import Codec, CodecError, ElementType, PageFormat
 from tiered_kv.codecs.registry import parse
-from tiered_kv.connectors.runtime.worker import lasting_bundles
-from tiered_kv.connectors.runtime.worker.lasting_bundles import PackNote, adopt_bundles
+from tiered_kv.connectors.runtime.worker import lasting_pages
+from tiered_kv.connectors.runtime.worker.lasting_pages import PackNote, adopt_bundles
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
 from tiered_kv.orders import OrderId, PackOrder
@@ -238,7 +238,7 @@ def test_what_this_engine_cannot_read_is_left(
         raise CodecError("codec 99 is not known here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lasting_bundles, "from_table", unknown)
+        patch.setattr(lasting_pages, "from_table", unknown)
         stranger = Engine(folder)
     assert stranger.adopted == ()
     assert "cannot be read: codec 99 is not known here" in caplog.text
