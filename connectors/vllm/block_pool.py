@@ -1,9 +1,17 @@
-"""The port's ``BlockPool`` over vLLM's KV cache manager."""
+"""The port's ``BlockPool`` over vLLM's KV cache manager.
+
+Resets of vLLM's cache: our references go first, and KV that survives the reset is never
+found.
+
+A step, as vLLM's scheduler tells it: what is computed in it, who begins, who was preempted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from tiered_kv.connectors.runtime.base import KeptState, ScheduledStep
 
 
 class VllmBlockPool:
@@ -39,3 +47,99 @@ class VllmBlockPool:
     def cached(self, block_hash: bytes, group: int) -> Any | None:
         found = self._pool.get_cached_block(block_hash, self._groups[group])
         return found[0] if found else None
+
+
+def watch_resets(
+    manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
+) -> None:
+    """Hear of every reset of vLLM's KV cache manager, before it, and change nothing: nothing was
+    saved that could be found. Takes what ``Resets`` takes.
+    """
+    reset = manager.reset_prefix_cache
+
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        told()
+        return reset(*args, **kwargs)
+
+    manager.reset_prefix_cache = reset_prefix_cache
+
+
+class Resets:
+    """Wrapper around the reset of vLLM's KV cache manager.
+
+    vLLM refuses to reset its cache while blocks are referenced, and tells the connector too late.
+    So our references are released first, inside the manager's own reset.
+
+    If vLLM still refuses, because requests run or are being restored, their KV belongs to the past
+    generation, and so does everything they compute from it. Its hashes are removed, and no more of
+    it is hashed. Otherwise later requests would find it, and save it under keys of the new
+    generation. A preempted request starts over, and is then like any other.
+
+    Args:
+        manager: vLLM's KV cache manager.
+        blocks_of: returns the manager's blocks of each request.
+        let_go: releases everything we hold; called before vLLM checks.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        blocks_of: Mapping[str, Sequence[Any]],
+        let_go: Callable[[], None],
+    ) -> None:
+        self._pool = manager.block_pool
+        self._coordinator = manager.coordinator
+        self._blocks_of = blocks_of
+        self._let_go = let_go
+        self._old: dict[str, Sequence[Any]] = {}  # block tables; a new one is of a new beginning
+        self._reset = manager.reset_prefix_cache
+        self._hash: Callable[..., None] | None = None
+        manager.reset_prefix_cache = self._reset_prefix_cache
+
+    def _reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        self._let_go()
+        done = self._reset(*args, **kwargs)
+        if not done:
+            self._pool.evict_blocks(set(range(len(self._pool.blocks))))
+            self._old = {request: blocks for request, blocks in self._blocks_of.items() if blocks}
+            if self._hash is None:  # not before: it is asked in every step of every request
+                self._hash = self._coordinator.cache_blocks
+                self._coordinator.cache_blocks = self._cache_blocks
+        return done
+
+    def _cache_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Hash the blocks that a request has filled, unless it began before the last reset."""
+        assert self._hash is not None
+        blocks = self._old.get(request.request_id)
+        if blocks is not None:
+            if self._blocks_of.get(request.request_id) is blocks:
+                return
+            del self._old[request.request_id]
+        self._hash(request, *args, **kwargs)
+
+
+def scheduled_step(output: Any) -> ScheduledStep:
+    """The step of vLLM's ``SchedulerOutput``. Which of its lists has a request that goes on after
+    it was preempted depends on vLLM's model runner."""
+    new = [one.req_id for one in output.scheduled_new_reqs]
+    return ScheduledStep(
+        tokens=output.num_scheduled_tokens,
+        total=output.total_num_scheduled_tokens,
+        begun=[*new, *output.scheduled_cached_reqs.resumed_req_ids],
+        preempted=output.preempted_req_ids or (),
+    )
+
+
+def kept_states(output: Any, positions: Mapping[int, int]) -> list[KeptState]:
+    """States that vLLM hands over in this step.
+
+    Args:
+        positions: positions of page groups by vLLM's number of the group.
+    """
+    offered = output.kv_connector_block_state.boundary_state_offloads
+    return [
+        KeptState(request_id, positions[group], block, tokens)
+        for request_id, states in offered.items()
+        for group, block, tokens in states
+        if group in positions
+    ]

@@ -50,7 +50,7 @@ from tiered_kv.storage.notebook import folder_for_notes, open_notebook
 from tiered_kv.vllm_versions import parse_version
 
 from .beside import connector_class, refuse_company
-from .block_pool import VllmBlockPool
+from .block_pool import Resets, VllmBlockPool, kept_states, scheduled_step, watch_resets
 from .engine_config import (
     check_version,
     read_engine,
@@ -62,9 +62,7 @@ from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
 from .plugin import share_logging
-from .resets import Resets, watch_resets
 from .stats import TieredPromMetrics, TieredStats
-from .step_output import kept_states, scheduled_step
 from .weights import WeightCalls, install
 
 logger = logging.getLogger(__name__)
