@@ -39,8 +39,7 @@ from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
-from tiered_kv.connectors.vllm.requests.named_requests import request_maker
-from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest, hints_of
+from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest, hints_of, request_maker
 from tiered_kv.messages import Orders
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry

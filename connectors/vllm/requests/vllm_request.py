@@ -1,17 +1,80 @@
-"""The port's ``Request`` over vLLM's requests."""
+"""The port's ``Request`` over vLLM's requests.
+
+Requests of vLLM that never run: they are made to name a context, as vLLM would.
+
+Sampling parameters of vLLM, told as JSON, and whether they allow an exact continuation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.request import RequestStatus
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher
+from vllm.v1.request import Request, RequestStatus
 
-from tiered_kv.connectors.runtime.base import Sampling
+from tiered_kv.connectors.runtime.base import MakeRequest, Sampling
 from tiered_kv.policies.jobs.hints import TurnHints, read_hints
 
-from .sampling import read_sampling
+TOLD = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+)
+"""Parameters that a snapshot has. What stop strings have seen is the answer so far."""
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+_WITHOUT = {
+    "structured_outputs": "structured output",
+    "logit_bias": "logit biases",
+    "allowed_token_ids": "allowed tokens",
+    "bad_words": "bad words",
+    "thinking_token_budget": "a budget for thinking",
+    "logits_processors": "logit processors",
+}
+"""Parameters whose state is not in the tokens, and what to call them."""
+
+
+def read_sampling(request: Any) -> Sampling:
+    """Read the sampling of one of vLLM's requests."""
+    params = request.sampling_params
+    if params is None:
+        return Sampling(inexact="this request samples nothing.")
+    told = {name: getattr(params, name, None) for name in TOLD}
+    given = {name: value for name, value in told.items() if _is_plain(value)}
+    return Sampling(given, _inexact(params))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(one, (str, int)) for one in value)
+    return value is not None and isinstance(value, (str, int, float, bool))
+
+
+def _inexact(params: Any) -> str | None:
+    for name, words in _WITHOUT.items():
+        if getattr(params, name, None):
+            return f"the turn has {words}, whose state is in no snapshot."
+    if params.temperature != 0:
+        return "the turn is not greedy: send temperature 0."
+    if any(getattr(params, name) != value for name, value in _NEUTRAL.items()):
+        return "the turn has penalties, which count tokens of prompt and answer apart."
+    if params.min_tokens:
+        return "the turn has min_tokens, which count from the begin of its answer."
+    return None
+
 
 _ANSWERED = frozenset(
     {
@@ -165,3 +228,23 @@ class VllmRequest:
     def extra_key(self, token: int) -> object:
         extra, _ = generate_block_hash_extra_keys(self._request, token, token + 1, 0)
         return extra
+
+
+def request_maker(vllm_config: Any) -> MakeRequest:
+    """A maker of such requests for an engine. It belongs into the process of the engine core, where
+    vLLM has chosen what its first block hash follows."""
+    hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+
+    def make(token_ids: Sequence[int], salt: str | None, hash_tokens: int) -> VllmRequest:
+        return VllmRequest(
+            Request(
+                request_id="tiered-kv-named",
+                prompt_token_ids=list(token_ids),
+                sampling_params=SamplingParams(max_tokens=1),
+                pooling_params=None,
+                cache_salt=salt,
+                block_hasher=get_request_block_hasher(hash_tokens, hash_function),
+            )
+        )
+
+    return make
