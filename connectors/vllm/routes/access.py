@@ -3,19 +3,39 @@
 Without a token the server must listen on loopback or on a Unix socket. Web pages in a browser on
 that machine, and proxies that forward requests from elsewhere, can reach loopback too. They are
 recognized by their headers.
+
+Queries of the routes' URLs, read without trusting them.
+
+Refusals: answers other than what was asked for, each a status with a sentence.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.config import ADMIN_TOKEN
 
-from .refusals import Refusal
+NO_JOB = "There is no job of this id: it is over, was forgotten, or never came."
+
+
+class Refusal(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        status: status of HTTP.
+        sentence: what is wrong and what to do; nothing of the request is in it.
+    """
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+
 
 PASSED_ON = (
     "origin",
@@ -122,3 +142,57 @@ def _host(headers: Mapping[str, str]) -> str:
         address, _, behind = host.partition("]")
         return address if not behind or behind.startswith(":") else host
     return host.partition(":")[0] or "localhost"
+
+
+DEFAULT_LIMIT = 100
+"""Jobs in a page unless the query says otherwise."""
+MOST_LIMIT = 1000
+"""Jobs in a page, at most."""
+
+_CURSOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,18})")
+_LIMIT = re.compile(r"[0-9]{1,4}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Place of a job in the list of all: that of the engine, then of the job there."""
+
+    engine: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.engine}.{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the list of jobs: ``limit`` of them, ``after`` one that was listed."""
+
+    limit: int = DEFAULT_LIMIT
+    after: Cursor = Cursor(0, 0)
+
+
+def read_page(query: Mapping[str, str]) -> Page:
+    """Read what page of the list is wanted.
+
+    Raises:
+        Refusal: there is no such page.
+    """
+    read_nothing({name: "" for name in query if name not in ("limit", "after")})
+    limit = query.get("limit", str(DEFAULT_LIMIT))
+    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MOST_LIMIT:
+        raise Refusal(400, f"limit is a number of jobs from 1 to {MOST_LIMIT}.")
+    found = _CURSOR.fullmatch(query.get("after", "0.0"))
+    if found is None:
+        raise Refusal(400, "after is what the page before gave as next, such as 0.57.")
+    return Page(int(limit), Cursor(int(found[1]), int(found[2])))
+
+
+def read_nothing(query: Mapping[str, str]) -> None:
+    """Read a query that must be empty.
+
+    Raises:
+        Refusal: it is not.
+    """
+    if query:
+        raise Refusal(400, "The query has a name that is not known here: leave it out.")

@@ -24,10 +24,8 @@ from tiered_kv.connectors.runtime.views.questions import MOST_JOBS
 from tiered_kv.connectors.vllm.middleware import JobMiddleware
 from tiered_kv.policies.jobs.hints import MAX_JOB_ID_CHARS
 
-from .access import Access
+from .access import NO_JOB, Access, Cursor, Refusal, read_nothing, read_page
 from .engine_calls import EngineCalls
-from .queries import Cursor, read_nothing, read_page
-from .refusals import NO_JOB, Refusal
 from .snapshot_routes import Answer, SnapshotRoutes
 from .stream_reports import ReportMiddleware, listen
 

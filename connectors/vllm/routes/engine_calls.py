@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from .access import Refusal
 from .core_method import METHOD, NO_CONNECTOR
-from .refusals import Refusal
 
 Call = Callable[..., Awaitable[list[str]]]
 

@@ -2,25 +2,375 @@
 
 What a client sends becomes no path here. Engines look a snapshot up by its name, under their own
 folder.
+
+Operations of the engines: begun with one question, and asked about until they are over.
+
+Each look is a question of its own, so that others are answered meanwhile. An operation goes on
+whether or not somebody waits for it.
+
+Bodies of requests about snapshots, read without trusting them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from tiered_kv.config import ENV_PREFIX
 from tiered_kv.connectors.runtime.snapshots.capture import fresh_salt
+from tiered_kv.policies.jobs.hints import INFERRED_PREFIX, MAX_JOB_ID_CHARS
+from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.snapshot.snapshot_files import check_name
 
-from .engine_operations import Ask, EngineOperations, Patience
-from .queries import read_nothing
-from .refusals import Refusal
-from .snapshot_bodies import FORK, RESTORE, SNAPSHOT, TIMEOUT, Field, is_name, read_body
+from .access import NO_JOB, Refusal, read_nothing
+
+MAX_BODY_BYTES = 64 << 10
+"""Longest body that is read."""
+MOST_FORKS = 64
+"""Jobs that one is forked into at once, at most."""
+DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0
+"""Wait for the end of an operation unless the body says otherwise, and the longest, seconds."""
+
+_NEEDED = object()
+
+
+def is_name(text: str) -> bool:
+    """True if a snapshot may have this name."""
+    try:
+        check_name(text)
+    except SnapshotError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a body.
+
+    Attributes:
+        read: reads its value, given its name and what is there; raises a refusal.
+        default: value of a field that is not there; none if it is needed.
+    """
+
+    read: Callable[[str, object], Any]
+    default: Any = _NEEDED
+
+
+def read_flag(name: str, value: object) -> bool:
+    """Read a field that is true or false."""
+    if not isinstance(value, bool):
+        raise Refusal(400, f"{name} is true or false.")
+    return value
+
+
+def read_name(name: str, value: object) -> str:
+    """Read the name of a snapshot."""
+    if not isinstance(value, str) or not is_name(value):
+        raise Refusal(
+            400,
+            f"{name} is the name of a snapshot: a letter or digit, then up to 99 letters, digits, "
+            "dots, dashes and underscores, without .zip at the end.",
+        )
+    return value
+
+
+def read_job_id(name: str, value: object) -> str:
+    """Read the id of a job that is there. It may have any characters."""
+    if not _may_be_job_id(value):
+        raise Refusal(
+            400, f"{name} is the id of a job: a text of 1 to {MAX_JOB_ID_CHARS} characters."
+        )
+    return str(value)
+
+
+def read_new_job_id(name: str, value: object) -> str:
+    """Read the id of a job that is to be: one that a client's turns can name."""
+    job = read_job_id(name, value)
+    if job.startswith(INFERRED_PREFIX):
+        raise Refusal(400, f"{name} begins with {INFERRED_PREFIX.strip()}, as no job's id may.")
+    return job
+
+
+def read_new_job_id_or_none(name: str, value: object) -> str | None:
+    """Read the id of a job that is to be; null names none."""
+    return None if value is None else read_new_job_id(name, value)
+
+
+def read_new_job_ids(name: str, value: object) -> list[str]:
+    """Read the ids of jobs that are to be."""
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_FORKS:
+        raise Refusal(400, f"{name} is a list of 1 to {MOST_FORKS} ids of jobs.")
+    jobs = [read_new_job_id(f"Each of {name}", one) for one in value]
+    if len(set(jobs)) < len(jobs):
+        raise Refusal(400, f"{name} has an id twice: give each job its own.")
+    return jobs
+
+
+def read_timeout(name: str, value: object) -> float:
+    """Read how long to wait, seconds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MOST_TIMEOUT_S:  # type: ignore[operator]
+        raise Refusal(400, f"{name} is a number of seconds from 0 to {MOST_TIMEOUT_S:.0f}.")
+    return float(value)  # type: ignore[arg-type]
+
+
+TIMEOUT = "timeout_s"
+_OF_ALL = {
+    "exact": Field(read_flag, False),
+    TIMEOUT: Field(read_timeout, DEFAULT_TIMEOUT_S),
+}
+SNAPSHOT = {
+    "job": Field(read_job_id),
+    "name": Field(read_name),
+    "wait_turn": Field(read_flag, False),
+    "stop": Field(read_flag, False),
+    **_OF_ALL,
+}
+RESTORE = {"name": Field(read_name), "job": Field(read_new_job_id_or_none, None), **_OF_ALL}
+FORK = {"job": Field(read_job_id), "as": Field(read_new_job_ids), **_OF_ALL}
+
+
+async def read_body(request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Read the body of a request: a JSON object with these fields.
+
+    Web pages cannot send its content type to a server of another origin unless that allows it.
+
+    Raises:
+        Refusal: it is none.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "The body is JSON: send Content-Type: application/json.")
+    return read_fields(await _bytes(request), fields)
+
+
+def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Read a JSON object with these fields.
+
+    Raises:
+        Refusal: it is none.
+    """
+    said = _parsed(body)
+    if not said.keys() <= fields.keys():
+        raise Refusal(
+            400, f"The body has a field that is not known here: known are {', '.join(fields)}."
+        )
+    lacks = [name for name in fields if fields[name].default is _NEEDED and name not in said]
+    if lacks:
+        raise Refusal(400, f"The body lacks {' and '.join(lacks)}.")
+    return {
+        name: one.read(name, said[name]) if name in said else one.default
+        for name, one in fields.items()
+    }
+
+
+async def _bytes(request: Request) -> bytes:
+    """The whole body. Of one that is too long no more is read than tells that."""
+    pieces, length = [], 0
+    try:
+        async with aclosing(request.stream()) as stream:
+            async for piece in stream:
+                length += len(piece)
+                if length > MAX_BODY_BYTES:
+                    raise Refusal(413, f"The body has more than {MAX_BODY_BYTES >> 10} KiB.")
+                pieces.append(piece)
+    except ClientDisconnect:
+        raise Refusal(400, "The body was not sent to its end.") from None
+    return b"".join(pieces)
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise Refusal(400, "The body is not JSON, or has a name twice.") from None
+    if not isinstance(said, dict):
+        raise Refusal(400, "The body is not an object of JSON.")
+    return said
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _may_be_job_id(value: object) -> bool:
+    """True for what a job may be called. Half a character cannot be sent to an engine."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_JOB_ID_CHARS:
+        return False
+    return not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+Ask = Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]
+"""Puts a question to all engines; returns the answer of each, by rank."""
+Gone = Callable[[], Awaitable[bool]]
+"""Tells whether nobody waits any more."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.005, 0.1, 1.1
+"""Time between two looks at an operation: at first, at most, and by what it grows."""
+MOST_WAITED_FOR = 16
+"""Operations that are waited for at one time: more are refused. Each look is a question, which an
+engine answers between two steps."""
+
+SEVERAL = (
+    "There are several jobs of this id, with cache salts of their own or in several engines: give "
+    "each job an id of its own."
+)
+CROWD = "Too many operations on jobs are under way: ask again in a while."
+_BUSY = (429, 504)
+"""Refusals of a question for which the engine has no time: the operation goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Patience of whoever waits.
+
+    Attributes:
+        timeout_s: longest wait, seconds.
+        until: its end, by the event loop's clock.
+        gone: tells whether nobody waits any more.
+    """
+
+    timeout_s: float
+    until: float
+    gone: Gone
+
+    @classmethod
+    def of(cls, timeout_s: float, gone: Gone) -> Patience:
+        """The patience of somebody who begins to wait now."""
+        return cls(timeout_s, _now() + timeout_s, gone)
+
+    @property
+    def left_s(self) -> float:
+        """Time that is left, seconds."""
+        return max(0.0, self.until - _now())
+
+    async def is_over(self) -> bool:
+        """True once there is no time left, or nobody waits."""
+        return self.left_s == 0 or await self.gone()
+
+
+class EngineOperations:
+    """Operations that this API server waits for. One event loop.
+
+    Args:
+        ask: the way to the engines.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._waited_for = 0
+
+    async def of_one(self, question: dict[str, Any], patience: Patience) -> dict[str, Any]:
+        """Have the one engine that has the question's job do what is asked.
+
+        Returns:
+            The result, with the engine's number.
+
+        Raises:
+            Refusal: no engine has the job, or several jobs have its id; it failed, or is not over.
+        """
+        jobs = await self._ask({"ask": "job", "id": question["job"]})
+        if sum(len(said["jobs"]) for said in jobs) > 1:
+            raise Refusal(409, SEVERAL)
+        results = await self._results(question, patience)
+        if len(results) > 1:  # the job came to another engine just now
+            raise Refusal(409, SEVERAL)
+        return results[0]
+
+    async def of_all(self, question: dict[str, Any], patience: Patience) -> list[dict[str, Any]]:
+        """Have all engines do what is asked.
+
+        Returns:
+            The result of each with its number, by rank.
+
+        Raises:
+            Refusal: it is refused, failed in one, or is not over. The others have done it.
+        """
+        return await self._results(question, patience, of_all=True)
+
+    async def _results(
+        self, question: dict[str, Any], patience: Patience, *, of_all: bool = False
+    ) -> list[dict[str, Any]]:
+        if self._waited_for >= MOST_WAITED_FOR:
+            raise Refusal(429, CROWD)
+        self._waited_for += 1
+        try:
+            answers = await self._ask(question)
+            begun = [said for said in answers if said.get("operation") is not None]
+            refused = [_refusal(said) for said in answers if "refused" in said]
+            outcomes = [await self._outcome(said, patience) for said in begun]
+        finally:
+            self._waited_for -= 1
+        failed = [one for one in outcomes if isinstance(one, Refusal)]
+        if not begun or of_all:
+            failed += refused
+        if failed:
+            raise failed[0]
+        if not begun:
+            raise Refusal(404, NO_JOB)
+        return [one for one in outcomes if not isinstance(one, Refusal)]
+
+    async def _outcome(self, begun: dict[str, Any], patience: Patience) -> dict[str, Any] | Refusal:
+        """Result of an operation, or why it failed.
+
+        Raises:
+            Refusal: it is not over.
+        """
+        engine, pause = begun["engine"], FIRST_PAUSE_S
+        while True:
+            said = await self._state(engine, begun["operation"])
+            match said["state"]:
+                case "done":
+                    return {"engine": engine, **said["result"]}
+                case "failed":
+                    return Refusal(409, str(said["why"]))
+            if await patience.is_over():
+                doing = said.get("doing")
+                raise Refusal(
+                    504,
+                    f"It is not over after {patience.timeout_s:g} s, and goes on"
+                    f"{f' ({doing})' if doing else ''}: to be told of its end, give a larger "
+                    "timeout_s.",
+                )
+            await asyncio.sleep(min(pause, patience.left_s))
+            pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_S)
+
+    async def _state(self, engine: int, operation: int) -> dict[str, Any]:
+        try:
+            answers = await self._ask({"ask": "operation", "engine": engine, "id": operation})
+        except Refusal as refusal:
+            if refusal.status in _BUSY:
+                return {"state": "running"}
+            raise
+        for said in answers:
+            if said["engine"] == engine and said["state"] is not None:
+                return said
+        return {"state": "failed", "why": "The engine that did it is not there any more."}
+
+
+def _refusal(said: dict[str, Any]) -> Refusal:
+    return Refusal(501 if said.get("status") == 501 else 409, str(said["refused"]))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
 
 FOLDER = f"{ENV_PREFIX}SNAPSHOT_PATH"
 """Variable that names the folder of snapshots."""

@@ -9,8 +9,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from tiered_kv.config import ADMIN_TOKEN
-from tiered_kv.connectors.vllm.routes.access import Access, is_loopback
-from tiered_kv.connectors.vllm.routes.refusals import Refusal
+from tiered_kv.connectors.vllm.routes.access import Access, Refusal, is_loopback
 
 LOCAL = {"host": "127.0.0.1:8000"}
 TOKEN = {ADMIN_TOKEN: "s3cret"}

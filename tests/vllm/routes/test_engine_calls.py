@@ -9,9 +9,9 @@ import pytest
 
 from tests.vllm.routes.engines import FakeClient, FakeCore
 from tiered_kv.connectors.vllm.routes import engine_calls
+from tiered_kv.connectors.vllm.routes.access import Refusal
 from tiered_kv.connectors.vllm.routes.core_method import FAILED, METHOD, NO_CONNECTOR
 from tiered_kv.connectors.vllm.routes.engine_calls import MOST_WAITING, EngineCalls
-from tiered_kv.connectors.vllm.routes.refusals import Refusal
 
 STATUS = {"ask": "status"}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.vllm.routes.queries import Cursor, Page, read_nothing, read_page
-from tiered_kv.connectors.vllm.routes.refusals import Refusal
+from tiered_kv.connectors.vllm.routes.access import Cursor, Page, Refusal, read_nothing, read_page
 
 
 def test_a_page_is_the_first_hundred_or_what_is_asked_for() -> None:

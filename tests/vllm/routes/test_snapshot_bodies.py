@@ -23,7 +23,7 @@ from tests.vllm.routes.snapshot_asks import (
 )
 from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.config import ADMIN_TOKEN
-from tiered_kv.connectors.vllm.routes.snapshot_bodies import MAX_BODY_BYTES
+from tiered_kv.connectors.vllm.routes.snapshot_routes import MAX_BODY_BYTES
 
 NO_IDS: tuple[Any, ...] = ("", 7, True, None, [])
 NO_NAMES = (

@@ -24,21 +24,21 @@ from tests.vllm.routes.snapshot_asks import (
 )
 from tests.vllm.routes.test_endpoints import ODD, serve
 from tiered_kv.config import ADMIN_TOKEN
-from tiered_kv.connectors.vllm.routes import engine_operations
+from tiered_kv.connectors.vllm.routes import snapshot_routes
+from tiered_kv.connectors.vllm.routes.access import Refusal
 from tiered_kv.connectors.vllm.routes.core_method import FAILED, METHOD, NO_CONNECTOR
-from tiered_kv.connectors.vllm.routes.engine_operations import (
+from tiered_kv.connectors.vllm.routes.snapshot_routes import (
     CROWD,
+    FOLDER,
     SEVERAL,
     EngineOperations,
     Patience,
 )
-from tiered_kv.connectors.vllm.routes.refusals import Refusal
-from tiered_kv.connectors.vllm.routes.snapshot_routes import FOLDER
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_operations, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(snapshot_routes, "FIRST_PAUSE_S", 0.0)
 
 
 def test_the_engine_that_has_the_job_makes_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
