@@ -16,7 +16,7 @@ from tiered_kv.policies.cache.eviction import ByWorth
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 
 from .base import TurnPolicy
-from .occupancy import Occupancy
+from .tier_choice import Occupancy
 
 POLICIES: Mapping[str, Callable[[], TurnPolicy]] = MappingProxyType(
     {

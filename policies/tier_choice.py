@@ -1,13 +1,21 @@
-"""Choice of the tier where a turn's KV waits, from a forecast of the gap and each tier's cost."""
+"""Choice of the tier where a turn's KV waits, from a forecast of the gap and each tier's cost.
+
+The default policy: a forecast of the gap, and VRAM charged for the time it is held.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from tiered_kv.policies.pricing.pin_value import best_wait, gap_class
 
 from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
+
+if TYPE_CHECKING:
+    from tiered_kv.policies.forecast.gap_model import GapModel
 
 BACK_BEFORE = 0.25
 """q̂: share of the returns before which KV below CPU memory is up again. Gaps have long tails.
@@ -60,3 +68,32 @@ def _back_s(forecast: Forecast, costs: Costs) -> float | None:
     if math.isinf(back_s):
         return None
     return max(0.0, back_s - (costs.store_s or 0.0))
+
+
+class Occupancy:
+    """The default policy. See ``forecast.gap_model`` for the forecast, ``pricing.pin_value`` for
+    the price, and ``tier_choice`` for the rest."""
+
+    reads_tools: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        # Imports numba, whose library vLLM 0.32 stumbles over if it is there when a CPU worker
+        # starts. A policy is made after that, but this module is imported before.
+        from tiered_kv.policies.forecast.gap_model import GapModel
+
+        self.model: GapModel = GapModel()
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return unpriced(turn) or choose(turn, self.model.forecast(turn), costs)
+
+    def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
+        self.model.observe(turn, gap_s, ended=ended)
+
+    def refit(self) -> None:
+        self.model.refit()
+
+    def dump(self) -> dict[str, object]:
+        return self.model.dump()
+
+    def load(self, learned: Mapping[str, object]) -> None:
+        self.model.load(learned)

@@ -22,8 +22,8 @@ from tiered_kv.bench.forecast.gaps import Gap, Session, read_sources
 from tiered_kv.bench.forecast.replay import BENEFITS_S, Outcome, difference, replay, utility
 from tiered_kv.bench.policy import OURS, measure
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, ToolUse, TurnEnd
-from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import POLICIES
+from tiered_kv.policies.tier_choice import Occupancy
 
 
 def session(name: str, *gaps: float) -> Session:

@@ -6,8 +6,8 @@ from tiered_kv.policies.baselines.contextserve import ContextServe
 from tiered_kv.policies.baselines.continuum import Continuum, ContinuumFixed
 from tiered_kv.policies.baselines.infercept import InferCept
 from tiered_kv.policies.baselines.unpinned import Lru, NoOffload
-from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import POLICIES
+from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.testing.conformance.policy import PolicyConformance
 from tiered_kv.testing.policies import FixedPin
 

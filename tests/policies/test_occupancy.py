@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.cpu_time import loops
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
 from tiered_kv.policies.base import NO_TOOL, Costs, Tier, ToolUse, TurnEnd
-from tiered_kv.policies.occupancy import Occupancy
+from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.tiers import SSD
 
 LS = ToolUse(("bash", "ls", "ls"))

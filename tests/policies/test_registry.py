@@ -7,8 +7,8 @@ import pytest
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies.cache.eviction import ByWorth
-from tiered_kv.policies.occupancy import Occupancy
 from tiered_kv.policies.registry import EVICTION, POLICIES, eviction, policy
+from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.testing.policies import FixedPin
 
 
@@ -46,7 +46,7 @@ class Forgetful(FixedPin):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("tiered_kv.policies.occupancy:Ocupancy", "has no class Ocupancy"),
+        ("tiered_kv.policies.tier_choice:Ocupancy", "has no class Ocupancy"),
         ("tiered_kv.policies.base:TurnEnd", "it lacks decide, dump, load, observe, refit"),
         (f"{__name__}:Forgetful", "it lacks reads_tools. Set it to True"),
         ("no_such_package:Policy", "ModuleNotFoundError"),

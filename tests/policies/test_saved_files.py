@@ -12,7 +12,7 @@ from tests.policies.turn_ends import turn_end
 from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.policies.base import Costs, ToolUse, TurnPolicy
 from tiered_kv.policies.baselines.contextserve import ContextServe
-from tiered_kv.policies.occupancy import Occupancy
+from tiered_kv.policies.tier_choice import Occupancy
 
 SAVED = Path(__file__).parent / "saved"
 """Files that were written while policies had trees, each cut to one or two of them."""

@@ -9,7 +9,7 @@ import pytest
 from tiered_kv.bench.sim.servers.ablated import Ablated, Part
 from tiered_kv.bench.sim.servers.servers import LACKING, server
 from tiered_kv.policies.base import Costs, JobKey, Rule, Tier, ToolUse, TurnEnd
-from tiered_kv.policies.occupancy import Occupancy
+from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.tiers import SSD
 
 SHORT = ToolUse(("bash", "cat"), "cat notes.txt", Rule(0.05, 0.5))
