@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tiered_kv.page_group import CONTEXT
-from tiered_kv.policies.admission.fair_share import ClientUse, EqualShare
 from tiered_kv.policies.admission.job_order import SENIORITY
+from tiered_kv.policies.admission.working_set import ClientUse, EqualShare
 from tiered_kv.policies.base import JobKey, job_scope
 
 from .base import BlockPool, EngineFacts, Request

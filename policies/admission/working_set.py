@@ -8,6 +8,14 @@ The forecast lets every job go on at the same pace, by so many blocks a turn, un
 as many turns as jobs of its age had left. As some are slower than others, each is taken to stay
 for a while after that: as much longer as turns differ in length. The highest total on the way is
 reached just before some job goes, so only such moments are looked at.
+
+Equal shares for clients. Pure.
+
+``FairShare``: contexts that a client leaves waiting must not keep the new jobs of others out.
+``EqualShare``: a client's requests and pins must not keep the requests of others waiting.
+
+Demand of one job while a turn of it runs, and while it is away. Pure but for ``TurnPace``, which
+learns.
 """
 
 from __future__ import annotations
@@ -15,13 +23,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.jobs.silence import SOON_S
 
 Array = NDArray[np.float64]
 
@@ -268,3 +278,193 @@ class Overcommit:
         if now - self._raised_at >= LEARN_EVERY_S:
             self._raised_at = now
             self.share = min(MOST, self.share * UP)
+
+
+class Blocks(NamedTuple):
+    """Expected blocks.
+
+    Attributes:
+        vram: blocks of VRAM.
+        anywhere: blocks of VRAM and CPU memory.
+    """
+
+    vram: float = 0.0
+    anywhere: float = 0.0
+
+
+NOTHING = Blocks()
+
+
+@dataclass(frozen=True, slots=True)
+class FairShare:
+    """Blocks that clients leave waiting beyond an equal share of the room each.
+
+    Attributes:
+        over: those of each client.
+        total: those of all clients.
+    """
+
+    over: Mapping[str, Blocks] = field(default_factory=dict)
+    total: Blocks = NOTHING
+
+    @classmethod
+    def of(cls, waiting: Mapping[str, Blocks], room: Blocks) -> FairShare:
+        """Compare clients with their shares. A client that is alone gets half of the room: the
+        next one may come at any time.
+
+        Args:
+            waiting: expected demand of each client's jobs that are away and unpinned; a client
+                without any counts as well if it has jobs.
+            room: blocks of VRAM, and anywhere.
+        """
+        clients = max(2, len(waiting))
+        vram, anywhere = (blocks / clients for blocks in room)
+        over = {
+            salt: Blocks(max(0.0, one.vram - vram), max(0.0, one.anywhere - anywhere))
+            for salt, one in waiting.items()
+        }
+        total = Blocks(
+            sum(one.vram for one in over.values()), sum(one.anywhere for one in over.values())
+        )
+        return cls(over, total)
+
+    def of_others(self, client: str, *, anywhere: bool) -> float:
+        """Blocks that do not count when that client asks for room: what the others leave waiting
+        beyond their shares."""
+        own = self.over.get(client, NOTHING)
+        return self.total[anywhere] - own[anywhere]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientUse:
+    """Use that a client makes of the engine.
+
+    Attributes:
+        contexts: its running requests and pins.
+        blocks: their blocks.
+    """
+
+    contexts: int = 0
+    blocks: float = 0.0
+
+    def plus(self, blocks: float) -> ClientUse:
+        """Return the use with one context more, of that many blocks."""
+        return ClientUse(self.contexts + 1, self.blocks + blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class EqualShare:
+    """Share of each client while others wait. A single context is always within it.
+
+    Attributes:
+        seats: requests that may run.
+        blocks: blocks of the pool.
+    """
+
+    seats: float
+    blocks: float
+
+    @classmethod
+    def of(cls, seats: float, blocks: int, clients: int) -> EqualShare:
+        """Divide an engine among its clients.
+
+        Args:
+            seats: most requests that the engine runs at the same time.
+            blocks: blocks of its pool.
+            clients: number of clients that have requests or pins.
+        """
+        return cls(seats / clients, blocks / clients)
+
+    def excess(self, use: ClientUse) -> float:
+        """Return how many times its share a client has, of the seats or of the pool; 0 if it is
+        within its share."""
+        times = max(use.contexts / self.seats, use.blocks / self.blocks)
+        return times if times > 1 and use.contexts > 1 else 0.0
+
+    def fills_pool(self, use: ClientUse) -> bool:
+        """True if a client has more than its share of the pool."""
+        return use.contexts > 1 and use.blocks > self.blocks
+
+
+PACE_DECAY = 0.9
+"""Weight of the old mean when a new time is averaged in."""
+
+
+class TurnPace:
+    """Mean time of a turn, and of the gap between two, over all jobs.
+
+    Attributes:
+        turn_s: seconds; 0 before the first.
+        served_s: the same without the wait for the first blocks.
+        gap_s: the same of gaps, of which none counts for more than ``SOON_S``.
+    """
+
+    def __init__(self) -> None:
+        self.turn_s = self.served_s = self.gap_s = 0.0
+
+    @property
+    def cycle_s(self) -> float:
+        """Mean time from a turn's first blocks to the job's next turn, seconds."""
+        return self.served_s + self.gap_s
+
+    def on_turn(self, seconds: float, served_s: float) -> None:
+        """Add a turn that ended, of which it had blocks for ``served_s``."""
+        self.turn_s = _mean(self.turn_s, seconds)
+        self.served_s = _mean(self.served_s, served_s)
+
+    def on_gap(self, seconds: float) -> None:
+        """Add a gap that ended with the job's return."""
+        self.gap_s = _mean(self.gap_s, min(seconds, SOON_S))
+
+    def vram_share(self, away_s: float) -> float:
+        """Share of the time until its next turn has ended in which a job needs VRAM. It needs it
+        while a turn runs.
+
+        Args:
+            away_s: time since its last turn ended, seconds; 0 for a whole gap to come.
+        """
+        cycle_s = self.turn_s + max(self.gap_s, away_s)
+        return self.turn_s / cycle_s if self.turn_s else 1.0
+
+
+def running_demand(blocks: float, grows: float, left: float, shared: float) -> JobDemand:
+    """Demand of a job of which a turn runs: its whole context.
+
+    Args:
+        blocks: unshared blocks of its context at the end of the turn.
+        grows: growth with every turn after that, blocks.
+        left: number of turns after that.
+        shared: blocks that it counts for its family.
+    """
+    return JobDemand(blocks, grows, left, 1.0, 1.0, shared)
+
+
+def away_demand(
+    blocks: float,
+    grows: float,
+    left: float,
+    shared: float,
+    chance: float,
+    weight: float,
+) -> JobDemand:
+    """Demand of a job between two turns, of which the next one counts as the present.
+
+    Args:
+        blocks: unshared blocks of its context.
+        grows: growth with every turn, blocks.
+        left: number of turns after the last.
+        shared: blocks that it counts for its family.
+        chance: that it returns soon.
+        weight: share of its blocks that VRAM must have on average: the chance to return, times
+            the share of the time in which it then needs them (all of it under a pin).
+    """
+    return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared)
+
+
+def mean_context(demand: JobDemand) -> float:
+    """Blocks of a job's context in the mean of the turns that it still has."""
+    return demand.blocks + demand.grows * demand.left / 2
+
+
+def _mean(old: float, new: float) -> float:
+    return PACE_DECAY * old + (1 - PACE_DECAY) * new if old else new

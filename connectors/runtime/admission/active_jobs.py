@@ -19,14 +19,17 @@ from dataclasses import dataclass, field
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.policies.admission.fair_share import Blocks, FairShare
-from tiered_kv.policies.admission.job_demand import TurnPace, away_demand, running_demand
 from tiered_kv.policies.admission.working_set import (
+    Blocks,
     Demand,
+    FairShare,
     Growth,
     JobDemand,
     JobForecast,
     TurnCadence,
+    TurnPace,
+    away_demand,
+    running_demand,
 )
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast

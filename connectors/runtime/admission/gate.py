@@ -25,8 +25,12 @@ from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.admission.job_demand import mean_context
-from tiered_kv.policies.admission.working_set import JobDemand, JobForecast, Overcommit
+from tiered_kv.policies.admission.working_set import (
+    JobDemand,
+    JobForecast,
+    Overcommit,
+    mean_context,
+)
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.pricing.estimators import PrefillFit

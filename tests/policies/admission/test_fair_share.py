@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.admission.fair_share import Blocks, FairShare
+from tiered_kv.policies.admission.working_set import Blocks, FairShare
 
 ROOM = Blocks(100.0, 300.0)
 waiting = st.dictionaries(

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.policies.admission.job_demand import (
+from tiered_kv.policies.admission.working_set import (
+    JobDemand,
     TurnPace,
     away_demand,
     mean_context,
     running_demand,
 )
-from tiered_kv.policies.admission.working_set import JobDemand
 from tiered_kv.policies.jobs.silence import SOON_S
 
 times = st.lists(st.floats(0, 1e4))
