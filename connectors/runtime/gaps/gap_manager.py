@@ -44,7 +44,7 @@ from tiered_kv.policies.base import (
 from tiered_kv.policies.cache.promotion import IDLE_AHEAD_S
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
-from tiered_kv.policies.pins.pin_terms import pin_value, provisional_s, was_to_stay
+from tiered_kv.policies.pins.release_order import pin_value, provisional_s, was_to_stay
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 from tiered_kv.trace.turn_record import PinEnd, StoryEnd

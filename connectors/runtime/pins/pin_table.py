@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool
 from tiered_kv.policies.base import JobKey
-from tiered_kv.policies.pins.pin_terms import within_budget
-from tiered_kv.policies.pins.release_order import PinState, PinValue, PinView, release_order
+from tiered_kv.policies.pins.release_order import (
+    PinState,
+    PinValue,
+    PinView,
+    release_order,
+    within_budget,
+)
 from tiered_kv.trace.turn_record import PinEnd
 
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.policies.turn_ends import forecast_of
 from tiered_kv.policies.base import Costs, Decision, Tier
-from tiered_kv.policies.pins.pin_terms import (
+from tiered_kv.policies.pins.release_order import (
     PROVISIONAL_S,
+    PinState,
     pin_value,
     provisional_s,
     was_to_stay,
     within_budget,
 )
-from tiered_kv.policies.pins.release_order import PinState
 
 
 @pytest.mark.parametrize(
