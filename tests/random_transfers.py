@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 from tiered_kv.testing.conformance.transfer import Bytes, addresses
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout, Placement, page_layout
+from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.testing.conformance.transfer import addresses
 
 ORDERS = ["LBH", "LHB", "BLH"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiered_kv.codecs.base import ElementType, PageFormat, Section
-from tiered_kv.kv_reach import KvKind, KvReach
-from tiered_kv.layout import PageLayout, Region
-from tiered_kv.page_group import PageGroup
+from tiered_kv.page_group import KvKind, KvReach, PageGroup, PageLayout, Region
 
 LAYOUT = PageLayout((Region(0, 2, 10240, 1024, 1024),), 10)
 CONV, SSM = Section(ElementType.BF16, 256), Section(ElementType.FP32, 768)

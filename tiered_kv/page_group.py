@@ -2,17 +2,183 @@
 
 An engine has one group for each kind of attention or state that it keeps. All groups share the
 block ids of VRAM and the slots of the CPU pool; a page takes a whole slot and fills its own bytes.
+
+Reach of an attention kind: the earlier tokens whose KV the next token needs.
+
+A hit of N tokens needs the blocks that hold those, and no others. vLLM calls the tokens before
+them skipped, and has no blocks for them.
+
+Layout of a page: the byte regions of a block, and their order in a slot.
+
+A block of VRAM is scattered over the engine's allocation; a slot of the CPU pool is one run of
+bytes. ``PageLayout`` maps one to the other. It is independent of what the bytes mean, so it serves
+any dtype, head layout or attention kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from tiered_kv.codecs.base import ElementType, PageFormat, Section
 
-from .kv_reach import WHOLE, KvKind, KvReach
-from .layout import PageLayout
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Placement of same-shaped layers in the engine's allocation (vLLM's KVCacheTensor).
+
+    Layer ``l``'s bytes of block ``b`` start at ``offset + l*layer_stride + b*block_stride``.
+
+    Attributes:
+        used: bytes of a layer's page that hold something; None: all up to the next page, or, where
+            a block's layers lie together, up to the next block.
+    """
+
+    layers: int
+    layer_stride: int
+    block_stride: int
+    offset: int
+    used: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """``count`` runs of ``nbytes`` for each block, ``run_stride`` bytes apart.
+
+    Run ``r`` of block ``b`` starts at ``offset + r*run_stride + b*block_stride``.
+    """
+
+    offset: int
+    count: int
+    run_stride: int
+    block_stride: int
+    nbytes: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.count * self.nbytes
+
+    def end(self, num_blocks: int) -> int:
+        """End of this region's last byte in the allocation."""
+        runs = (self.count - 1) * self.run_stride
+        return self.offset + runs + (num_blocks - 1) * self.block_stride + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """All regions of a block, in the order in which a slot holds them."""
+
+    regions: tuple[Region, ...]
+    num_blocks: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on one rank."""
+        return sum(region.bytes_per_block for region in self.regions)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Size of the part of the engine's allocation that this layout covers, bytes."""
+        return max(region.end(self.num_blocks) for region in self.regions)
+
+    def describe(self) -> str:
+        """Return a stable description of a slot's bytes for the fingerprint."""
+        return ",".join(f"{region.count}x{region.nbytes}" for region in self.regions)
+
+
+def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
+    """Derive the byte regions of a block from vLLM's placements.
+
+    Layer-outermost layouts give each layer one run per block (or one per head group,
+    when a layer's stride spans several block-strided areas). Block-outermost layouts
+    pack all layers of a block into one run; several placements then name the same
+    packed block, which is taken once.
+
+    Raises:
+        ValueError: a layer stride that is no whole number of block-strided areas.
+    """
+    regions: dict[int, Region] = {}
+    for place in placements:
+        area = num_blocks * place.block_stride
+        if place.layer_stride >= area:
+            groups, rest = divmod(place.layer_stride, area)
+            if rest:
+                raise ValueError(
+                    f"layer stride {place.layer_stride} is not a multiple of the "
+                    f"{area} bytes that {num_blocks} blocks take"
+                )
+            nbytes = place.block_stride if place.used is None else place.used // groups
+            region = Region(place.offset, place.layers * groups, area, place.block_stride, nbytes)
+        elif place.used is not None:
+            region = Region(
+                place.offset, place.layers, place.layer_stride, place.block_stride, place.used
+            )
+        else:
+            region = Region(0, 1, place.block_stride, place.block_stride, place.block_stride)
+        regions.setdefault(region.offset, region)
+    if not regions:
+        raise ValueError("the engine has no KV cache tensors")
+    return PageLayout(tuple(regions.values()), num_blocks)
+
+
+class KvKind(Enum):
+    """Kind of KV that a group of layers keeps."""
+
+    FULL = "full"
+    """All tokens: full attention, MLA and its indexers."""
+    WINDOW = "window"
+    """The last tokens: sliding-window attention."""
+    CHUNK = "chunk"
+    """The tokens of the present chunk: chunked local attention."""
+    STATE = "state"
+    """A state after the last token: Mamba, GDN, KDA, short convolutions."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvReach:
+    """Reach of a group's layers.
+
+    Attributes:
+        kind: kind of KV.
+        span: length of the window or chunk, tokens; 0 for other kinds.
+        extra: tokens kept before the window, which a drafter may compute again.
+    """
+
+    kind: KvKind = KvKind.FULL
+    span: int = 0
+    extra: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.kind in (KvKind.WINDOW, KvKind.CHUNK)) != (self.span > 0):
+            raise ValueError(f"{self.kind.value} KV has no span of {self.span} tokens")
+
+    def skipped(self, tokens: int) -> int:
+        """Number of the first tokens that are not needed once ``tokens`` are computed."""
+        match self.kind:
+            case KvKind.FULL:
+                return 0
+            case KvKind.WINDOW:  # the next token attends to itself and span - 1 before it
+                return max(0, tokens - self.span + 1 - self.extra)
+            case KvKind.CHUNK:
+                return tokens // self.span * self.span
+            case KvKind.STATE:
+                return max(0, tokens - 1)
+
+    def blocks(self, tokens: int, block_size: int) -> range:
+        """Blocks that a hit of ``tokens`` needs; the last may be filled in part."""
+        skipped = self.skipped(tokens)
+        if skipped >= tokens:
+            return range(0)
+        return range(skipped // block_size, -(-tokens // block_size))
+
+    def describe(self) -> str:
+        """Stable text for a fingerprint."""
+        return f"{self.kind.value}-{self.span}-{self.extra}"
+
+
+WHOLE = KvReach()
+"""Reach of full attention."""
 
 
 @dataclass(frozen=True, slots=True)

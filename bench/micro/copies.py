@@ -13,7 +13,7 @@ from enum import Enum
 
 import numpy as np
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.cuda.pinned_memory import pinned

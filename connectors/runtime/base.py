@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 from tiered_kv.keys import Fingerprint, PageKey
-from tiered_kv.kv_reach import KvKind
-from tiered_kv.page_group import PageGroup, slot_bytes
+from tiered_kv.page_group import KvKind, PageGroup, slot_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.errors import UnsupportedError
-from tiered_kv.kv_reach import KvKind
-from tiered_kv.page_group import PageGroup
+from tiered_kv.page_group import KvKind, PageGroup
 from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, SPECULATED_STATES, parse_version
 
 from .kv_groups import read_groups, why_not_offloadable

@@ -9,9 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tiered_kv.codecs.base import ElementType, Section
-from tiered_kv.kv_reach import KvKind, KvReach
-from tiered_kv.layout import Placement, page_layout
-from tiered_kv.page_group import PageGroup
+from tiered_kv.page_group import KvKind, KvReach, PageGroup, Placement, page_layout
 
 NO_LAYER_BYTES = 512
 """Size of a page of a group of which a rank has no layer. Nobody reads its blocks there."""

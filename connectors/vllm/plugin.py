@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from tiered_kv import machine  # noqa: F401
+
 # Imported here, since vLLM imports this before its CPU worker binds its main thread.
 from tiered_kv.connectors.vllm.routes.core_method import install
-from tiered_kv.machine import affinity  # noqa: F401
 
 from .weights import install as install_weight_calls
 

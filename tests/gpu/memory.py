@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 from tiered_kv.testing.conformance.transfer import Bytes
 from tiered_kv.transfer.base import TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool

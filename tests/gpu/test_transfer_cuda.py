@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.memory import BUFFER_BYTES, NEEDS_CUDA, WAYS, make_backend, pinned_pool, vram
-from tiered_kv.layout import PageLayout, Placement, Region, page_layout
+from tiered_kv.page_group import PageLayout, Placement, Region, page_layout
 from tiered_kv.testing.conformance.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool

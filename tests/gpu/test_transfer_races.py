@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.memory import NEEDS_CUDA, WAYS, Vram, keep_busy, vram
 from tests.random_transfers import RandomTransfers
-from tiered_kv.layout import Placement, page_layout
+from tiered_kv.page_group import Placement, page_layout
 from tiered_kv.testing.conformance.transfer import addresses
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction
 

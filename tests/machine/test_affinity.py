@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.machine import affinity
-from tiered_kv.machine.affinity import CORES, spare_cores, usable_cores
+from tiered_kv import machine
+from tiered_kv.machine import CORES, spare_cores, usable_cores
 
 
 def limit(mounted: Path, group: str, said: str) -> None:
@@ -17,7 +17,7 @@ def limit(mounted: Path, group: str, said: str) -> None:
 @pytest.fixture(autouse=True)
 def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with sixteen cores."""
-    monkeypatch.setattr(affinity, "CORES", frozenset(range(16)))
+    monkeypatch.setattr(machine, "CORES", frozenset(range(16)))
 
 
 def test_without_a_limit_all_cores_are_usable(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_what_cannot_be_read_is_no_limit(tmp_path: Path, said: str) -> None:
 
 
 def test_each_rank_needs_a_core_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affinity, "usable_cores", lambda: 4)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
     assert [spare_cores(ranks) for ranks in (1, 4, 8)] == [3, 0, 0]
 
 

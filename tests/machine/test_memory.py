@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.machine.memory import system_memory
+from tiered_kv.machine import system_memory
 
 GIB = 1 << 30
 

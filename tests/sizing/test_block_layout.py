@@ -11,7 +11,7 @@ import pytest
 from tests.sizing.published import DEEPSEEK_V32, GEMMA3_12B, LLAMA_8B, NEMOTRON_9B, write
 from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.models import MODELS
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.sizing.block_layout import BlockLayout
 from tiered_kv.sizing.model_shape import read_shape
 

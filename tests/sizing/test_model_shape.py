@@ -21,7 +21,7 @@ from tests.sizing.published import (
     write,
 )
 from tests.sizing.recorded import answer_recorded
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.sizing import model_shape
 from tiered_kv.sizing.model_shape import ModelError, ModelShape
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.threads import leaked_threads, running_threads
-from tiered_kv.layout import PageLayout, Placement, page_layout
+from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.testing.block_pool import FakeBlockPool
 from tiered_kv.testing.conformance.transfer import TransferConformance
 from tiered_kv.testing.faults import FaultyTransfer

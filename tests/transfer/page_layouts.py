@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout, Region
+from tiered_kv.page_group import PageLayout, Region
 from tiered_kv.testing.conformance.transfer import Bytes, addresses
 from tiered_kv.transfer.base import CopyJob, Direction
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.page_layouts import Move, moves
-from tiered_kv.layout import PageLayout, Placement, Region, page_layout
+from tiered_kv.page_group import PageLayout, Placement, Region, page_layout
 from tiered_kv.testing.conformance.transfer import addresses
 from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import (

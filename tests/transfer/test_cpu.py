@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.random_transfers import RandomTransfers
-from tiered_kv.layout import PageLayout, Placement, page_layout
+from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.testing.conformance.transfer import Bytes, TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer

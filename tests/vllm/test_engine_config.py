@@ -20,8 +20,7 @@ from tiered_kv.connectors.vllm.engine_config import (
 )
 from tiered_kv.connectors.vllm.kv_groups import why_not_offloadable
 from tiered_kv.errors import TieredKVError, UnsupportedError
-from tiered_kv.layout import Placement, page_layout
-from tiered_kv.page_group import PageGroup
+from tiered_kv.page_group import PageGroup, Placement, page_layout
 
 # -- versions ---------------------------------------------------------------------------
 

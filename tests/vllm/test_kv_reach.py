@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.page_group import KvKind, KvReach
 from tiered_kv.testing.checked_kv import CELL
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config
 from tiered_kv.testing.vllm.groups import GroupSpec, group_pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.sizing.gpus import COMPUTE_SHARE, GB, MEMORY_SHARE, RESERVED_BYTES
 from tiered_kv.sizing.step_cost import BATCHED_TOKENS
 from tiered_kv.sizing.tier_plan import Plan, TierPlan

@@ -12,8 +12,7 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator
 
-from tiered_kv.machine.affinity import usable_cores
-from tiered_kv.machine.memory import system_memory
+from tiered_kv.machine import system_memory, usable_cores
 
 from .cold_memory import check_spare_cores
 from .examination import BESIDE

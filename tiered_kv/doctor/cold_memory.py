@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiered_kv.config import TierConfig
-from tiered_kv.machine.affinity import CORES
+from tiered_kv.machine import CORES
 
 from .finding import Finding, ok, warn
 

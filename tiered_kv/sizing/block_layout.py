@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.page_group import KvKind, KvReach
 
 STATES = 2
 """States that are held of a context: the running one, and the one that the next turn finds."""

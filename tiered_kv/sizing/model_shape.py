@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.page_group import KvKind, KvReach
 
 from .block_layout import BlockGroup, BlockLayout
 from .gpus import GPUS

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 
 from .block_layout import BlockLayout
 from .gpus import GB, GIB, GPUS, RESERVED_BYTES, Gpu

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 
 from .base import CopyJob
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 
 from .base import CopyJob, CopyResult, Direction, TransferBackend
 from .copy_plan import PageRuns, Pages, check_layouts, page_runs, plan_copies, sort_out

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.page_group import KvKind, KvReach
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 
 from .kv_groups import KvGroup, kv_groups
 

@@ -21,9 +21,9 @@ from tiered_kv.bench.sim.servers.static_batches import StaticBatchScheduler
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
+from tiered_kv.page_group import KvKind
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.storage.notebook import NoNotebook

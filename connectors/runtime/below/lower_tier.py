@@ -15,10 +15,10 @@ from dataclasses import replace
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
+from tiered_kv.page_group import KvKind
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from tiered_kv.machine.affinity import CORES
+from tiered_kv.machine import CORES
 from tiered_kv.policies.base import ToolUse
 from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls
 from tiered_kv.policies.tools.tool_use import tool_use

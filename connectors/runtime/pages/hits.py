@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from tiered_kv.connectors.runtime.base import EngineFacts, Fingerprints, Request
 from tiered_kv.connectors.runtime.turn import GroupPages, Turn, TurnPages
 from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.kv_reach import KvKind
-from tiered_kv.page_group import CONTEXT, PageGroup
+from tiered_kv.page_group import CONTEXT, KvKind, PageGroup
 from tiered_kv.pages.partial_blocks import Tail, TailIndex
 
 There = Callable[[PageKey], bool]

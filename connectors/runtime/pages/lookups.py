@@ -20,8 +20,8 @@ from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.orders import OrderId
+from tiered_kv.page_group import KvKind
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.tiers import Knowledge, StoreId
 

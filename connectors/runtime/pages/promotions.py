@@ -14,8 +14,8 @@ from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
 from tiered_kv.connectors.runtime.below.lower_tiers import Below, PageSources
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
+from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.promotion import (
     LOOK_EVERY_S,

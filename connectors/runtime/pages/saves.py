@@ -22,10 +22,9 @@ from operator import itemgetter
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
-from tiered_kv.page_group import CONTEXT
+from tiered_kv.page_group import CONTEXT, KvKind
 from tiered_kv.pages.flights import Settled
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex

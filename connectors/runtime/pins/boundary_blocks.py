@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import last_boundary
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 
 
 @dataclass(slots=True)

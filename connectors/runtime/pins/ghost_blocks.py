@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.turn import Turn
-from tiered_kv.kv_reach import KvKind
-from tiered_kv.page_group import CONTEXT
+from tiered_kv.page_group import CONTEXT, KvKind
 
 from .boundary_blocks import BoundaryBlocks
 

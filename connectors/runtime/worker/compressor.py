@@ -29,9 +29,9 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pages.cpu_compression import staging_slots, worth_compressing
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
-from tiered_kv.kv_reach import KvKind
-from tiered_kv.machine.affinity import CORES, spare_cores
+from tiered_kv.machine import CORES, spare_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
+from tiered_kv.page_group import KvKind
 from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.storage.bundles import NO_NOTE, Bundles, Note
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend

@@ -14,7 +14,7 @@ from tiered_kv.config import TierConfig, check_cpu_size
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.errors import ConfigError, UnsupportedError
 from tiered_kv.keys import Fingerprint
-from tiered_kv.machine.memory import system_memory
+from tiered_kv.machine import system_memory
 from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
 from .lasting_pages import LastingPages, NoLastingPages, held_bytes, open_lasting

@@ -23,7 +23,7 @@ from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint, PageKey
-from tiered_kv.machine.affinity import usable_cores
+from tiered_kv.machine import usable_cores
 from tiered_kv.messages import AdoptedBundle, AdoptedPages, Orders
 from tiered_kv.orders import OrderId, PackOrder, PromoteOrder, SaveOrder
 from tiered_kv.storage.bundles import NO_NOTE, Bundle, Bundles, Note

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.machine.affinity import CORES
+from tiered_kv.machine import CORES
 from tiered_kv.orders import ExportOrder, ImportOrder, OrderId, OrderReport, SnapshotOrder
 from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.snapshot.rank_writer import PageWriter

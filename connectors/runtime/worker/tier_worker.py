@@ -14,7 +14,7 @@ from tiered_kv.codecs.base import CodedPage
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.below.demotion import last_flush
 from tiered_kv.keys import Fingerprint, PageKey
-from tiered_kv.machine.affinity import CORES, usable_cores
+from tiered_kv.machine import CORES, usable_cores
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.orders import OrderId, OrderReport, PackOrder, SaveOrder
 from tiered_kv.pages.cold_pages import cold_place

@@ -16,9 +16,9 @@ from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.validate import validity
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.connectors.vllm.kv_groups import planning
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.messages import Orders
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.vllm.groups import group_pages
 
 NEMOTRON = machine("rtx4090-24", "nemotron-nano-9b-v2", pool_tokens=120 * 1312)

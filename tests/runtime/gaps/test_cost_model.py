@@ -18,7 +18,7 @@ from tiered_kv.connectors.runtime.worker.speed_probe import (
     measure_flops,
     prefill_work,
 )
-from tiered_kv.layout import Placement, page_layout
+from tiered_kv.page_group import Placement, page_layout
 from tiered_kv.pages.turnover import STAY_EVERY_S
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.unpinned import Lru

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiered_kv.keys import PageKey
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.testing.vllm.rig import Rig

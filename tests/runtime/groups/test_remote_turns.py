@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.valkey import ValkeyServer

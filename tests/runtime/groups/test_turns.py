@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.testing.vllm.rig import Rig

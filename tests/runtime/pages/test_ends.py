@@ -16,7 +16,7 @@ from tiered_kv.connectors.runtime.pages.saves import (
     prompt_boundaries,
     state_tokens,
 )
-from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.page_group import KvKind, KvReach
 
 FULL, STATE, WINDOW = KvReach(), KvReach(KvKind.STATE), KvReach(KvKind.WINDOW, 20)
 

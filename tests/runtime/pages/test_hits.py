@@ -13,9 +13,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pages.hits import Found, HitFinder, aligned_tail, run_of
 from tiered_kv.connectors.runtime.turn import Turn, TurnPages
 from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.kv_reach import KvKind, KvReach
-from tiered_kv.layout import Placement, page_layout
-from tiered_kv.page_group import PageGroup
+from tiered_kv.page_group import KvKind, KvReach, PageGroup, Placement, page_layout
 from tiered_kv.pages.partial_blocks import Tail, TailIndex
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.storage.notebook import NoNotebook

@@ -15,7 +15,7 @@ from tests.runtime.conftest import MakeRig
 from tests.runtime.groups.kinds import ANSWER, JOB, MODELS, PROMPT, cpu_tokens
 from tests.runtime.snapshots.asking import ask, fork, restore, result, step, take, why
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.engine import halves

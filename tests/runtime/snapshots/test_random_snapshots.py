@@ -23,8 +23,8 @@ from tiered_kv.connectors.runtime.base import Request
 from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.kv_reach import KvKind
 from tiered_kv.orders import RestoreMode
+from tiered_kv.page_group import KvKind
 from tiered_kv.policies import registry
 from tiered_kv.policies.base import JobKey, TurnEnd
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore

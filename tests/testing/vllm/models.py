@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.vllm.groups import GroupSpec
 
 FULL = GroupSpec()

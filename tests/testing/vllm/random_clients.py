@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from tests.testing.vllm.models import MODELS
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.checked_kv import VOCABULARY, expected, text
 from tiered_kv.testing.vllm.rig import Rig, RigOptions
 

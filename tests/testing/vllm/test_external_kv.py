@@ -13,7 +13,7 @@ from tests.runtime.conftest import MakeRig
 from tests.testing.vllm.models import FULL, MODELS, STATE, WINDOW
 from tests.testing.vllm.perfect_store import Chance, Offer, PerfectStore, Tables
 from tests.testing.vllm.random_clients import play, random_options
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.checked_kv import Cells, WrongKV, expected, kv, text
 from tiered_kv.testing.vllm.rig import Rig
 

@@ -9,7 +9,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.testing.vllm.models import CHUNK, FULL, LARGE_WINDOW, MODELS, STATE, WINDOW
 from tiered_kv.connectors.vllm.kv_groups import planning
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 from tiered_kv.testing.checked_kv import WrongKV, expected, text
 from tiered_kv.testing.vllm.groups import GroupSpec, group_pages
 from tiered_kv.testing.vllm.rig import Rig

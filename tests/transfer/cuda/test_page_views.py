@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from tests.transfer.page_layouts import Move, moves
-from tiered_kv.layout import PageLayout, Placement, Region, page_layout
+from tiered_kv.page_group import PageLayout, Placement, Region, page_layout
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.cuda.page_views import PageViews
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiered_kv.layout import PageLayout, Placement, page_layout
+from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.host_memory import AnonymousMemory

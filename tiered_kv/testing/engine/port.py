@@ -10,8 +10,7 @@ from typing import Any
 from tiered_kv.codecs.base import ElementType
 from tiered_kv.connectors.runtime.base import EngineFacts, Sampling
 from tiered_kv.keys import UPDATED, Fingerprint, PageKey
-from tiered_kv.layout import Placement, page_layout
-from tiered_kv.page_group import CONTEXT, PageGroup
+from tiered_kv.page_group import CONTEXT, PageGroup, Placement, page_layout
 from tiered_kv.testing.checked_kv import CELL
 
 from .blocks import Blocks

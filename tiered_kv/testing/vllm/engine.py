@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tiered_kv.kv_reach import KvKind
+from tiered_kv.page_group import KvKind
 
 from .groups import GroupPages, GroupSpec, group_pages
 

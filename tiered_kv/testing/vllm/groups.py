@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.kv_reach import KvKind, KvReach
+from tiered_kv.page_group import KvKind, KvReach
 
 CONV_BYTES = 8
 """Size of a state's convolution part, which is bfloat16; the rest is float32."""

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, plan_copies, sort_out
 from tiered_kv.transfer.cpu_pool import CpuPool

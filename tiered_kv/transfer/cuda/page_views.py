@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types to move bytes in, widest first."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tiered_kv.layout import PageLayout
+from tiered_kv.page_group import PageLayout
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Copies, Numbers, Pages
 

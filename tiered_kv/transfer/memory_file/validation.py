@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
-from tiered_kv.machine.affinity import CORES
+from tiered_kv.machine import CORES
 
 from .lasting_memory import LastingMemory
 from .memory_format import SlotHeader
