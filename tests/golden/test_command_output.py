@@ -16,8 +16,7 @@ from tests.golden.conftest import Compare, Copy
 from tests.sizing.published import GEMMA3_12B, NEMOTRON_9B, write
 from tests.sizing.recorded import answer_recorded
 from tests.top.route_server import RouteServer
-from tiered_kv.cli.app import app
-from tiered_kv.cli.doctor_command import doctor_command
+from tiered_kv.cli.app import app, doctor_command
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.doctor.finding import warn
 

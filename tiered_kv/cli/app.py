@@ -1,18 +1,104 @@
-"""The command line: ``tiered-kv``."""
+"""The command line: ``tiered-kv``.
+
+``tiered-kv doctor``: what is wrong with a machine, its settings or a running server.
+
+``tiered-kv top``: a running server, live in the terminal.
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from . import bench_commands, memory_commands, store_commands, trace_commands
-from .doctor_command import doctor_command
+from tiered_kv.cli import bench_commands, memory_commands, store_commands, trace_commands
+from tiered_kv.doctor.examination import examine
+from tiered_kv.doctor.finding import Verdict
+from tiered_kv.doctor.running_server import check_server
+from tiered_kv.top.fetch.route_client import RouteClient, RouteError
+from tiered_kv.top.fetch.watch import Watch
+from tiered_kv.top.live_loop import can_show_unicode, live
+from tiered_kv.top.render.screen import printed
+from tiered_kv.top.render.wording import Canvas
+from tiered_kv.top.view import View
+
 from .plan_command import plan_command
 from .snapshots import snapshot_commands
-from .terminal import Command
-from .top_command import top_command
+from .terminal import (
+    FILE_WIDTH,
+    AsJson,
+    Command,
+    ServerUrl,
+    Token,
+    print_json,
+    print_table,
+    refuse,
+    take_any_text,
+)
+
+
+def top_command(
+    url: ServerUrl,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Time between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame and end; so without a terminal.")
+    ] = False,
+    token: Token = None,
+) -> None:
+    """Show a running server: its tiers, its jobs, where their KV waits and until when. The server
+    needs VLLM_PLUGINS=tiered_kv. Keys are named in the last line; q quits.
+
+    Exit code 2 if the server does not answer.
+    """
+    take_any_text()
+    try:
+        watch = Watch(RouteClient(url, token))
+        first = watch.look()
+    except RouteError as error:
+        refuse(str(error))
+    if once or not sys.stdout.isatty():
+        console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+        canvas = Canvas(console.width, unicode=can_show_unicode(console))
+        console.print(printed(first, View(), canvas))
+        return
+    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+    if code := live(first, watch.look_again, View(), every, keys):
+        raise typer.Exit(code)
+
+
+COLUMNS = {"check": False, "": False, "seen": False, "what to change": False}
+
+
+def doctor_command(
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="Address of a running server, as http://HOST:8000."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check what is installed, settings in the environment, memory, cores and the disk of
+    TIERED_KV_SSD_PATH, and a running server. Run it with the server's environment, as its user.
+
+    Exit code 1 if a check fails.
+    """
+    findings = list(examine(beside=url is not None))
+    if url is not None:
+        findings += check_server(url)
+    good = all(one.verdict is not Verdict.FAIL for one in findings)
+    if as_json:
+        print_json({"good": good, "checks": [one.as_json() for one in findings]})
+    else:
+        print_table(
+            COLUMNS, [[one.check, one.verdict.value, one.seen, one.advice] for one in findings]
+        )
+    if not good:
+        raise typer.Exit(1)
+
 
 app = typer.Typer(
     help="Tools for the KV cache that tiered-kv keeps.",

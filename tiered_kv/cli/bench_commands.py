@@ -1,16 +1,21 @@
-"""Benchmarks as commands. They are imported when one is run: they need the extra ``bench``."""
+"""Benchmarks as commands. They are imported when one is run: they need the extra ``bench``.
+
+``tiered-kv trace analyze PATH --what-if POLICY``: the answer, as JSON or as tables.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from .terminal import refuse
+from .terminal import one_sentence, print_json, print_table, refuse
 
 
 @contextmanager
@@ -80,3 +85,106 @@ def _command(benchmark: Benchmark) -> Callable[[typer.Context], None]:
         benchmark.run(context.args)
 
     return command
+
+
+MODULE = "tiered_kv.bench.sim.what_if.answer"
+"""Module of the simulator that answers. It imports vLLM, and is imported when it is asked."""
+BELIEVED = 0.15
+"""Error of the simulation from which on a warning is printed."""
+
+
+def answer_what_if(
+    path: Path, policy: str, *, recorded: str | None, job_order: bool | None, as_json: bool
+) -> None:
+    """Print what another policy would have done with the jobs of a trace.
+
+    Args:
+        recorded: the trace's own policy, if it is a ``module:Class``.
+        job_order: order of requests under the other policy; None: as recorded.
+
+    Raises:
+        typer.Exit: 1 if a line is no record, 2 if nothing can be simulated.
+    """
+    with needs_packages("trace analyze --what-if"), one_sentence(), _errors_only():
+        found = asdict(
+            importlib.import_module(MODULE).what_if(
+                path, policy, recorded=recorded, job_order=job_order
+            )
+        )
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+        for line in found["bad"]:
+            typer.echo(f"no record: {line}", err=True)
+    if found["bad_lines"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep vLLM's words about a machine without a GPU off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    names = _names(found)
+    runs = {
+        f"{names[0]}, recorded": found["recorded"],
+        f"{names[0]}, simulated": found["simulated"],
+        f"{names[1]}, simulated": found["what_if"],
+    }
+    title = f"{found['path']}: {found['jobs']:,} jobs, {found['turns']:,} turns"
+    rows = [[name, *_row(one)] for name, one in runs.items()]
+    columns = ("mean", "P50", "P95", "VRAM", "CPU memory", "SSD", "computed", "again")
+    print_table({title: False, **dict.fromkeys(columns, True)}, rows)
+    ratios = {
+        f"{names[0]}: simulated over recorded": found["simulated_over_recorded"],
+        f"{names[1]} over {names[0]}, both simulated": found["what_if_over_simulated"],
+    }
+    rows = [
+        [name, *(_ratio(one, of) for of in ("mean", "p50", "p95"))] for name, one in ratios.items()
+    ]
+    print_table({"ratios of job times": False, "mean": True, "P50": True, "P95": True}, rows)
+    costs = found["costs"]
+    typer.echo(
+        f"A step takes {1e3 * costs['step_s']:.3g} ms, a computed token "
+        f"{1e3 * costs['token_s']:.3g} ms; fitted to the trace, with a median error of "
+        f"{100 * costs['error']:.0f}%."
+    )
+    off = found["simulated_over_recorded"].get("mean")
+    if off is None or abs(off - 1) > BELIEVED:
+        typer.echo(
+            "The simulation of the recorded policy is off by more than 15%: do not rely on the "
+            "other one."
+        )
+    typer.echo("What this cannot know:")
+    for line in found["limits"]:
+        typer.echo(f"- {line}")
+
+
+def _names(found: Mapping[str, Any]) -> tuple[str, str]:
+    """The two servers; with their order of requests, if that is not the same."""
+    names, orders = (found["recorded_policy"], found["policy"]), found["job_order"]
+    if orders[0] == orders[1] or found["policy"] == "stock":
+        return names
+    said = [
+        f"{name} ({'job' if one else 'arrival'} order)"
+        for name, one in zip(names, orders, strict=True)
+    ]
+    return said[0], said[1]
+
+
+def _row(one: Mapping[str, Any]) -> list[str]:
+    times = [f"{one[name]:,.3f} s" for name in ("mean_s", "p50_s", "p95_s")]
+    shares = [f"{100 * one[name]:.1f}%" for name in ("vram", "cpu", "ssd", "recomputed")]
+    return [*times, *shares, f"{one['again']:,}"]
+
+
+def _ratio(ratios: Mapping[str, float], name: str) -> str:
+    return f"{ratios[name]:.3f}" if name in ratios else "-"

@@ -25,6 +25,7 @@ from tiered_kv.trace.steps.step_tracks import step_events
 from tiered_kv.trace.trace_reader import RecordReader, TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
+from .bench_commands import answer_what_if
 from .terminal import AsJson, Command, one_sentence, print_json, refuse
 from .trace_report import (
     figure_tables,
@@ -33,7 +34,6 @@ from .trace_report import (
     print_figures,
     print_steps,
 )
-from .what_if_report import answer_what_if
 
 app = typer.Typer(
     help="Read what a server wrote to TIERED_KV_TRACE.",
