@@ -40,7 +40,7 @@ from tiered_kv.bench.common.server import (
     machine_dtype,
 )
 from tiered_kv.bench.restore import answer, first_token_ms, texts
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 
 CONTEXTS, ROOM = 20, 15.5
 """Contexts that are asked for, and those that CPU memory has room for as they are."""

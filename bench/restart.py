@@ -48,7 +48,7 @@ from tiered_kv.bench.restore import (
     job_of,
     texts,
 )
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 from tiered_kv.trace.trace_reader import TraceReader
 
 CONTEXTS = 8

@@ -37,7 +37,7 @@ from tiered_kv.bench.common.server import (
     machine_dtype,
 )
 from tiered_kv.config import GIB
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 from tiered_kv.sizing.model_shape import read_shape
 
 CONTEXTS = 8

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.doctor.web import metrics
-from tiered_kv.doctor.metrics_page import events, totals
+from tiered_kv.doctor.running_server import events, totals
 from tiered_kv.metric_families import FAMILIES, PART_OF, SERIES, MetricType, event_of
 from tiered_kv.metrics import COUNTERS, GAUGES, HISTOGRAMS, WOULD_HAVE_SAVED
 

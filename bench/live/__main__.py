@@ -46,7 +46,7 @@ from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.verify_pin import verify_running
 from tiered_kv.bench.sim.workloads.generate import GENERATED
-from tiered_kv.doctor.metrics_page import UnreachableError, base_of
+from tiered_kv.doctor.running_server import UnreachableError, base_of
 
 OUT = ROOT / ".bench"
 API_KEY = "OPENAI_API_KEY"

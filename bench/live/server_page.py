@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiered_kv.doctor.metrics_page import UnreachableError, fetch, totals
+from tiered_kv.doctor.running_server import UnreachableError, fetch, totals
 
 COUNTERS: Mapping[str, str] = {
     "vllm:prefix_cache_queries_total": "asked",

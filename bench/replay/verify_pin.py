@@ -18,7 +18,7 @@ import httpx
 
 from tiered_kv.bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 from tiered_kv.bench.restore import texts
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 
 from .kinds import BLOCK
 

@@ -49,7 +49,7 @@ from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer, 
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.snapshot.exactness import answered_with, cut_and_go_on, logprob_distance
 from tiered_kv.bench.snapshot.told_answers import Client
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 
 JOBS = 5
 """Contexts of full length."""

@@ -83,7 +83,7 @@ from tiered_kv.bench.soak.tally import (
     slope,
     tenths,
 )
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 
 POOL_TOKENS = 6_400
 CPU_GIB, SSD_GIB = 0.25, 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.doctor.metrics_page import events, totals
+from tiered_kv.doctor.running_server import events, totals
 
 FAULTS = (
     "save_failures",

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.tools import complaints
 from tiered_kv.connectors.vllm.stats import TieredPromMetrics, TieredStats
-from tiered_kv.doctor.metrics_page import events
+from tiered_kv.doctor.running_server import events
 from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS, GAUGES, WOULD_HAVE_SAVED
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.told import by_check
-from tiered_kv.doctor.examination import examine
-from tiered_kv.doctor.finding import Finding, ok
+from tiered_kv.doctor.finding import Finding, examine, ok
 
 BASE = {
     name: value

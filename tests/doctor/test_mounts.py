@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.doctor.mounts import Mount, find_mount
+from tiered_kv.doctor.ssd_folder import Mount, find_mount
 
 LINES = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tiered_kv.doctor.finding import Verdict
-from tiered_kv.doctor.remote_store import check_remote
+from tiered_kv.doctor.installation import check_remote
 from tiered_kv.remote.address import parse_address
 from tiered_kv.testing.valkey import ValkeyServer
 

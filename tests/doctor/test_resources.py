@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.config import GIB, TierConfig
-from tiered_kv.doctor.resources import (
+from tiered_kv.doctor.cold_memory import (
     check_cores,
     check_cpu_memory,
     check_huge_pages,

@@ -11,8 +11,15 @@ import pytest
 from tests.doctor.told import by_check, verdicts
 from tests.doctor.web import Write, metrics, serve, text
 from tiered_kv.doctor.finding import Finding
-from tiered_kv.doctor.metrics_page import MAX_BYTES, UnreachableError, base_of, fetch, totals
-from tiered_kv.doctor.running_server import FAILURES, check_server
+from tiered_kv.doctor.running_server import (
+    FAILURES,
+    MAX_BYTES,
+    UnreachableError,
+    base_of,
+    check_server,
+    fetch,
+    totals,
+)
 from tiered_kv.metrics import COUNTERS
 from tiered_kv.vllm_versions import SPECULATED_STATES
 

@@ -12,8 +12,7 @@ import pytest
 from tests.cli.store_disk import Disk
 from tests.doctor.told import by_check, verdicts
 from tiered_kv.config import TierConfig
-from tiered_kv.doctor.mounts import Mount
-from tiered_kv.doctor.ssd_folder import check_mount, check_ssd, judge_speed
+from tiered_kv.doctor.ssd_folder import Mount, check_mount, check_ssd, judge_speed
 from tiered_kv.storage.disk.probe import DiskSpeed
 
 

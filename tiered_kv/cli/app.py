@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 
 from tiered_kv.cli import bench_commands, memory_commands, store_commands, trace_commands
-from tiered_kv.doctor.examination import examine
-from tiered_kv.doctor.finding import Verdict
+from tiered_kv.doctor.finding import Verdict, examine
 from tiered_kv.doctor.running_server import check_server
 from tiered_kv.top.fetch.route_client import RouteClient, RouteError
 from tiered_kv.top.fetch.watch import Watch

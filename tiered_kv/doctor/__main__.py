@@ -14,13 +14,10 @@ from collections.abc import Iterable, Iterator
 
 from tiered_kv.machine import system_memory, usable_cores
 
-from .cold_memory import check_spare_cores
-from .examination import BESIDE
-from .finding import Finding
-from .installation import check_installation
+from .cold_memory import check_resources, check_spare_cores, count_gpus
+from .finding import BESIDE, Finding
+from .installation import check_installation, check_remote
 from .lmcache import check_lmcache
-from .remote_store import check_remote
-from .resources import check_resources, count_gpus
 from .ssd_folder import check_ssd
 from .variables import check_hash_seed, check_variables, read_settings
 

@@ -1,10 +1,21 @@
-"""Findings of the doctor: what was looked at, what was seen, and what to change."""
+"""Findings of the doctor: what was looked at, what was seen, and what to change.
+
+Examination of this machine, in a process that is left behind if it hangs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from queue import Empty, SimpleQueue
 
 
 class Verdict(Enum):
@@ -61,3 +72,74 @@ def warn(check: str, seen: str, advice: str) -> Finding:
 def fail(check: str, seen: str, advice: str) -> Finding:
     """Finding that something does not work."""
     return Finding(check, Verdict.FAIL, seen, advice)
+
+
+COMMAND = (sys.executable, "-P", "-m", "tiered_kv.doctor")
+HOME = Path(__file__).resolve().parents[2]
+"""Folder that this package is imported from, which may be a checkout."""
+BESIDE = "--beside"
+"""Word that says that a server runs here already."""
+SILENCE_S = 30.0
+"""Seconds without a finding after which a check is taken to hang. The longest, that of a disk's
+speed, takes half a second on a slow one."""
+
+
+def examine(
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = COMMAND,
+    silence_s: float = SILENCE_S,
+    *,
+    beside: bool = False,
+) -> Generator[Finding, None, None]:
+    """Check this machine; findings come as they are made.
+
+    Args:
+        env: environment that a server would have; None for this process's.
+        beside: True beside a server that runs, and so has its memory already.
+        command: starts the checks, as ``python -m tiered_kv.doctor`` writes them.
+        silence_s: seconds without a finding after which the rest is given up.
+    """
+    variables = dict(os.environ if env is None else env)
+    paths = (str(HOME), variables.get("PYTHONPATH", ""))
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    child = subprocess.Popen(
+        [*command, *([BESIDE] if beside else [])],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    reader = threading.Thread(target=_read, args=(child, lines), name="doctor", daemon=True)
+    reader.start()
+    at = "the first check"
+    try:
+        while (line := lines.get(timeout=silence_s)) is not None:
+            found = json.loads(line)
+            if "begins" in found:
+                at = found["begins"]
+            else:
+                yield Finding.from_json(found)
+        _, said = child.communicate(timeout=silence_s)
+        if child.returncode:
+            last = (said.strip() or f"status {child.returncode}").splitlines()[-1]
+            yield fail(at, f"the check ended with an error: {last}", "Report it with this line.")
+    except (Empty, subprocess.TimeoutExpired):
+        advice = "Look at the disk or the mount that it is about: a call has not come back."
+        yield fail(at, f"no answer in {silence_s:g} s", advice)
+    finally:
+        child.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk stays
+            child.wait(timeout=1.0)
+            reader.join()
+            for pipe in (child.stdout, child.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _read(child: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put(None)

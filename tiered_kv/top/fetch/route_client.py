@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiered_kv.config import ADMIN_TOKEN
-from tiered_kv.doctor.metrics_page import RefusedError, UnreachableError, base_of, fetch
+from tiered_kv.doctor.running_server import RefusedError, UnreachableError, base_of, fetch
 
 from .answer_fields import AnswerError
 from .answers import (
