@@ -23,7 +23,7 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import Settled
 from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 

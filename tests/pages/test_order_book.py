@@ -14,8 +14,7 @@ from tiered_kv.orders import (
     RestoreMode,
 )
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.testing.single_pages import PageState, state

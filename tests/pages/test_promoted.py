@@ -1,7 +1,7 @@
 """Pages that came up: used, or gone before anybody wanted them."""
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.promoted import PromotedPages
+from tiered_kv.pages.cpu_index import PromotedPages
 
 A, B, C = (PageKey(bytes([n] * 32)) for n in range(3))
 

@@ -23,8 +23,7 @@ from tiered_kv.orders import (
 )
 from tiered_kv.pages.cold_pages import Bundle, ColdPages
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.pages.flights import Flight, Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import Flight, OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.testing.single_pages import PageState, commit, state

@@ -6,6 +6,13 @@ slot back. Only a page in state CPU can be read or evicted, and only while nobod
 reads it: ``acquire``/``release`` bracket a restore.
 
 Lives on the scheduler thread and takes no locks. Every method is O(1) per page.
+
+Pages that came up from a tier below, until somebody uses them or they are gone.
+
+Whether promotions are worth what they read is told by it. Lives on the scheduler thread, like the
+index that owns it.
+
+Rate at which slots of CPU memory are taken.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, repeat
 
@@ -22,8 +29,75 @@ from tiered_kv.messages import AdoptedBundle
 
 from .base import EvictionOrder
 from .cold_pages import Bundle, ColdPages, cold_place
-from .promoted import PromotedPages
-from .turnover import Turnover
+
+STAY_EVERY_S = 5.0
+"""Least time between two measurements."""
+
+
+class Turnover:
+    """Measures how fast slots are taken.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._measured_at = -math.inf
+        self._before = 0
+        self._per_s = 0.0
+
+    def per_s(self, taken: int) -> float:
+        """Slots a second, smoothed; 0 at first.
+
+        Args:
+            taken: slots taken so far.
+        """
+        now = self._clock()
+        if now - self._measured_at >= STAY_EVERY_S:
+            rate = (taken - self._before) / (now - self._measured_at)  # 0 at first
+            self._per_s += 0.5 * (rate - self._per_s)
+            self._before, self._measured_at = taken, now
+        return self._per_s
+
+
+class PromotedPages:
+    """Pages that came up and were not restored to VRAM yet.
+
+    Attributes:
+        used: pages that were restored so far.
+        wasted: pages that were gone from CPU memory before that.
+        used_bytes, wasted_bytes: the same in bytes, on one rank.
+    """
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.wasted = 0
+        self.used_bytes = 0
+        self.wasted_bytes = 0
+        self._unused: dict[PageKey, int] = {}  # bytes by page
+
+    def came_up(self, keys: Iterable[PageKey], page_bytes: int) -> None:
+        """Pages of that size came up, and are readable."""
+        self._unused.update(dict.fromkeys(keys, page_bytes))
+
+    def read(self, keys: Collection[PageKey]) -> None:
+        """Pages are restored to VRAM."""
+        pages, nbytes = self._leave(keys)
+        self.used += pages
+        self.used_bytes += nbytes
+
+    def gone(self, keys: Collection[PageKey]) -> None:
+        """Pages are no longer in CPU memory."""
+        pages, nbytes = self._leave(keys)
+        self.wasted += pages
+        self.wasted_bytes += nbytes
+
+    def _leave(self, keys: Collection[PageKey]) -> tuple[int, int]:
+        if not self._unused:
+            return 0, 0
+        left = self._unused.keys() & keys
+        return len(left), sum(map(self._unused.pop, left))
 
 
 @dataclass(slots=True)

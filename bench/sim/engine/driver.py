@@ -14,7 +14,7 @@ from tiered_kv.bench.sim.servers.ordering import Ordering
 from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, KnownGaps, KnownJobs, Server
 from tiered_kv.bench.sim.servers.thunderagent import EVERY_S, Gate
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
-from tiered_kv.pages.promoted import PromotedPages
+from tiered_kv.pages.cpu_index import PromotedPages
 from tiered_kv.policies.base import TurnPolicy
 
 from .engine import Answer, Ask, Engine

@@ -19,8 +19,7 @@ from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.page_group import KvKind
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled
 from tiered_kv.tiers import Knowledge, StoreId, TierSpec
 

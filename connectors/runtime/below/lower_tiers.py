@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, TierOrders, TierReport
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, SaveOrder
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.tiers import StoreId, TierId
 
 from .lower_tier import LowerTier

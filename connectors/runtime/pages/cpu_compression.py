@@ -15,8 +15,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import PackOrder
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 
 LEAST_PAGES, MOST_PAGES = 4, 32
 BUNDLE_BYTES = 64 << 20

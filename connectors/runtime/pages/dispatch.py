@@ -23,8 +23,7 @@ from tiered_kv.orders import (
     SaveOrder,
 )
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.transfer.memory_file.agreement import agreed, agreed_bundles
 

@@ -14,8 +14,7 @@ from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.promotion import piece_pages, room_for_pieces
 from tiered_kv.tiers import StoreId
 

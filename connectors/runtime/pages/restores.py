@@ -16,8 +16,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
 
 from .hits import Found, HitFinder, Run, There, run_of

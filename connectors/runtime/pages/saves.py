@@ -25,8 +25,7 @@ from tiered_kv.keys import PageKey, tail_key
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.page_group import CONTEXT, KvKind
-from tiered_kv.pages.flights import Settled
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 
 STRIDE_TOKENS = 256

@@ -19,7 +19,7 @@ from tiered_kv.connectors.runtime.worker.speed_probe import (
     prefill_work,
 )
 from tiered_kv.page_group import Placement, page_layout
-from tiered_kv.pages.turnover import STAY_EVERY_S
+from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.baselines.unpinned import Lru
 from tiered_kv.policies.pricing.estimators import PRICE

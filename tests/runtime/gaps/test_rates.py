@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.pages.turnover import STAY_EVERY_S
+from tiered_kv.pages.cpu_index import STAY_EVERY_S
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig

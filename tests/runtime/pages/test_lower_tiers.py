@@ -17,7 +17,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.orders import DemoteOrder, OrderId
-from tiered_kv.pages.flights import Settled
+from tiered_kv.pages.order_book import Settled
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.storage.store.store import SegmentStore
