@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tiered_kv.remote.address import server_of
 from tiered_kv.remote.breaker import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -12,7 +13,6 @@ from tiered_kv.remote.breaker import (
     Complaint,
     Patience,
 )
-from tiered_kv.remote.rendezvous import server_of
 
 
 def test_pauses_grow_until_a_call_works() -> None:

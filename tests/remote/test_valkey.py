@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.remote.conftest import MakeServer, keys
-from tiered_kv.remote.address import parse_address
+from tiered_kv.remote.address import parse_address, server_of
 from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey, RemoteStore
 from tiered_kv.remote.breaker import FIRST_PAUSE_S
-from tiered_kv.remote.rendezvous import server_of
 from tiered_kv.remote.valkey.client import SILENCE_S
 from tiered_kv.remote.valkey.servers import ValkeyStore
 from tiered_kv.testing.conformance.remote import RemoteConformance, soon

@@ -1,12 +1,20 @@
 """Address of a remote store, as an operator writes it: ``valkey://[user:password@]host:port,…`` or
-``file:///folder?gib=32``."""
+``file:///folder?gib=32``.
+
+Rendezvous hashing: the server of a run, the same on every machine that knows the same servers.
+
+A server that comes or goes moves the runs that are its own, and no others. Pure.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+import xxhash
 
 from tiered_kv.errors import ConfigError
 
@@ -138,3 +146,15 @@ def _server(text: str) -> Server:
             f"write {EXAMPLE}, more of them with commas between them."
         )
     return Server(host, port or DEFAULT_PORT)
+
+
+RUN_PAGES = 128
+"""Pages of a run. Were pages placed one by one, a server that is down would cut every context at
+about its first page; placed by runs, it cuts one context in so many at its first run."""
+
+
+def server_of(run: bytes, servers: Sequence[bytes]) -> int:
+    """Index of the run's server: the one with the highest hash of both names together."""
+    if len(servers) == 1:
+        return 0
+    return max(range(len(servers)), key=lambda at: xxhash.xxh3_64_intdigest(run + servers[at]))

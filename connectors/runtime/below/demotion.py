@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.keys import PageKey
-from tiered_kv.remote.rendezvous import RUN_PAGES
+from tiered_kv.remote.address import RUN_PAGES
 
 
 class Waiting(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from tiered_kv.remote.address import RemoteAddress
+from tiered_kv.remote.address import RemoteAddress, server_of
 from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
-from tiered_kv.remote.rendezvous import server_of
 
 from .client import ValkeyClient
 
