@@ -19,8 +19,8 @@ from tests.remote.hostile import hostile_server, value
 from tiered_kv.remote.address import parse_address, server_of
 from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey
 from tiered_kv.remote.breaker import Breaker
-from tiered_kv.remote.valkey.resolver import THREAD_NAME
-from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.remote.valkey.client import ValkeyStore
+from tiered_kv.remote.valkey.connection import THREAD_NAME
 from tiered_kv.testing.conformance.remote import read_all, soon
 from tiered_kv.testing.valkey import ValkeyServer
 

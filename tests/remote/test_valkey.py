@@ -18,8 +18,7 @@ from tests.remote.conftest import MakeServer, keys
 from tiered_kv.remote.address import parse_address, server_of
 from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey, RemoteStore
 from tiered_kv.remote.breaker import FIRST_PAUSE_S
-from tiered_kv.remote.valkey.client import SILENCE_S
-from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.remote.valkey.client import SILENCE_S, ValkeyStore
 from tiered_kv.testing.conformance.remote import RemoteConformance, soon
 from tiered_kv.testing.valkey import ValkeyServer
 

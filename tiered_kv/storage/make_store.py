@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiered_kv.remote.address import RemoteAddress
 from tiered_kv.remote.base import RemoteStore
-from tiered_kv.remote.valkey.servers import ValkeyStore
+from tiered_kv.remote.valkey.client import ValkeyStore
 from tiered_kv.storage.shared_root.root_store import SharedRoot
 
 
