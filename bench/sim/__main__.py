@@ -41,7 +41,7 @@ from tiered_kv.bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLO
 from tiered_kv.bench.sim.study.report import report
 from tiered_kv.bench.sim.study.study import Study, run_study, total_cells
 from tiered_kv.bench.sim.workloads.generate import GENERATED
-from tiered_kv.sizing.gpus import GPUS
+from tiered_kv.sizing.step_cost import GPUS
 
 OUT = ROOT / ".sim"
 TRACES = Path("../shared/traces")

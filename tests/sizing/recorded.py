@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.sizing.gpus import GPUS
 from tiered_kv.sizing.model_shape import ask_vllm
+from tiered_kv.sizing.step_cost import GPUS
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "published.tar.xz"

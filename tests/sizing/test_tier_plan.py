@@ -13,8 +13,8 @@ from tests.sizing.published import GEMMA3_12B, LLAMA_8B, QWEN3_NEXT_80B, write
 from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.errors import ConfigError
-from tiered_kv.sizing.gpus import GB, GIB, GPUS, UTILISATION, find_gpu
 from tiered_kv.sizing.model_shape import read_shape
+from tiered_kv.sizing.step_cost import GB, GIB, GPUS, UTILISATION, find_gpu
 from tiered_kv.sizing.tier_plan import Plan, Setup, make_plan
 
 SETUP = Setup("h100-80", 32_768, None, None, 0.0, 3.0, UTILISATION)

@@ -17,7 +17,9 @@ import typer
 
 from tiered_kv.config import TierConfig
 from tiered_kv.page_group import KvKind
-from tiered_kv.sizing.gpus import (
+from tiered_kv.sizing.model_shape import read_shape
+from tiered_kv.sizing.step_cost import (
+    BATCHED_TOKENS,
     COMPUTE_SHARE,
     GB,
     GIB,
@@ -27,8 +29,6 @@ from tiered_kv.sizing.gpus import (
     UTILISATION,
     find_gpu,
 )
-from tiered_kv.sizing.model_shape import read_shape
-from tiered_kv.sizing.step_cost import BATCHED_TOKENS
 from tiered_kv.sizing.tier_plan import Plan, Setup, TierPlan, make_plan
 
 from .terminal import AsJson, age, one_sentence, print_json, print_table, size

@@ -21,7 +21,7 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.page_group import KvKind, KvReach
 
 from .block_layout import BlockGroup, BlockLayout
-from .gpus import GPUS
+from .step_cost import GPUS
 from .weight_files import Weights, weigh
 
 AUTO = "auto"

@@ -10,9 +10,18 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.page_group import KvKind
 
 from .block_layout import BlockLayout
-from .gpus import GB, GIB, GPUS, RESERVED_BYTES, Gpu
 from .model_shape import KvLayers, ModelShape
-from .step_cost import ModelWork, StepCost, link_bytes_per_s, roofline
+from .step_cost import (
+    GB,
+    GIB,
+    GPUS,
+    RESERVED_BYTES,
+    Gpu,
+    ModelWork,
+    StepCost,
+    link_bytes_per_s,
+    roofline,
+)
 
 
 @dataclass(frozen=True, slots=True)

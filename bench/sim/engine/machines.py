@@ -10,8 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiered_kv.page_group import KvKind
-from tiered_kv.sizing.gpus import GB, GPUS, RESERVED_BYTES, UTILISATION
-from tiered_kv.sizing.step_cost import ModelWork, StepCost, link_bytes_per_s, roofline
+from tiered_kv.sizing.step_cost import (
+    GB,
+    GPUS,
+    RESERVED_BYTES,
+    UTILISATION,
+    ModelWork,
+    StepCost,
+    link_bytes_per_s,
+    roofline,
+)
 from tiered_kv.testing.vllm.groups import GroupSpec
 
 from .models import MODELS
