@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.snapshot.made_snapshots import GROUPS, outline, with_pages
-from tiered_kv.snapshot.difference import difference
+from tiered_kv.snapshot.mismatch import difference
 
 WHOLE = with_pages(outline(tokens=70))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tiered_kv.storage.disk.files import RealFiles
 
-from .making import Making, sweep
+from .draft import Making, sweep
 from .manifest import SnapshotError, dump
 from .reader import Snapshot, open_snapshot
 from .snapshot_files import (

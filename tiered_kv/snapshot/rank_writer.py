@@ -17,8 +17,7 @@ from tiered_kv.codecs.scratch import Scratch
 from tiered_kv.storage.disk.files import RealFiles, open_plain
 
 from .manifest import SnapshotError, SnapshotPage
-from .page_file import decode_page, encode_page, least_file_bytes, most_file_bytes
-from .page_pool import PagePool
+from .page_file import PagePool, decode_page, encode_page, least_file_bytes, most_file_bytes
 from .part_file import Origin, Part, StoredPage, part_path
 from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_durable, write_new
 

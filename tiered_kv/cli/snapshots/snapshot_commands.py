@@ -22,8 +22,8 @@ from tiered_kv.cli.terminal import (
     sentence_of,
     take_any_text,
 )
-from tiered_kv.snapshot.difference import difference
 from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.snapshot.mismatch import difference
 from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.top.fetch.answer_fields import AnswerError, Object
 from tiered_kv.top.fetch.answers import MOST_OF_SENTENCE

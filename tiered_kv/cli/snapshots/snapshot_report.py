@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 
 from tiered_kv.cli.terminal import size
-from tiered_kv.snapshot.difference import Difference
 from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
+from tiered_kv.snapshot.mismatch import Difference
 from tiered_kv.top.fetch.answer_fields import (
     AnswerError,
     Object,
