@@ -35,8 +35,8 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import StoreSite
-from tiered_kv.storage.make_store import make_store
 from tiered_kv.storage.remote_pages import RemotePages
+from tiered_kv.storage.remote_tier import make_store
 from tiered_kv.testing.valkey import ValkeyServer
 
 PAGE_BYTES = 256 << 10

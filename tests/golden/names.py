@@ -33,8 +33,7 @@ from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.policies.base import GapClass, Tier
 from tiered_kv.policies.registry import EVICTION, POLICIES
 from tiered_kv.remote.address import SCHEMES
-from tiered_kv.storage.codec_tables import TABLE_PREFIX
-from tiered_kv.storage.remote_pages import PAGE_PREFIX
+from tiered_kv.storage.remote_pages import PAGE_PREFIX, TABLE_PREFIX
 from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_header import SCHEMA, TraceHeader
 from tiered_kv.trace.turn_record import TurnRecord

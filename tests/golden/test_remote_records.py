@@ -15,8 +15,7 @@ from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
 from tiered_kv.remote.page_record import NO_TABLE, open_record, pack_record, table_name
 from tiered_kv.storage import remote_pages
 from tiered_kv.storage.base import StoreSite
-from tiered_kv.storage.codec_tables import TABLE_PREFIX
-from tiered_kv.storage.remote_pages import PAGE_PREFIX, RemotePages
+from tiered_kv.storage.remote_pages import PAGE_PREFIX, TABLE_PREFIX, RemotePages
 
 RANK = 3
 SITE = StoreSite(FINGERPRINT, RANK, 4, 0, True, FORMAT, 1)

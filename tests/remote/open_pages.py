@@ -7,9 +7,8 @@ from functools import partial
 from tests.storage.test_remote_pages import BANDWIDTH, SITE
 from tiered_kv.codecs.registry import from_table, parse
 from tiered_kv.remote.address import parse_address
-from tiered_kv.storage.codec_tables import FromTable
-from tiered_kv.storage.make_store import make_store
-from tiered_kv.storage.remote_pages import RemotePages
+from tiered_kv.storage.remote_pages import FromTable, RemotePages
+from tiered_kv.storage.remote_tier import make_store
 from tiered_kv.testing.conformance.store import PAGE_FORMAT
 
 

@@ -17,10 +17,9 @@ from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.remote.base import RemoteKey
 from tiered_kv.remote.page_record import table_name
-from tiered_kv.storage import codec_tables
-from tiered_kv.storage.codec_tables import TABLE_PREFIX, FromTable
-from tiered_kv.storage.make_store import make_store
-from tiered_kv.storage.remote_pages import RemotePages
+from tiered_kv.storage import remote_pages
+from tiered_kv.storage.remote_pages import TABLE_PREFIX, FromTable, RemotePages
+from tiered_kv.storage.remote_tier import make_store
 from tiered_kv.storage.shared_root import root_store
 from tiered_kv.testing.conformance.remote import soon
 from tiered_kv.testing.conformance.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
@@ -94,13 +93,13 @@ def test_a_table_that_cannot_be_used_is_read_once_and_then_once_in_a_while(
     wanted = [
         (page_key(number), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for number in range(PAGES)
     ]
-    monkeypatch.setattr(codec_tables, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(remote_pages, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("tiered_kv.storage.remote_pages.CALL_S", 60.0)
     for _ in range(3):
         assert theirs.get(wanted) == frozenset(range(PAGES))
     assert len(calls) == 1
     assert theirs.counters()["remote_pages_bad"] == (state == "damaged")
-    now[0] += codec_tables.MISSING_S
+    now[0] += remote_pages.MISSING_S
     assert theirs.get(wanted) == frozenset(range(PAGES))
     assert len(calls) == 2
     ours.close()
@@ -111,8 +110,8 @@ def test_a_table_that_cannot_be_used_is_read_once_and_then_once_in_a_while(
 def test_a_table_that_was_damaged_is_counted_and_read_again(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_tables, "AGAIN_S", 0.0)
-    monkeypatch.setattr(codec_tables, "MISSING_S", 0.0)
+    monkeypatch.setattr(remote_pages, "AGAIN_S", 0.0)
+    monkeypatch.setattr(remote_pages, "MISSING_S", 0.0)
     ours, damaging = open_at(server.url, "centred"), make_store(server.address)
     codec = put_trained(ours)
     name = TABLE_PREFIX + FINGERPRINT + table_name(codec.codec_id, codec.table)

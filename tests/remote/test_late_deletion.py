@@ -15,7 +15,7 @@ import pytest
 from tests.remote.open_pages import open_at
 from tiered_kv.keys import PageKey
 from tiered_kv.remote import breaker
-from tiered_kv.storage import late_deletion, remote_pages
+from tiered_kv.storage import remote_pages
 from tiered_kv.storage.disk.files import open_plain
 from tiered_kv.storage.remote_pages import RemotePages
 from tiered_kv.storage.shared_root import own_folder
@@ -25,7 +25,7 @@ from tiered_kv.testing.valkey import ValkeyServer
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_deletion, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(remote_pages, "FIRST_PAUSE_S", 0.1)
 
 
 def put(pages: RemotePages, *keys: PageKey) -> frozenset[int]:
@@ -37,7 +37,7 @@ def reset(pages: RemotePages) -> None:
     pages.clear()
     pages.close()
     for thread in threading.enumerate():
-        if thread.name == late_deletion.THREAD_NAME:
+        if thread.name == remote_pages.THREAD_NAME:
             thread.join()
 
 

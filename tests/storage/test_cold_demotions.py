@@ -15,7 +15,7 @@ from tiered_kv.codecs.registry import parse
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, OrderId, OrderReport
 from tiered_kv.pages.cold_pages import cold_place
-from tiered_kv.storage import io_thread, last_write
+from tiered_kv.storage import io_thread
 from tiered_kv.storage.base import Pages
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.testing.memory_store import MemoryStore
@@ -212,7 +212,7 @@ def test_a_last_flush_does_not_end_with_a_bundle_that_is_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages say nothing of the store, which takes those behind them."""
-    monkeypatch.setattr(last_write, "LEAST_BYTES", FORMAT.page_bytes)
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", FORMAT.page_bytes)
     last = bench.last("missing", "missing", "coded", "missing", "missing", "missing", "raw")
     assert bench.io.close(last, budget_s=10.0) == 2
     assert bench.stored(7) == [2, 6]
@@ -221,7 +221,7 @@ def test_a_last_flush_does_not_end_with_a_bundle_that_is_gone(
 def test_a_last_flush_ends_with_a_store_that_takes_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_write, "LEAST_BYTES", 2 * FORMAT.page_bytes)
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
     bench.store.refused = set(map(key, range(32)))
     last = bench.last(*["missing", "missing", "coded", "missing"], *["raw"] * 8)
     assert bench.io.close(last, budget_s=10.0) == 0
@@ -232,7 +232,7 @@ def test_a_last_flush_keeps_to_its_time_whatever_is_not_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of missing pages take no time, and say nothing of the disk's speed."""
-    monkeypatch.setattr(last_write, "LEAST_BYTES", FORMAT.page_bytes)
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", FORMAT.page_bytes)
     put = bench.store.put
 
     def slowly(pages: Pages) -> frozenset[int]:

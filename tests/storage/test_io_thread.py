@@ -15,7 +15,7 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, OrderReport, PromoteOrder
 from tiered_kv.remote import breaker
-from tiered_kv.storage import io_thread, last_write
+from tiered_kv.storage import io_thread
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
@@ -362,7 +362,7 @@ def test_without_time_nothing_is_flushed(bench: Bench) -> None:
 def test_a_last_flush_to_a_slow_disk_keeps_to_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_write, "LEAST_BYTES", 2 * FORMAT.page_bytes)
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
     put = bench.store.put
 
     def slowly(pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
@@ -382,7 +382,7 @@ def test_a_last_flush_to_a_slow_disk_keeps_to_its_time(
 def test_a_last_flush_goes_in_groups_once_it_is_known_to_be_fast(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_write, "LEAST_BYTES", 2 * FORMAT.page_bytes)
+    monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
     assert bench.io.close([(key(n), n) for n in range(SLOTS)], budget_s=3.0) == SLOTS
     assert [n for _, n in bench.store.log] == [2, GROUP, GROUP, GROUP, 2]
 

@@ -20,13 +20,16 @@ from tiered_kv.keys import PageKey
 from tiered_kv.remote.address import parse_address
 from tiered_kv.remote.page_record import HEADER_BYTES, table_name
 from tiered_kv.remote.valkey.client import ValkeyStore
-from tiered_kv.storage import codec_tables, remote_pages
+from tiered_kv.storage import remote_pages
 from tiered_kv.storage.base import PageStore, StoreSite
-from tiered_kv.storage.codec_tables import TABLE_PREFIX
-from tiered_kv.storage.late_deletion import THREAD_NAME
-from tiered_kv.storage.make_store import make_store
-from tiered_kv.storage.remote_pages import PAGE_PREFIX, NoPages, RemotePages
-from tiered_kv.storage.remote_tier import RemoteTier, measure_link
+from tiered_kv.storage.remote_pages import (
+    PAGE_PREFIX,
+    TABLE_PREFIX,
+    THREAD_NAME,
+    NoPages,
+    RemotePages,
+)
+from tiered_kv.storage.remote_tier import RemoteTier, make_store, measure_link
 from tiered_kv.storage.shared_root.folder_contents import (
     FolderContents,
     FolderReader,
@@ -242,7 +245,7 @@ def test_pages_without_their_table_are_not_there(
     out = np.zeros((20, PAGE_FORMAT.page_bytes), np.uint8)
     wanted = [(key, out[at]) for at, (key, _) in enumerate(pages)]
     assert theirs.get(wanted) == frozenset(range(20))
-    monkeypatch.setattr(codec_tables, "AGAIN_S", 0.0)
+    monkeypatch.setattr(remote_pages, "AGAIN_S", 0.0)
     assert not ours.put(pages[:1]), "the table is put again before long"
     again = open_pages(server)
     assert not again.get(wanted)

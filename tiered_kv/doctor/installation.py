@@ -12,8 +12,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from tiered_kv.remote.address import RemoteAddress
 from tiered_kv.remote.base import RefusedError
-from tiered_kv.storage.make_store import make_store
-from tiered_kv.storage.remote_tier import SLOWEST, measure_link
+from tiered_kv.storage.remote_tier import SLOWEST, make_store, measure_link
 from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, parse_version
 
 from .finding import Finding, fail, ok, warn

@@ -9,6 +9,10 @@ An order is reported once the store's call has returned, and not before: its slo
 for as long as the store may touch them.
 
 The thread never dies of an order: what fails is reported as failed.
+
+Pages of CPU memory on their way to a store: from slots of their own, or from bundles.
+
+The last write: pages that go down while the engine is ending, as many as the time allows.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.codecs.base import CodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.orders import (
@@ -39,10 +45,89 @@ from tiered_kv.orders import (
 from tiered_kv.remote.breaker import Patience
 
 from .base import PageStore
-from .cpu_pages import ColdSource, put_pages
-from .last_write import write_last
 
 logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 8 << 20
+"""Smallest write, bytes. The end may be late by the time it takes."""
+
+Put: TypeAlias = Callable[[Sequence[tuple[PageKey, int]]], tuple[frozenset[int], int]]
+"""Writes pages, given as key and place. Gives the indices of those that failed, and the number of
+pages that the store was asked to take."""
+
+
+def write_last(
+    put: Put,
+    last: Sequence[tuple[PageKey, int]],
+    deadline: float,
+    clock: Callable[[], float],
+    most: int,
+    page_bytes: int,
+) -> int:
+    """Write what the time allows; give the number of pages that are durable. Never raises.
+
+    A group under way is not given up: each is as large as half of the time left has room for, at
+    the speed of the one before.
+
+    Args:
+        last: pages as key and place, the most important first.
+        deadline: on ``clock``.
+        most: pages of a group.
+    """
+    least = min(most, max(1, LEAST_BYTES // page_bytes))
+    written = start = 0
+    step = least
+    try:
+        while start < len(last) and (began := clock()) < deadline:
+            group = last[start : start + step]
+            start += len(group)
+            failed, asked = put(group)
+            written += len(group) - len(failed)
+            if not asked:  # their bundles are gone, which says nothing of the store
+                continue
+            if len(failed) == len(group):
+                break
+            now = clock()
+            room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
+            step = max(least, int(min(room, most)))
+    except Exception:
+        logger.exception("the last write to a tier ended early")
+    return written
+
+
+ColdSource: TypeAlias = Callable[[PageKey, int], CodedPage | None]
+"""Gives a compressed page by its key and place; None if it is not there, or damaged."""
+
+
+def put_pages(
+    store: PageStore,
+    pages: Sequence[tuple[PageKey, int]],
+    slots: NDArray[np.uint8],
+    cold_page: ColdSource,
+) -> tuple[frozenset[int], int]:
+    """Store pages, compressed ones as they are where the store can take them.
+
+    Args:
+        pages: their keys and places: slots, or below 0 places in bundles.
+        slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
+
+    Returns:
+        Indices of those that are not stored; the number of pages that the store was given.
+    """
+    raw = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot >= 0]
+    places = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot < 0]
+    failed = set[int]()
+    if raw:
+        bad = store.put([(key, slots[slot]) for _, key, slot in raw])
+        failed.update(raw[i][0] for i in bad)
+    found = [(i, key, cold_page(key, place)) for i, key, place in places]
+    cold = [(i, key, coded) for i, key, coded in found if coded is not None]
+    failed.update(i for i, _, coded in found if coded is None)
+    if cold:
+        bad = store.put_coded([(key, coded) for _, key, coded in cold])
+        failed.update(cold[i][0] for i in bad)
+    return frozenset(failed), len(raw) + len(cold)
+
 
 GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages, made durable together, bytes. A disk reaches its speed with it,

@@ -1,4 +1,7 @@
-"""The remote tier: pages that engines leave for each other in a store that many machines share."""
+"""The remote tier: pages that engines leave for each other in a store that many machines share.
+
+The remote store of an address.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,22 @@ from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.remote.address import RemoteAddress
 from tiered_kv.remote.base import Outcome, Parts, RefusedError, RemoteKey, RemoteStore
+from tiered_kv.remote.valkey.client import ValkeyStore
 from tiered_kv.storage.disk.probe import DiskSpeed
+from tiered_kv.storage.shared_root.root_store import SharedRoot
 from tiered_kv.tiers import REMOTE, Knowledge, TierSpec
 
 from .base import PageStore, StoreSite
 from .codec_choice import choose_codec
-from .make_store import make_store
 from .remote_pages import RETRY_S, NoPages, RemotePages
+
+
+def make_store(address: RemoteAddress) -> RemoteStore:
+    """Make the store. Nothing is connected or opened before its first call."""
+    if address.folder is not None:
+        return SharedRoot(address.folder, address.most_bytes)
+    return ValkeyStore(address)
+
 
 logger = logging.getLogger(__name__)
 
