@@ -57,9 +57,8 @@ from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.io_thread import group_pages
-from tiered_kv.storage.segment.footer import pack_footer
 from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader, footer_bytes
-from tiered_kv.storage.segment.headers import pack_segment_header
+from tiered_kv.storage.segment.headers import pack_footer, pack_segment_header
 from tiered_kv.storage.store.options import StoreOptions, io_threads
 from tiered_kv.storage.store.store import SegmentStore
 

@@ -16,12 +16,14 @@ from tests.golden.written import FINGERPRINT, FORMAT, changed, changes, keys_of,
 from tiered_kv.codecs.registry import CODECS, from_table, parse
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.footer import pack_footer, parse_footer, parse_trailer
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.segment.headers import (
+    pack_footer,
     pack_record_header,
     pack_segment_header,
+    parse_footer,
     parse_record_header,
+    parse_trailer,
 )
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore

@@ -16,7 +16,6 @@ from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.footer import pack_footer, parse_footer, parse_trailer
 from tiered_kv.storage.segment.format import (
     ENTRY,
     MAX_KEY_BYTES,
@@ -33,10 +32,13 @@ from tiered_kv.storage.segment.format import (
     record_bytes,
 )
 from tiered_kv.storage.segment.headers import (
+    pack_footer,
     pack_record_header,
     pack_segment_header,
+    parse_footer,
     parse_record_header,
     parse_segment_header,
+    parse_trailer,
     segment_header_bytes,
 )
 

@@ -16,15 +16,16 @@ from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.storage.disk.files import BLOCK, Access, Buffers, FileLayer, RealFiles
 from tiered_kv.storage.segment.format import (
+    SEGMENT_BYTES,
     TRAILER,
     TRAILER_MAGIC,
     FormatError,
     SegmentHeader,
     footer_bytes,
+    most_segment_bytes,
 )
 from tiered_kv.storage.segment.headers import pack_segment_header
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
-from tiered_kv.storage.segment.sizes import SEGMENT_BYTES, most_segment_bytes
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.conformance.store import FINGERPRINT, PAGE_FORMAT, page_bytes, page_key
 from tiered_kv.testing.files import UnsafeFiles

@@ -17,7 +17,6 @@ from tiered_kv.codecs.base import Bytes, Codec
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.disk.files import BLOCK, RealFiles, read_exactly
-from tiered_kv.storage.segment.footer import pack_footer, parse_trailer
 from tiered_kv.storage.segment.format import (
     TRAILER_BYTES,
     FooterEntry,
@@ -26,9 +25,11 @@ from tiered_kv.storage.segment.format import (
     footer_bytes,
 )
 from tiered_kv.storage.segment.headers import (
+    pack_footer,
     pack_record_header,
     pack_segment_header,
     parse_record_header,
+    parse_trailer,
 )
 from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment
 from tiered_kv.storage.segment.record import decode_record

@@ -52,6 +52,8 @@
 Little-endian throughout; every part begins at a block (4 KiB). So does a page that is stored as
 it is, if it has whole blocks: it goes from the caller's memory to the disk and back uncopied, and
 its record takes no more room than if it followed its header at once.
+
+Sizes of segments: the usual one, and the bounds that a page format sets.
 """
 
 from __future__ import annotations
@@ -192,3 +194,22 @@ def footer_bytes(count: int, key_bytes: int) -> int:
 def payload_digest(payload: memoryview) -> bytes:
     """xxh3-128 of stored bytes; releases the interpreter lock."""
     return xxhash.xxh3_128_digest(payload)
+
+
+SEGMENT_BYTES = 512 << 20
+MIN_PAGES = 8
+"""Pages for which every segment has room."""
+
+
+def least_segment_bytes(page_format: PageFormat) -> int:
+    """Size of a segment with room for ``MIN_PAGES`` pages, bytes."""
+    # A codec may store a little more than it was given.
+    page = page_format.page_bytes
+    record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
+    header = 16 * BLOCK
+    return header + MIN_PAGES * record + footer_bytes(MIN_PAGES, MIN_PAGES * MAX_KEY_BYTES)
+
+
+def most_segment_bytes(page_format: PageFormat) -> int:
+    """Largest size of a segment with these pages, whatever the capacity is or was, bytes."""
+    return max(SEGMENT_BYTES, least_segment_bytes(page_format))

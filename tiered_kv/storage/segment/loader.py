@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 from tiered_kv.storage.disk.files import BLOCK, FileLayer
 
-from .footer import parse_footer, parse_trailer
-from .format import FooterEntry, FormatError, SegmentHeader
-from .headers import parse_segment_header, segment_header_bytes
+from .format import FooterEntry, FormatError, SegmentHeader, most_segment_bytes
+from .headers import parse_footer, parse_segment_header, parse_trailer, segment_header_bytes
 from .record import read_blocks
 from .scanner import scan
-from .sizes import most_segment_bytes
 
 _START_BYTES = 64 << 10
 END_BYTES = 512 << 10

@@ -11,9 +11,8 @@ from tiered_kv.codecs.base import Bytes
 from tiered_kv.storage.disk.aligned import BufferPool, write_content
 from tiered_kv.storage.disk.files import FileLayer, write_exactly
 
-from .footer import pack_footer
 from .format import FooterEntry, SegmentHeader, footer_bytes
-from .headers import pack_segment_header
+from .headers import pack_footer, pack_segment_header
 from .packing import PackedRecord, finish_headers
 
 WORTH_CUTTING = 64

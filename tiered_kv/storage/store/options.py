@@ -9,7 +9,7 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec, PageFormat
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.storage.segment.sizes import MIN_PAGES, SEGMENT_BYTES, least_segment_bytes
+from tiered_kv.storage.segment.format import MIN_PAGES, SEGMENT_BYTES, least_segment_bytes
 
 from .locks import StoreError
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.storage.disk.aligned import aligned_bytes
+from tiered_kv.storage.segment.format import MIN_PAGES
 from tiered_kv.storage.segment.packing import PageToWrite
-from tiered_kv.storage.segment.sizes import MIN_PAGES
 
 from .capacity import Capacity, Outlook
 from .catalogue import Catalogue, Segment
