@@ -15,7 +15,6 @@ from tiered_kv.keys import PageKey
 from tiered_kv.storage import remote_pages
 from tiered_kv.storage.base import StoreSite
 from tiered_kv.storage.remote_pages import PAGE_PREFIX, RemotePages
-from tiered_kv.storage.shared_root.folder_contents import FolderReader
 from tiered_kv.storage.shared_root.index_entries import (
     HEAD_BYTES,
     Entry,
@@ -26,6 +25,7 @@ from tiered_kv.storage.shared_root.index_entries import (
     pack_entries,
     parse_entries,
 )
+from tiered_kv.storage.shared_root.own_folder import FolderReader
 from tiered_kv.storage.shared_root.root_store import SharedRoot
 
 RANK = 3

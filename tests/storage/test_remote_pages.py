@@ -30,7 +30,7 @@ from tiered_kv.storage.remote_pages import (
     RemotePages,
 )
 from tiered_kv.storage.remote_tier import RemoteTier, make_store, measure_link
-from tiered_kv.storage.shared_root.folder_contents import (
+from tiered_kv.storage.shared_root.own_folder import (
     FolderContents,
     FolderReader,
     pack_name,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.storage.shared_root.folder_contents import FolderContents
 from tiered_kv.storage.shared_root.index_entries import (
     Entry,
     Kind,
@@ -17,6 +16,7 @@ from tiered_kv.storage.shared_root.index_entries import (
     pack_entries,
     parse_entries,
 )
+from tiered_kv.storage.shared_root.own_folder import FolderContents
 
 NUMBER = bytes(range(16))
 

@@ -15,7 +15,7 @@ from tests.remote.conftest import keys
 from tiered_kv.remote.base import Outcome, RemoteStore
 from tiered_kv.remote.breaker import Breaker
 from tiered_kv.storage.shared_root import own_folder, root_store
-from tiered_kv.storage.shared_root.folder_contents import INDEX_NAME
+from tiered_kv.storage.shared_root.own_folder import INDEX_NAME
 from tiered_kv.storage.shared_root.root_store import SharedRoot
 from tiered_kv.testing.conformance.remote import (
     HIT,

@@ -17,8 +17,8 @@ from tests.remote.conftest import keys
 from tiered_kv.remote.base import Outcome, RemoteKey
 from tiered_kv.remote.breaker import Breaker
 from tiered_kv.storage.shared_root import own_folder, root_store
-from tiered_kv.storage.shared_root.folder_contents import FolderReader
 from tiered_kv.storage.shared_root.index_entries import Entry, Kind, Place, head_of, pack_entries
+from tiered_kv.storage.shared_root.own_folder import FolderReader
 from tiered_kv.storage.shared_root.root_store import SharedRoot
 from tiered_kv.testing.conformance.remote import put_all, read_all, soon
 

@@ -20,9 +20,8 @@ from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
 from tiered_kv.remote.breaker import Breaker, Complaint
 from tiered_kv.storage.disk.files import open_plain
 
-from .folder_contents import GONE, FolderReader, pack_name
 from .index_entries import Place
-from .own_folder import FULL, OwnFolder, folders_in
+from .own_folder import FULL, GONE, FolderReader, OwnFolder, folders_in, pack_name
 
 logger = logging.getLogger(__name__)
 
