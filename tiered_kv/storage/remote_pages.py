@@ -36,7 +36,7 @@ from tiered_kv.remote.page_record import (
     pack_record,
     table_name,
 )
-from tiered_kv.storage.store.codec_training import CodecTraining
+from tiered_kv.storage.store.page_writer import CodecTraining
 
 from .base import Pages, PageStore, StoreSite
 

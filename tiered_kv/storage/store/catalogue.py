@@ -17,7 +17,7 @@ from tiered_kv.storage.disk.files import Access
 from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader
 from tiered_kv.storage.segment.writer import SegmentWriter
 
-from .context import StoreContext
+from .options import StoreContext
 from .segment_folder import SegmentFolder
 
 OPEN_FILES = 128

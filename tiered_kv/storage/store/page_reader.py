@@ -19,7 +19,7 @@ from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.segment.record import check_page, decode_record
 
 from .catalogue import Catalogue, Entry
-from .context import StoreContext
+from .options import StoreContext
 
 logger = logging.getLogger(__name__)
 

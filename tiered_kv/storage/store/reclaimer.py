@@ -16,7 +16,7 @@ from tiered_kv.storage.segment.packing import PageToWrite
 
 from .capacity import Capacity, Outlook
 from .catalogue import Catalogue, Segment
-from .context import StoreContext
+from .options import StoreContext
 from .page_reader import PageReader
 from .page_writer import PageWriter
 

@@ -19,7 +19,7 @@ from tiered_kv.storage.segment.format import FormatError, SegmentHeader
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
 
 from .catalogue import Catalogue, Segment
-from .context import StoreContext
+from .options import StoreContext
 from .segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
 from .segment_lifecycle import SegmentLifecycle
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .capacity import Capacity
-from .context import StoreContext
 from .folders import SEGMENT_NAME, SEGMENT_SUFFIX
+from .options import StoreContext
 
 LAST_NUMBER = 99_999_999
 """Largest number of a segment, whose name has eight digits."""

@@ -12,8 +12,8 @@ from tiered_kv.storage.segment.writer import SegmentWriter, write_footer
 
 from .capacity import Capacity
 from .catalogue import Catalogue, Segment
-from .context import StoreContext, is_full
 from .locks import StoreLock, root_locked
+from .options import StoreContext, is_full
 from .segment_folder import LAST_NUMBER, SegmentFolder
 
 

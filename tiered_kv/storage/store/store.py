@@ -30,12 +30,10 @@ from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, check_owne
 
 from .capacity import Capacity
 from .catalogue import Catalogue
-from .codec_training import CodecTraining
-from .context import WRITE_BYTES, StoreContext, is_full
 from .locks import StoreError, StoreLock, root_locked
-from .options import StoreOptions, StoreStats
+from .options import WRITE_BYTES, StoreContext, StoreOptions, StoreStats, is_full
 from .page_reader import PageReader
-from .page_writer import PageWriter
+from .page_writer import CodecTraining, PageWriter
 from .reclaimer import Reclaimer
 from .recovery import CodecFrom, Recovery
 from .segment_folder import SegmentFolder
