@@ -22,8 +22,7 @@ from tiered_kv.top.readings import (
 )
 from tiered_kv.top.render.screen import frame, printed, rows_of
 from tiered_kv.top.render.wording import Canvas
-from tiered_kv.top.snapshot import Growth, Snapshot
-from tiered_kv.top.view import View
+from tiered_kv.top.view import Growth, Snapshot, View
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30

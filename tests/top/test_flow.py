@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.top.made import NOW, engine
 from tiered_kv.top.fetch.flow import WINDOW_S, Flow
 from tiered_kv.top.readings import EngineReading
-from tiered_kv.top.snapshot import Growth
+from tiered_kv.top.view import Growth
 
 
 def at(seconds: float, turns: int) -> EngineReading:

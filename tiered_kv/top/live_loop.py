@@ -16,10 +16,8 @@ from tiered_kv.top.render.screen import frame, rows_of
 from tiered_kv.top.render.wording import Canvas
 
 from .job_sorting import JobOrder
-from .keyboard import Keyboard, each_key_at_once
-from .snapshot import Snapshot
-from .view import Action, View
-from .wakeups import NEWS, Wakeups, wakeups
+from .keyboard import NEWS, Keyboard, Wakeups, each_key_at_once, wakeups
+from .view import Action, Snapshot, View
 
 Look = Callable[[], Snapshot]
 

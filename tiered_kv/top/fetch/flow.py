@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from tiered_kv.top.readings import EngineReading
-from tiered_kv.top.snapshot import Growth
+from tiered_kv.top.view import Growth
 
 WINDOW_S = 60.0
 """Time that the growth is over, once there are readings so old."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiered_kv.top.snapshot import Snapshot
+from tiered_kv.top.view import Snapshot
 
 from .flow import Flow
 from .job_sweep import JobSweep

@@ -11,8 +11,7 @@ from rich.text import Text
 from tiered_kv.doctor.running_server import FAILURES
 from tiered_kv.top.job_sorting import in_order
 from tiered_kv.top.readings import EngineReading
-from tiered_kv.top.snapshot import Snapshot
-from tiered_kv.top.view import SORT_KEYS, View
+from tiered_kv.top.view import SORT_KEYS, Snapshot, View
 
 from .job_rows import job_rows
 from .side_panels import PANEL_LINES, PANELS_WIDTH, panel_lines, panels

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.top.readings import EngineReading, Transfer
-from tiered_kv.top.snapshot import Growth, Snapshot
+from tiered_kv.top.view import Growth, Snapshot
 
 from .wording import NONE, TIERS, brief, count, line, percent, size
 
