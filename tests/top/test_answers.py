@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.top.fetch.answer_fields import AnswerError
-from tiered_kv.top.fetch.answers import Cursor, read_jobs, read_refusal, read_status
-from tiered_kv.top.fetch.safe_text import MOST_CHARS, harmless
+from tiered_kv.top.fetch.answers import (
+    MOST_CHARS,
+    AnswerError,
+    Cursor,
+    harmless,
+    read_jobs,
+    read_refusal,
+    read_status,
+)
 
 JOB: dict[str, Any] = {
     "id": "j",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.top.made import NOW, engine
-from tiered_kv.top.fetch.flow import WINDOW_S, Flow
+from tiered_kv.top.fetch.watch import WINDOW_S, Flow
 from tiered_kv.top.readings import EngineReading
 from tiered_kv.top.view import Growth
 

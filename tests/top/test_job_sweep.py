@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.top.made import job
-from tiered_kv.top.fetch import job_sweep
+from tiered_kv.top.fetch import watch
 from tiered_kv.top.fetch.answers import Cursor, JobPage
-from tiered_kv.top.fetch.job_sweep import FIRST_PAGES, JobSweep
+from tiered_kv.top.fetch.watch import FIRST_PAGES, JobSweep
 from tiered_kv.top.readings import JobReading
 
 
@@ -89,7 +89,7 @@ def test_a_list_that_leads_backwards_ends() -> None:
 
 
 def test_of_too_many_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_sweep, "MOST_JOBS", 30)
+    monkeypatch.setattr(watch, "MOST_JOBS", 30)
     server = Server(*range(1, 100))
     sweep = JobSweep(server.page)
     for _ in range(20):

@@ -17,7 +17,7 @@ from tests.top.made import (
     shown,
     snapshot,
 )
-from tiered_kv.top.fetch.safe_text import harmless
+from tiered_kv.top.fetch.answers import harmless
 from tiered_kv.top.job_sorting import JobOrder
 from tiered_kv.top.readings import Place, State
 from tiered_kv.top.render.screen import ONCE_ROWS

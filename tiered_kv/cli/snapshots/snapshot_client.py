@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.top.fetch.answer_fields import AnswerError, Object, as_object, parsed
+from tiered_kv.top.fetch.answers import AnswerError, Object, as_object, parsed
 from tiered_kv.top.fetch.route_client import RouteClient, RouteError, other_version
 
 DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0

@@ -25,10 +25,8 @@ from tiered_kv.cli.terminal import (
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.mismatch import difference
 from tiered_kv.snapshot.reader import open_snapshot
-from tiered_kv.top.fetch.answer_fields import AnswerError, Object
-from tiered_kv.top.fetch.answers import MOST_OF_SENTENCE
+from tiered_kv.top.fetch.answers import MOST_OF_SENTENCE, AnswerError, Object, harmless
 from tiered_kv.top.fetch.route_client import RouteError, other_version
-from tiered_kv.top.fetch.safe_text import harmless
 
 from .server_folder import ServerFolder, check_new, is_path, new_name
 from .snapshot_client import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S, SnapshotClient, is_over

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from tiered_kv.cli.terminal import size
 from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
 from tiered_kv.snapshot.mismatch import Difference
-from tiered_kv.top.fetch.answer_fields import (
+from tiered_kv.top.fetch.answers import (
     AnswerError,
     Object,
     as_object,
+    harmless,
     list_of,
     number,
     text_of,
     whole,
 )
-from tiered_kv.top.fetch.safe_text import harmless
 
 Rows = list[list[str]]
 

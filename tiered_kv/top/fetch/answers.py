@@ -1,8 +1,17 @@
-"""Answers of the routes, read into readings without trusting their form."""
+"""Answers of the routes, read into readings without trusting their form.
+
+Fields of answers, read without trusting their form.
+
+Text from elsewhere, made harmless for a terminal.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +29,120 @@ from tiered_kv.top.readings import (
     VramReading,
 )
 
-from .answer_fields import (
-    AnswerError,
-    Object,
-    as_object,
-    list_of,
-    moment,
-    number,
-    numbers,
-    parsed,
-    part,
-    text_of,
-    whole,
-)
-from .safe_text import harmless
+MOST_CHARS = 200
+"""Characters that are kept of a text, unless more are asked for."""
+_FROM_THE_RIGHT = frozenset({"R", "AL", "AN"})
+"""Classes of characters that a terminal may write from right to left, with what is beside them."""
+_ABOVE = frozenset({"Mn", "Me"})
+"""Categories of marks that are written over what is before them."""
+
+
+def harmless(text: str, most: int = MOST_CHARS) -> str:
+    """The text, or its beginning, with escapes for what is not plainly shown.
+
+    Escaped is what moves the cursor, has no width, is written over other text, or is written from
+    right to left.
+
+    Args:
+        most: characters that are kept of it.
+    """
+    shown = "".join(char if _is_plain(char) else _escaped(char) for char in text[:most])
+    return shown if len(text) <= most else f"{shown}…"
+
+
+def _is_plain(char: str) -> bool:
+    if char.isascii():
+        return char.isprintable()
+    return (
+        char.isprintable()
+        and unicodedata.category(char) not in _ABOVE
+        and unicodedata.bidirectional(char) not in _FROM_THE_RIGHT
+    )
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+Object = Mapping[str, Any]
+
+
+class AnswerError(Exception):
+    """An answer in another form than this version's."""
+
+
+def parsed(text: str) -> Any:
+    """The JSON that a text holds.
+
+    Raises:
+        AnswerError: it holds none; as the other functions here, for what is not as expected.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AnswerError("no JSON") from error
+
+
+def as_object(found: Any) -> Object:
+    """The same, if it is an object."""
+    if not isinstance(found, dict):
+        raise AnswerError("no object")
+    return found
+
+
+def part(said: Object, name: str) -> Object:
+    """An object in another."""
+    return as_object(said.get(name))
+
+
+def list_of(said: Object, name: str) -> list[Any]:
+    """A list."""
+    found = said.get(name)
+    if not isinstance(found, list):
+        raise AnswerError(f"{name} is no list")
+    return found
+
+
+def text_of(said: Object, name: str, most: int = MOST_CHARS) -> str:
+    """A text, made harmless: so many characters of it."""
+    found = said.get(name)
+    if not isinstance(found, str):
+        raise AnswerError(f"{name} is no text")
+    return harmless(found, most)
+
+
+def whole(said: Object, name: str) -> int:
+    """A whole number."""
+    found = said.get(name)
+    if not isinstance(found, int) or abs(found) >> 63:
+        raise AnswerError(f"{name} is no whole number")
+    return found
+
+
+def number(said: Object, name: str) -> float:
+    """A number."""
+    found = said.get(name)
+    if isinstance(found, float) and math.isfinite(found):
+        return found
+    if isinstance(found, float):
+        raise AnswerError(f"{name} is no number")
+    return float(whole(said, name))
+
+
+def numbers(said: Object) -> dict[str, float]:
+    """All fields, if they are numbers."""
+    return {name: number(said, name) for name in said}
+
+
+def moment(said: Object, name: str) -> float | None:
+    """A number, or None where null stands for none."""
+    if name not in said:
+        raise AnswerError(f"{name} is missing")
+    return None if said[name] is None else number(said, name)
+
 
 MOST_OF_SENTENCE = 4_000
 """Characters that are kept of a refusal: it may name all that a snapshot needs."""

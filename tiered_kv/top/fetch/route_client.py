@@ -10,17 +10,17 @@ from typing import Any
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.doctor.running_server import RefusedError, UnreachableError, base_of, fetch
 
-from .answer_fields import AnswerError
 from .answers import (
+    AnswerError,
     Cursor,
     JobPage,
     Status,
+    harmless,
     is_of_vllm,
     read_jobs,
     read_refusal,
     read_status,
 )
-from .safe_text import harmless
 
 PATIENCE_S = 10.0
 """Longest wait for an answer, seconds."""
