@@ -10,7 +10,7 @@ from tiered_kv.bench.replay.play.drive import request_id
 from tiered_kv.bench.replay.play.sources import client_name
 from tiered_kv.bench.replay.results import TurnDone
 from tiered_kv.trace.analysis import Figures, analyze
-from tiered_kv.trace.recorder_events import recorder_events
+from tiered_kv.trace.trace_header import recorder_events
 from tiered_kv.trace.turn_record import PinEnd, StoryEnd, TurnRecord
 from tiered_kv.trace.turn_table import TurnTable
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.trace.records import record, records
 from tiered_kv.trace.perfetto import JOBS, perfetto_events
-from tiered_kv.trace.recorder_events import recorder_events
+from tiered_kv.trace.trace_header import recorder_events
 from tiered_kv.trace.turn_record import (
     GapStory,
     PinEnd,

@@ -13,7 +13,7 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.job_story import story
 from tiered_kv.trace.perfetto import perfetto_events
-from tiered_kv.trace.recorder_events import recorder_events
+from tiered_kv.trace.trace_header import recorder_events
 from tiered_kv.trace.turn_record import FIRST_PREEMPTIONS, TurnRecord
 
 SIZE: dict[str, Any] = {"blocks": 20, "max_model_len": 256, "max_batched_tokens": 256}
