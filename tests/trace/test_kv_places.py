@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.records import record, records
-from tiered_kv.trace.page.kv_places import PLACES, Place, Stays
-from tiered_kv.trace.page.lanes import MOST_LANES, MOST_TURNS, Lanes, Phase
-from tiered_kv.trace.page.over_time import OverTime
+from tiered_kv.trace.page.charts import OverTime
+from tiered_kv.trace.page.kv_places import (
+    MOST_LANES,
+    MOST_TURNS,
+    PLACES,
+    Lanes,
+    Phase,
+    Place,
+    Stays,
+)
 from tiered_kv.trace.traced_jobs import TracedJobs
 from tiered_kv.trace.turn_record import (
     GapStory,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.trace.headless import dom_of
 from tests.trace.records import HEADER, record, records
 from tiered_kv.cli.app import app
-from tiered_kv.trace.page.histograms import histograms
+from tiered_kv.trace.page.charts import histograms
 from tiered_kv.trace.turn_record import (
     GapStory,
     PinEnd,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.records import record, records
-from tiered_kv.trace.page.worst_turns import MOST, WorstTurns
+from tiered_kv.trace.page.trace_page import MOST_WORST, WorstTurns
 from tiered_kv.trace.turn_record import (
     GapStory,
     PinEnd,
@@ -38,7 +38,7 @@ def waited(*moments: Any, **fields: Any) -> TurnRecord:
 def test_the_turns_that_waited_longest_are_kept_the_worst_first() -> None:
     turns = [waited(0, 0, 0, 0, float(n * 7 % 50), 99.0, n=n) for n in range(50)]
     kept = found(*turns).found()
-    assert [one.waited_s for one in kept] == [float(49 - at) for at in range(MOST)]
+    assert [one.waited_s for one in kept] == [float(49 - at) for at in range(MOST_WORST)]
 
 
 def test_a_turn_without_a_first_token_waited_to_its_end() -> None:
@@ -80,5 +80,5 @@ def test_kv_that_was_lost_is_told_with_the_gap_before() -> None:
 @given(st.lists(records, min_size=1, max_size=20))
 def test_any_turn_has_a_reason(turns: list[TurnRecord]) -> None:
     kept = found(*turns).found()
-    assert len(kept) == min(len(turns), MOST)
+    assert len(kept) == min(len(turns), MOST_WORST)
     assert all(one.reasons() for one in kept)

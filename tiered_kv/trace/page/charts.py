@@ -2,6 +2,10 @@
 
 Texts and lines that are neither of a colour of ours get theirs from the page's style, which knows
 whether it is light or dark.
+
+Histograms over powers of ten, so that a page holds counts instead of values.
+
+Tokens over time: KV by the place where it lay, and prompts by where they were found.
 """
 
 from __future__ import annotations
@@ -9,18 +13,108 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tiered_kv.trace.analysis import Spread
-from tiered_kv.trace.turn_table import Column
+from tiered_kv.trace.turn_table import Column, TurnTable
 
-from .colours import PHASE_COLOURS, PLACE_COLOURS, PLAIN, SOURCE_COLOURS
-from .histograms import Histogram
-from .kv_places import PLACES, Place
-from .lanes import Bars, Lanes, Phase
-from .over_time import OverTime
+from .kv_places import PLACES, Bars, Lanes, Phase, Place, Stays
+from .page_style import PHASE_COLOURS, PLACE_COLOURS, PLAIN, SOURCE_COLOURS
+
+BINS = 160
+"""Moments of a curve."""
+SOURCES = ("tokens.vram", "tokens.cpu", "tokens.ssd", "tokens.recomputed")
+"""Sources of the tokens of a prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OverTime:
+    """Tokens in each part of the trace's time.
+
+    Attributes:
+        at: middle of each part, seconds after the first arrival. Shape (BINS,).
+        resting: tokens of KV, on average over the part, by place.
+        prompts: tokens of prompts that were admitted in the part, each second, by source.
+    """
+
+    at: Column
+    resting: Mapping[Place, Column]
+    prompts: Mapping[str, Column]
+
+    @classmethod
+    def of(cls, table: TurnTable, stays: Stays) -> OverTime:
+        """The curves of a trace that is not empty."""
+        arrived = table["arrived"] - table["arrived"].min()
+        last = max(float((arrived + table["times.end_s"]).max()), float(stays.end.max(initial=0)))
+        edges = np.linspace(0.0, max(last, 1e-3), BINS + 1)
+        width = edges[1] - edges[0]
+        context = (table["tokens.prompt"] + table["tokens.output"])[stays.row].astype(float)
+        resting = {}
+        for index, place in enumerate(PLACES):
+            chosen = stays.place == index
+            some = stays.among(chosen)
+            resting[place] = np.diff(_lain(edges, some, context[chosen])) / width
+        admitted = arrived + np.nan_to_num(table["times.admitted_s"].astype(float))
+        prompts = {
+            name: np.histogram(admitted, edges, weights=table[name].astype(float))[0] / width
+            for name in SOURCES
+        }
+        return cls((edges[1:] + edges[:-1]) / 2, resting, prompts)
+
+
+def _lain(edges: Column, stays: Stays, tokens: Column) -> Column:
+    """Tokens times seconds that lay in the stays until each edge."""
+    return _since(edges, stays.begin, tokens) - _since(edges, stays.end, tokens)
+
+
+def _since(edges: Column, moments: Column, tokens: Column) -> Column:
+    """Sum of tokens times the seconds from their moment until each edge."""
+    order = np.argsort(moments)
+    moments, tokens = moments[order], tokens[order]
+    before = np.searchsorted(moments, edges)
+    sums = np.append(0.0, np.cumsum(tokens))[before]
+    offsets = np.append(0.0, np.cumsum(tokens * moments))[before]
+    total: Column = sums * edges - offsets
+    return total
+
+
+A_DECADE = 8
+"""Bars between a power of ten and the next."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Histogram:
+    """Counts of values.
+
+    Attributes:
+        edges: ends of the bars. Shape (bars + 1,).
+        counts: values in each bar. Shape (bars,).
+    """
+
+    edges: Column
+    counts: Column
+
+
+def histograms(values: Mapping[str, Column], least: float) -> dict[str, Histogram]:
+    """Histograms of several sets of values, with the same bars. NaN are left out, and so are sets
+    without any value.
+
+    Args:
+        least: begin of the first bar, a power of ten. What is less is counted there.
+    """
+    sets = {name: some[~np.isnan(some)].astype(float) for name, some in values.items()}
+    sets = {name: np.maximum(some, least) for name, some in sets.items() if len(some)}
+    if not sets:
+        return {}
+    low = int(np.floor(np.log10(min(some.min() for some in sets.values()))))
+    high = int(np.floor(np.log10(max(some.max() for some in sets.values())))) + 1
+    edges = np.logspace(low, high, (high - low) * A_DECADE + 1)
+    edges[0], edges[-1] = edges[0] * (1 - 1e-9), edges[-1] * (1 + 1e-9)  # for rounding
+    return {name: Histogram(edges, np.histogram(some, edges)[0]) for name, some in sets.items()}
+
 
 Chart = dict[str, Any]
 """A figure: its traces under ``data``, and its ``layout``."""

@@ -3,10 +3,15 @@
 A trace says when KV was pinned, and where a turn found it as it was admitted. Between these moments
 it is taken to have lain where the job's next turn found most of it; without a next turn, where it
 was to wait.
+
+Lanes of jobs: which jobs are drawn, and the bars of their turns and of their KV.
+
+A page holds few lanes whatever the trace holds: the slowest jobs, and an even sample of the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -131,3 +136,143 @@ def _resting_place(table: TurnTable, jobs: TracedJobs) -> Column:
     by_field = np.array([PLACES.index(one) for one in _FOUND.values()])
     place[seen] = by_field[found.argmax(axis=0)][seen]
     return place
+
+
+MOST_LANES = 40
+"""Jobs that are drawn."""
+MOST_TURNS = 6_000
+"""Turns that are drawn, of all lanes together."""
+APART = 12
+"""A trace that lasts so many times as long as its jobs has each lane begin with its job."""
+
+
+class Phase(Enum):
+    """Phase of a turn."""
+
+    WAITING = "waits"
+    RESTORING = "restores"
+    COMPUTING = "computes its prompt"
+    ANSWERING = "answers"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bars:
+    """Bars of one kind. All columns have shape (bars,).
+
+    Attributes:
+        lane: from 0.
+        begin, end: seconds on the lanes' axis.
+        turn: number of the turn in its job.
+    """
+
+    lane: Column
+    begin: Column
+    end: Column
+    turn: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes:
+    """Lanes of a trace, in the order in which their jobs began.
+
+    Attributes:
+        job: place of each lane's job among the jobs. Shape (lanes,).
+        began: when it began, seconds after the first arrival.
+        drawn: turns of it that are drawn, its first ones.
+        slowest: number of lanes that are there because their jobs took longest; 0 if all are.
+        left_out: jobs without a lane.
+        apart: True if each lane's time begins with its job; else with the trace.
+        bars: by the phase of the turn, or the place of the KV.
+    """
+
+    job: Column
+    began: Column
+    drawn: Column
+    slowest: int
+    left_out: int
+    apart: bool
+    bars: Mapping[Phase | Place, Bars]
+
+    @classmethod
+    def of(cls, table: TurnTable, jobs: TracedJobs, stays: Stays) -> Lanes:
+        """Choose the lanes of a trace, and draw them."""
+        arrived = table["arrived"] - table["arrived"].min(initial=np.inf)
+        begins = arrived[jobs.rows[jobs.begins]]
+        job, slowest = _chosen(jobs, begins)
+        drawn = np.minimum(jobs.turns[job], MOST_TURNS // max(len(job), 1)).astype(int)
+        lane_of = np.full(len(table), -1)
+        for lane, (one, count) in enumerate(zip(job.tolist(), drawn.tolist(), strict=True)):
+            first = jobs.begins[one]
+            lane_of[jobs.rows[first : first + count]] = lane
+        span_s = float((arrived + table["times.end_s"]).max(initial=0.0))
+        apart = bool(len(job)) and span_s > APART * float(np.median(jobs.completion_s[job]))
+        lanes = _Drawing(table, lane_of, begins[job] if apart else np.zeros(len(job)))
+        return cls(
+            job=job,
+            began=begins[job],
+            drawn=drawn,
+            slowest=slowest,
+            left_out=len(begins) - len(job),
+            apart=apart,
+            bars={**lanes.places(stays), **lanes.phases(arrived)},
+        )
+
+
+def _chosen(jobs: TracedJobs, begins: Column) -> tuple[Column, int]:
+    """Jobs to draw in the order of their begin, and how many of them are the slowest."""
+    order = np.argsort(begins, kind="stable")
+    if len(order) <= MOST_LANES:
+        return order, 0
+    longest = np.where(jobs.whole.astype(bool), jobs.completion_s, -1.0)
+    slow = np.argsort(-longest, kind="stable")[: MOST_LANES // 2]
+    others = order[~np.isin(order, slow)]
+    at = np.linspace(0, len(others) - 1, MOST_LANES - len(slow)).round().astype(int)
+    chosen = np.concatenate([slow, others[at]])
+    return chosen[np.argsort(begins[chosen], kind="stable")], len(slow)
+
+
+class _Drawing:
+    """Bars of the turns that are drawn.
+
+    Args:
+        lane_of: lane of each row; -1 if it is not drawn.
+        origin: moment at which each lane's axis begins.
+    """
+
+    def __init__(self, table: TurnTable, lane_of: Column, origin: Column) -> None:
+        self._table = table
+        self._lane_of = lane_of
+        self._origin = origin
+
+    def places(self, stays: Stays) -> dict[Phase | Place, Bars]:
+        """Bars of the KV, without that which a turn has in use."""
+        drawn = stays.among(self._lane_of[stays.row] >= 0)
+        found = dict[Phase | Place, Bars]()
+        for index, place in enumerate(PLACES):
+            if place is not Place.RUNNING:
+                some = drawn.among(drawn.place == index)
+                found[place] = self._bars(some.row, some.begin, some.end)
+        return found
+
+    def phases(self, arrived: Column) -> dict[Phase | Place, Bars]:
+        """Bars of the turns. A phase without a known end takes all the time that is left."""
+        rows = np.flatnonzero(self._lane_of >= 0)
+        end_s = self._table["times.end_s"][rows].astype(float)
+        ends = [
+            self._table[name][rows].astype(float)
+            for name in ("times.admitted_s", "times.scheduled_s", "times.first_token_s")
+        ]
+        found, begin_s = dict[Phase | Place, Bars](), np.zeros(len(rows))
+        for phase, known in zip(Phase, [*ends, end_s], strict=True):
+            until_s = np.minimum(np.where(np.isnan(known), end_s, known), end_s)
+            until_s = np.maximum(until_s, begin_s)
+            some = until_s > begin_s
+            begin, end = arrived[rows] + begin_s, arrived[rows] + until_s
+            found[phase] = self._bars(rows[some], begin[some], end[some])
+            begin_s = until_s
+        return found
+
+    def _bars(self, rows: Column, begin: Column, end: Column) -> Bars:
+        lane = self._lane_of[rows]
+        origin = self._origin[lane] if len(lane) else 0.0
+        return Bars(lane, begin - origin, end - origin, self._table["turn"][rows])
