@@ -28,7 +28,7 @@ from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
 from tiered_kv.bench.replay.play.drive import Hints, drive
 from tiered_kv.bench.replay.results import JobDone
 from tiered_kv.trace.steps.step_figures import StepFigures, step_figures
-from tiered_kv.trace.steps.step_reader import StepReader
+from tiered_kv.trace.steps.step_tracks import StepReader
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_record import TurnRecord
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.golden.conftest import Copy
 from tests.golden.written import changes
 from tiered_kv.trace.rotation import steps_of
-from tiered_kv.trace.steps.step_reader import StepReader
 from tiered_kv.trace.steps.step_record import StepRecord
+from tiered_kv.trace.steps.step_tracks import StepReader
 from tiered_kv.trace.trace_header import SCHEMA, TraceHeader
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_record import (

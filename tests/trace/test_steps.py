@@ -16,9 +16,8 @@ from tests.trace.records import HEADER, counts, record, texts
 from tiered_kv.trace import rotation
 from tiered_kv.trace.rotation import files_of, steps_of
 from tiered_kv.trace.steps.step_figures import COUNTS, Level, step_figures
-from tiered_kv.trace.steps.step_reader import StepReader, has_steps
 from tiered_kv.trace.steps.step_record import StepRecord
-from tiered_kv.trace.steps.step_tracks import STEPS, step_events
+from tiered_kv.trace.steps.step_tracks import STEPS, StepReader, has_steps, step_events
 from tiered_kv.trace.trace_file import TraceFile
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.trace_writer import TraceWriter

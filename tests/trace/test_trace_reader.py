@@ -10,8 +10,8 @@ import pytest
 
 from tests.trace.records import HEADER, record
 from tiered_kv.trace.rotation import files_of, make_room, steps_of
-from tiered_kv.trace.steps.step_reader import StepReader, has_steps
 from tiered_kv.trace.steps.step_record import StepRecord
+from tiered_kv.trace.steps.step_tracks import StepReader, has_steps
 from tiered_kv.trace.trace_file import TraceFile
 from tiered_kv.trace.trace_reader import MOST_NAMED, TraceReader
 

@@ -19,8 +19,7 @@ from tiered_kv.trace.page.html_page import html_of
 from tiered_kv.trace.page.trace_page import ReadTrace, page_of
 from tiered_kv.trace.perfetto import Event, perfetto_events
 from tiered_kv.trace.steps.step_figures import StepFigures, step_figures
-from tiered_kv.trace.steps.step_reader import StepReader, has_steps
-from tiered_kv.trace.steps.step_tracks import step_events
+from tiered_kv.trace.steps.step_tracks import StepReader, has_steps, step_events
 from tiered_kv.trace.trace_header import recorder_events
 from tiered_kv.trace.trace_reader import RecordReader, TraceReader
 from tiered_kv.trace.turn_table import TurnTable

@@ -12,8 +12,8 @@ from tests.runtime.gaps.waiting import JOB
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.steps.step_figures import step_figures
-from tiered_kv.trace.steps.step_reader import StepReader, has_steps
 from tiered_kv.trace.steps.step_record import StepRecord
+from tiered_kv.trace.steps.step_tracks import StepReader, has_steps
 from tiered_kv.trace.trace_reader import TraceReader
 
 PAGE = 16 * CELL

@@ -1,11 +1,17 @@
-"""Counter tracks of a trace's steps, for Perfetto and Chrome's ``chrome://tracing``."""
+"""Counter tracks of a trace's steps, for Perfetto and Chrome's ``chrome://tracing``.
+
+Reader of a trace's steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tiered_kv.trace.perfetto import Event
+from tiered_kv.trace.rotation import files_to_read, steps_to_read
+from tiered_kv.trace.trace_reader import RecordReader
 
 from .step_record import StepRecord
 
@@ -41,3 +47,19 @@ def step_events(records: Iterable[StepRecord]) -> Iterator[Event]:
 def _counter(one: StepRecord, track: str, counts: Mapping[str, int]) -> dict[str, Any]:
     pid, at = STEPS + one.replica, round(1e6 * one.at)
     return {"ph": "C", "pid": pid, "name": track, "ts": at, "args": dict(counts)}
+
+
+class StepReader(RecordReader[StepRecord]):
+    """The steps of a trace, once each, in the order in which they were written.
+
+    Args:
+        path: what ``TIERED_KV_TRACE`` names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(steps_to_read(path), StepRecord.from_json)
+
+
+def has_steps(path: Path) -> bool:
+    """True if the trace that ``TIERED_KV_TRACE`` names has steps."""
+    return any(True for _ in files_to_read(steps_to_read(path)))
