@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tiered_kv.page_group import PageLayout
 from tiered_kv.testing.conformance.transfer import Bytes, addresses
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 
 CHECK_EVERY = 1000
 MOST_PAGES = 6

@@ -15,9 +15,8 @@ import numpy as np
 
 from tiered_kv.page_group import PageLayout
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.cuda.pinned_memory import pinned
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 MATRIX = 8192
 MATMULS = 100

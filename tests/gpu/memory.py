@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from tiered_kv.page_group import PageLayout
 from tiered_kv.testing.conformance.transfer import Bytes
 from tiered_kv.transfer.base import TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.cuda.pinned_memory import pinned
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 WAYS = ["staged", "runs", "faster"]
 BUFFER_BYTES = 384 << 10

@@ -14,10 +14,9 @@ from tests.gpu.memory import BUFFER_BYTES, NEEDS_CUDA, WAYS, make_backend, pinne
 from tiered_kv.page_group import PageLayout, Placement, Region, page_layout
 from tiered_kv.testing.conformance.transfer import Bytes, TransferConformance, addresses
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
 from tiered_kv.transfer.cuda.pinned_memory import pinned
 from tiered_kv.transfer.cuda.runtime import CudaError, CudaRuntime, cuda_major
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 pytestmark = NEEDS_CUDA
 

@@ -16,8 +16,7 @@ from tiered_kv.testing.conformance.transfer import TransferConformance
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
-from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 
 class TestFaultyTransferWithoutFaults(TransferConformance):

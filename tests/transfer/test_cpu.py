@@ -16,8 +16,7 @@ from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.testing.conformance.transfer import Bytes, TransferConformance
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
-from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 16, 8
 DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]

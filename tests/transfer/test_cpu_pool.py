@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 
 @pytest.mark.parametrize(("slots", "page"), [(1, 1), (3, 4096), (7, 12345), (1000, 24)])

@@ -19,7 +19,7 @@ from tiered_kv.page_group import PageLayout
 
 from .base import CopyJob, CopyResult, Direction, TransferBackend
 from .copy_plan import PageRuns, Pages, check_layouts, page_runs, plan_copies, sort_out
-from .cpu_pool import CpuPool
+from .host_memory import CpuPool
 from .streaming import copy_runs
 
 logger = logging.getLogger(__name__)

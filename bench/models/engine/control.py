@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 
 
 class ZeroedGroup(TransferBackend):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 
 MOST_PAGES = 64
 ROUNDS = 5

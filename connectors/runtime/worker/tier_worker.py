@@ -22,7 +22,7 @@ from tiered_kv.storage.base import PageStore, StoreSite, StoreTier
 from tiered_kv.storage.bundles import Bundles
 from tiered_kv.storage.io_thread import IoThread
 from tiered_kv.tiers import Knowledge
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 
 logger = logging.getLogger(__name__)
 

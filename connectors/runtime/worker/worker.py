@@ -32,7 +32,7 @@ from tiered_kv.orders import (
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 
 from .compressor import ColdLoads, Compressor, make_compressor
 from .cpu_memory import flops_of, make_memory, slots_of, storage_of

@@ -15,8 +15,7 @@ from tiered_kv.bench.models.engine.sources import SourceWatch
 from tiered_kv.bench.models.engine.vram import Snapshot, Vram, arm, digests, unlike, watch
 from tiered_kv.page_group import KvKind, KvReach
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 torch = pytest.importorskip("torch")
 

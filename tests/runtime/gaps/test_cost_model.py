@@ -26,8 +26,7 @@ from tiered_kv.policies.pricing.estimators import PRICE
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.cpu import CpuTransfer
-from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 JOB = {"job_id": "j"}
 

@@ -24,7 +24,7 @@ from tests.transfer.memory_file.made_memory import (
 )
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import BLOCK
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 from tiered_kv.transfer.memory_file import found_file
 from tiered_kv.transfer.memory_file.late_copies import REST_S
 from tiered_kv.transfer.memory_file.memory_format import MAGIC

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
-from tiered_kv.transfer.cpu_pool import CpuPool
-from tiered_kv.transfer.host_memory import AnonymousMemory
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 Bytes = NDArray[np.uint8]
 

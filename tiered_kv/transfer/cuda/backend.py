@@ -34,7 +34,7 @@ import torch
 from tiered_kv.page_group import PageLayout
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.copy_plan import Pages, check_layouts, page_runs, plan_copies, sort_out
-from tiered_kv.transfer.cpu_pool import CpuPool
+from tiered_kv.transfer.host_memory import CpuPool
 
 from .copy_engines import CopyEngines
 from .runtime import CudaRuntime, cuda_major
