@@ -14,7 +14,6 @@ from tiered_kv.connectors.runtime.worker.lasting_pages import adopt_bundles
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.bundles import Bundles
-from tiered_kv.transfer.memory_file.bundle_note import pack_note, parse_note
 from tiered_kv.transfer.memory_file.memory_format import (
     ENTRY_BYTES,
     OWNER_AT,
@@ -28,6 +27,7 @@ from tiered_kv.transfer.memory_file.memory_format import (
     parse_slot_header,
 )
 from tiered_kv.transfer.memory_file.opening import open_memory
+from tiered_kv.transfer.memory_file.slot_table import pack_note, parse_note
 
 SLOTS, PAGE = 32, FORMAT.page_bytes
 GEOMETRY = Geometry(FINGERPRINT, rank=1, ranks=2, replica=0, slots=SLOTS, slot_bytes=PAGE)

@@ -10,8 +10,8 @@ import typer
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.transfer.memory_file.found_file import delete_memory
 from tiered_kv.transfer.memory_file.memory_files import MemoryFile, list_memory
+from tiered_kv.transfer.memory_file.opening import delete_memory
 
 from .terminal import (
     AsJson,

@@ -25,7 +25,7 @@ from tiered_kv.orders import (
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
-from tiered_kv.transfer.memory_file.agreement import agreed, agreed_bundles
+from tiered_kv.transfer.memory_file.validation import agreed, agreed_bundles
 
 from .cpu_compression import Compression
 from .pieces import RestorePieces

@@ -27,11 +27,10 @@ from tiered_kv.machine import usable_cores
 from tiered_kv.messages import AdoptedBundle, AdoptedPages, Orders
 from tiered_kv.orders import OrderId, PackOrder, PromoteOrder, SaveOrder
 from tiered_kv.storage.bundles import NO_NOTE, Bundle, Bundles, Note
-from tiered_kv.transfer.memory_file.bundle_note import BundleNote, NotedPage, note_bytes
-from tiered_kv.transfer.memory_file.found_file import memory_path
 from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
 from tiered_kv.transfer.memory_file.memory_format import Geometry, SlotHeader, contents_of
-from tiered_kv.transfer.memory_file.opening import open_memory
+from tiered_kv.transfer.memory_file.opening import memory_path, open_memory
+from tiered_kv.transfer.memory_file.slot_table import BundleNote, NotedPage, note_bytes
 from tiered_kv.transfer.memory_file.validation import LandedPage, Validation
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from tests.transfer.memory_file.made_memory import key_of
 from tiered_kv.messages import AdoptedBundle, AdoptedPages
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.transfer.memory_file.agreement import agreed, agreed_bundles
+from tiered_kv.transfer.memory_file.validation import agreed, agreed_bundles
 
 
 def bundle(slots: tuple[int, ...], *names: int, saved: int = 0) -> AdoptedBundle:

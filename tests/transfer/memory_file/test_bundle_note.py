@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.bundles import Record
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.transfer.memory_file.bundle_note import (
+from tiered_kv.transfer.memory_file.memory_format import MAX_KEY_BYTES
+from tiered_kv.transfer.memory_file.slot_table import (
     BundleNote,
     NotedPage,
     note_bytes,
     pack_note,
     parse_note,
 )
-from tiered_kv.transfer.memory_file.memory_format import MAX_KEY_BYTES
 
 SLOT = 1 << 16
 

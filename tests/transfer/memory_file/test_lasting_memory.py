@@ -24,7 +24,6 @@ from tests.transfer.memory_file.made_memory import (
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedPages
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.transfer.memory_file.agreement import agreed
 from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
 from tiered_kv.transfer.memory_file.memory_format import (
     MAGIC,
@@ -38,7 +37,7 @@ from tiered_kv.transfer.memory_file.memory_format import (
     parse_file_header,
     parse_slot_header,
 )
-from tiered_kv.transfer.memory_file.validation import LandedPage, Validation
+from tiered_kv.transfer.memory_file.validation import LandedPage, Validation, agreed
 
 
 @pytest.fixture

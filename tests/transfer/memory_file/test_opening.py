@@ -25,8 +25,8 @@ from tests.transfer.memory_file.made_memory import (
 from tiered_kv.errors import ConfigError
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.transfer.host_memory import CpuPool
-from tiered_kv.transfer.memory_file import found_file
-from tiered_kv.transfer.memory_file.late_copies import REST_S
+from tiered_kv.transfer.memory_file import opening
+from tiered_kv.transfer.memory_file.lasting_memory import REST_S
 from tiered_kv.transfer.memory_file.memory_format import MAGIC
 from tiered_kv.transfer.memory_file.opening import open_memory
 
@@ -101,7 +101,7 @@ def test_a_foreign_file_stays_and_the_start_is_refused(folder: Path, content: by
 def test_a_foreign_file_that_begins_with_zeros_stays_where_blocks_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(found_file, "block_of", lambda fd: 2 << 20)  # as on hugetlbfs
+    monkeypatch.setattr(opening, "block_of", lambda fd: 2 << 20)  # as on hugetlbfs
     (tmp_path / NAME).write_bytes(bytes(BLOCK) + b"a diary")
     with pytest.raises(ConfigError, match="no memory file of tiered-kv: remove it"):
         open_in(tmp_path)

@@ -19,8 +19,8 @@ from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.store.locks import is_locked
 
 from .file_lock import SETTING, parse_owner
-from .found_file import FILE_NAME, header_of
 from .memory_format import ENTRY_BYTES, FileHeader, ForeignError
+from .opening import FILE_NAME, header_of
 from .slot_table import SlotTable
 
 
