@@ -12,7 +12,7 @@ SPECULATED_STATES = (
     "remove --speculative-config. To keep it, remove --kv-transfer-config and add "
     "--no-enable-prefix-caching."
 )
-"""What to do about speculative decoding with prefix caching of states (Mamba, linear attention)."""
+"""Advice on speculative decoding with prefix caching of states (Mamba, linear attention)."""
 
 
 def parse_version(version: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What earlier versions saved of a policy is still read: a user's files outlive the program."""
+"""Policy files of earlier versions are still read: a user's files outlive the program."""
 
 from __future__ import annotations
 

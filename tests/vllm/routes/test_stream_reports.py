@@ -246,7 +246,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
 
 
 def outputs(params: dict[str, Any] | None) -> Sequence[RequestOutput]:
-    """What vLLM's engine client gives for an answer of two tokens."""
+    """Outputs of vLLM's engine client for an answer of two tokens."""
 
     def output(text: str, token: int, finish: str | None) -> RequestOutput:
         one = CompletionOutput(0, text, [token], None, None, finish_reason=finish)
