@@ -20,7 +20,6 @@ from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.policies.cache.promotion import bandwidth_after_refusal, is_stalled
 from tiered_kv.tiers import Knowledge, StoreId, TierSpec
 
 from .demotion import (
@@ -59,6 +58,11 @@ def event_names(*, shared: bool) -> Mapping[str, str]:
 
 logger = logging.getLogger(__name__)
 
+STALLED_S = 5.0
+"""Seconds after which an order that a turn no longer waits for stops further ones: the store
+does not answer, and each would keep CPU slots reserved."""
+FORGIVEN = 1.1
+"""Factor of the measured bandwidth for each promotion that was refused for want of it."""
 NOW = 0.0
 """Due at once, on any machine's clock."""
 MOST_LOOKED_AT = 4096
@@ -195,7 +199,7 @@ class LowerTier:
         if not self._given_up:
             return True
         self._given_up = {o: at for o, at in self._given_up.items() if self._book.under_way(o)}
-        return not any(is_stalled(now - at) for at in self._given_up.values())
+        return all(now - at < STALLED_S for at in self._given_up.values())
 
     def give_up(self, order_id: OrderId) -> None:
         """Note that no turn waits for the order any longer."""
@@ -246,9 +250,10 @@ class LowerTier:
         self._expedited.append(order_id)
 
     def refused(self) -> None:
-        """Forget a little of the measured bandwidth: a promotion was refused for want of it."""
+        """Forget a little of the measured bandwidth: a promotion was refused for want of it, and
+        no further measurement comes of that."""
         known, expected = self.pages.bandwidth, self._expected_bandwidth
-        self.pages.bandwidth = bandwidth_after_refusal(known, expected)
+        self.pages.bandwidth = max(known, min(FORGIVEN * known, expected))
 
     # -- down ---------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ from tiered_kv.policies.base import (
     TurnPolicy,
     job_scope,
 )
-from tiered_kv.policies.cache.promotion import IDLE_AHEAD_S
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.policies.pins.release_order import pin_value, provisional_s, was_to_stay
@@ -254,6 +253,10 @@ class KvPlacement:
             self._order.on_job_ended(job)
             gap = self._gaps[job]
             gap.pages, gap.sketch, gap.save, gap.saved = (), PrefixSketch(), None, False
+
+
+IDLE_AHEAD_S = 3600.0
+"""An engine that falls idle promotes what is due in this time: no hook may run until then."""
 
 
 class Arrival(NamedTuple):

@@ -15,10 +15,16 @@ from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.policies.cache.promotion import piece_pages, room_for_pieces
 from tiered_kv.tiers import StoreId
 
 from .restores import Restores
+
+PIECES_SHARE = 4
+"""One slot in this many may be in use by restores in pieces."""
+PIECE_BYTES = 64 << 20
+"""Size of a piece of such a restore, bytes, or half of their slots if that is less. A disk reaches
+its speed with it, and the copy of the last piece, which overlaps with nothing, takes a few
+milliseconds."""
 
 
 @dataclass(slots=True)
@@ -184,15 +190,20 @@ class RestorePieces:
     def _order_more(self, restore: _Restore) -> None:
         """Order pages up, as far as there is room."""
         while restore.rest:
-            room = room_for_pieces(self._index.num_slots) - self._slots
+            room = self._room() - self._slots
             if room <= 0 or not self._order_piece(restore, room):
                 return
+
+    def _room(self) -> int:
+        """Slots that restores in pieces may use together."""
+        return max(1, self._index.num_slots // PIECES_SHARE)
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:
         """Order the next piece up, of at most ``room`` pages; False if there are no slots."""
         turn, rest, known = restore.turn, restore.rest, self._index.known
         group = rest[0].group
-        most = min(room, piece_pages(self._book.page_bytes[group], self._index.num_slots))
+        whole = min(PIECE_BYTES // self._book.page_bytes[group], self._room() // 2)
+        most = min(room, max(1, whole))
         pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
         found = self._sources.by_tier(page.key for page in pages if not known(page.key))
         ordered = set[PageKey]()

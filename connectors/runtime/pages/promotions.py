@@ -7,6 +7,7 @@ are let in, each from the fastest tier that has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
@@ -17,21 +18,59 @@ from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.policies.cache.promotion import (
-    LOOK_EVERY_S,
-    Promotion,
-    pages_without,
-    room_ahead,
-    room_for_turns,
-    slowest_store,
-    waits_for_slots,
-    worth_promoting,
-)
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.tiers import StoreId
 
 from .hits import HitFinder, run_of
 from .lookups import LOOKUPS, Lookups
+
+UNKNOWN_WAIT_S = 10.0
+"""Longest wait if the time to compute the tokens is unknown."""
+LOOK_EVERY_S = 0.1
+"""Seconds between two searches for pages that a waiting turn lacks, while none of them arrives."""
+TURNS_SHARE = 2
+"""One slot in this many may be reserved for turns that have arrived: the others are for saves."""
+AHEAD_SHARE = 4
+"""One slot in this many may be reserved for promotions that are not due yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Costs of a promotion that is about to be ordered.
+
+    Attributes:
+        promote_s: seconds until its pages are in CPU memory, queue included.
+        recompute_s: seconds to compute their tokens instead; 0 if unknown.
+    """
+
+    promote_s: float
+    recompute_s: float
+
+    @property
+    def worth_it(self) -> bool:
+        """True unless computing is faster."""
+        return not 0 < self.recompute_s < self.promote_s
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds after which the turn computes its tokens instead, from when VRAM has room for it:
+        before that it waits anyway.
+
+        It is the time that computing takes. So whatever the disk does, the turn needs at most
+        twice that (the ski-rental bound of 2).
+        """
+        return self.recompute_s or UNKNOWN_WAIT_S
+
+    def waits_for_slots(self, *, mine: int, others: int, left_s: float | None) -> bool:
+        """True if a turn waits for slots rather than promote only a part of its pages. A turn with
+        promoted pages never does: two would wait for each other.
+
+        Args:
+            mine: pages that were promoted for the turn, or are being promoted.
+            others: the same for other turns: their slots are given back.
+            left_s: seconds that are left of its longest wait; None if that has not begun.
+        """
+        return others > 0 and not mine and (left_s is None or self.promote_s <= left_s)
 
 
 class TokensBelow(NamedTuple):
@@ -102,10 +141,10 @@ class Promotions:
             return
         if state.longest_wait_s is None:
             state.longest_wait_s = promotion.longest_wait_s
-        room = room_for_turns(self._index.num_slots, self._unclaimed)
+        room = self._room_for_turns()
         if len(wanted) > room:
             mine, others = len(state.keys), self._of_others(turn)
-            if waits_for_slots(promotion, mine=mine, others=others, left_s=state.left_s(now)):
+            if promotion.waits_for_slots(mine=mine, others=others, left_s=state.left_s(now)):
                 state.behind = others
                 return
             state.in_pieces = True
@@ -128,9 +167,10 @@ class Promotions:
         are none to order, or no slots."""
         index, book = self._index, self._book
         if due > self._clock():
-            room = room_ahead(index.num_slots, index.free_slots, book.ahead())
+            # No turn can use their slots until then, so nothing is evicted for them.
+            room = min(index.free_slots, index.num_slots // AHEAD_SHARE - book.ahead())
         else:
-            room = room_for_turns(index.num_slots, self._unclaimed)
+            room = self._room_for_turns()
         if room <= 0:
             return 0
         ordered = 0
@@ -139,6 +179,10 @@ class Promotions:
             ordered += len(order.keys) if order is not None else 0
         self._counters.add("pages_promoted_ahead", ordered)
         return ordered
+
+    def _room_for_turns(self) -> int:
+        """Pages that may be promoted for turns that have arrived."""
+        return max(1, self._index.num_slots // TURNS_SHARE) - self._unclaimed
 
     def _worth_it(
         self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit, *, last: bool
@@ -165,12 +209,13 @@ class Promotions:
                 # An estimate is no reason to leave pages where they are.
                 recompute_s=prefill.seconds(behind, tokens) if prefill.measured else 0.0,
             )
-            if worth_promoting(promotion):
+            if promotion.worth_it:
                 return promotion, fresh
-            slowest = slowest_store(seconds)
+            slowest = max(seconds, key=seconds.__getitem__)
             if last:
                 self._tiers[slowest].refused()
-            kept = pages_without(slowest, wanted, fresh)
+            # A page is of no use without all before it. Without fresh ones, all are on their way.
+            kept = wanted.index(fresh[slowest][0]) if slowest in fresh else 0
             tokens = tokens * kept // len(wanted)
             del wanted[kept:]
         return None, {}

@@ -12,6 +12,7 @@ from tests.runtime.conftest import MakeRig
 from tests.runtime.pages import shared_store
 from tests.runtime.pages.shared_store import SHARED, Place
 from tests.runtime.pages.test_lower_tiers import CONTEXT, push_out, tiers
+from tiered_kv.connectors.runtime.below.lower_tier import STALLED_S
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderReport
@@ -20,7 +21,6 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.policies.cache.promotion import STALLED_S
 from tiered_kv.testing.checked_kv import expected
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import SSD, StoreId

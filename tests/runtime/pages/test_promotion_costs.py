@@ -1,0 +1,41 @@
+"""Costs of a promotion: it is made if it is faster than computing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiered_kv.connectors.runtime.pages.promotions import UNKNOWN_WAIT_S, Promotion
+
+
+@pytest.mark.parametrize(
+    ("promote_s", "recompute_s", "worth"),
+    [(0.1, 2.0, True), (2.0, 0.1, False), (1.0, 1.0, True), (5.0, 0.0, True)],
+    ids=["faster", "slower", "as fast", "nobody knows"],
+)
+def test_a_promotion_slower_than_computing_is_not_made(
+    promote_s: float, recompute_s: float, worth: bool
+) -> None:
+    assert Promotion(promote_s, recompute_s).worth_it is worth
+
+
+def test_nobody_waits_longer_than_computing_would_take() -> None:
+    assert Promotion(0.1, 2.0).longest_wait_s == 2.0
+    assert Promotion(0.1, 0.0).longest_wait_s == UNKNOWN_WAIT_S
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "left_s", "waits"),
+    [
+        (0, 5, None, True),
+        (0, 5, 0.5, True),
+        (0, 5, 0.4, False),
+        (0, 0, None, False),
+        (1, 5, None, False),
+    ],
+    ids=["nothing is lost yet", "in time", "too late", "nobody gives any back", "it has some"],
+)
+def test_a_turn_waits_for_slots_that_others_give_back(
+    mine: int, others: int, left_s: float | None, waits: bool
+) -> None:
+    promotion = Promotion(0.5, 2.0)
+    assert promotion.waits_for_slots(mine=mine, others=others, left_s=left_s) is waits
