@@ -1,9 +1,8 @@
 """The contract tests again, on the other versions of vLLM that we support.
 
 ``scripts/test`` unpacks them next to the environment; each runs in a process of its own. vLLM 0.33
-has no CPU build: its Python sources run on the compiled modules of the environment's vLLM. That is
-enough for the scheduler, the KV cache managers, the connector interfaces and the API server's own
-code, and not for an engine with a model.
+has no CPU build: its Python sources run on the compiled modules of the environment's vLLM. That
+runs schedulers, KV cache managers, servers and the models below.
 """
 
 from __future__ import annotations
@@ -49,6 +48,10 @@ NEWEST = [
 """Also on 0.33, most of them since what they are about is new there."""
 
 
+ENGINES = ["e2e/test_models.py", "e2e/served/test_server.py", "e2e/served/test_streams.py"]
+"""On 0.33: tiny models, and a server of a real one."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "names"),
@@ -56,6 +59,17 @@ NEWEST = [
     ids=["0.30", "0.31", "0.33"],
 )
 def test_the_contract_holds_on_other_versions(version: str, names: list[str]) -> None:
+    run_tests(version, names)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_engines_and_servers_run_on_the_newest_version() -> None:
+    run_tests("0.33.0", ENGINES)
+
+
+def run_tests(version: str, names: list[str]) -> None:
+    """Run tests on a version of vLLM, in a process of its own."""
     if (ROOT / ".venv" / ".tiered-kv-kind").read_text().strip() != "cpu":
         pytest.skip("the environment is the system's: only its own vLLM is tested")
     other = ROOT / ".venv" / "other" / f"vllm-{version}"
