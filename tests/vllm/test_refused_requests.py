@@ -55,7 +55,7 @@ class Core(EngineCoreProc):
 
 
 def away(rig: Rig) -> Any:
-    """Records of the job while it is between turns."""
+    """Facts about the job while it is between turns."""
     job, gap = rig.gaps.manager.jobs.get(KEY), rig.gaps.manager.open[KEY]
     assert job is not None
     return rig.pins.look(KEY), gap.since, job.turns, set(job.running), job.started_at
