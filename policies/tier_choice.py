@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from tiered_kv.policies.forecast.gap_model import GapModel
 from tiered_kv.policies.pricing.pin_value import best_wait, gap_class
 
 from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
-
-if TYPE_CHECKING:
-    from tiered_kv.policies.forecast.gap_model import GapModel
 
 BACK_BEFORE = 0.25
 """q̂: share of the returns before which KV below CPU memory is up again. Gaps have long tails.
@@ -77,11 +75,7 @@ class Occupancy:
     reads_tools: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        # Imports numba, whose library vLLM 0.32 stumbles over if it is there when a CPU worker
-        # starts. A policy is made after that, but this module is imported before.
-        from tiered_kv.policies.forecast.gap_model import GapModel
-
-        self.model: GapModel = GapModel()
+        self.model = GapModel()
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return unpriced(turn) or choose(turn, self.model.forecast(turn), costs)
@@ -90,7 +84,7 @@ class Occupancy:
         self.model.observe(turn, gap_s, ended=ended)
 
     def refit(self) -> None:
-        self.model.refit()
+        pass
 
     def dump(self) -> dict[str, object]:
         return self.model.dump()

@@ -1,8 +1,13 @@
-"""Forecast of the gap after a turn: by its tool, then corrected for its job and for the moment.
+"""Forecast of the gap after a turn: by its tool, then corrected for the job's own earlier gaps.
 
-The constants of this module, ``job_history`` and ``rank_trees`` were
-chosen by cross-validation over recorded coding-agent sessions: see docs/benchmarks.md. The results
-hardly change with any of them.
+The correction multiplies the probability of each cell by exp(s(rank)), then normalises
+(exponential tilting). s is piecewise linear in the rank of the cell and linear in the job's
+history. As s depends on ranks and not on seconds, a correction learned with one tool holds for
+another. It is learned online: AdaGrad (Duchi, Hazan & Singer, 2011) on the log loss of every gap,
+which is convex.
+
+The constants of this module and of ``job_history`` were chosen by cross-validation over recorded
+coding-agent sessions: see docs/benchmarks.md. The results hardly change with any of them.
 """
 
 from __future__ import annotations
@@ -16,57 +21,52 @@ from numpy.typing import NDArray
 from tiered_kv.policies.base import TurnEnd
 from tiered_kv.policies.distribution import CELLS, Forecast, cell_of
 
-from .history_correction import HistoryCorrection, features_of
-from .job_history import JobHistory
-from .rank_trees import RankTrees
-from .ranks import at_knots, ranks_of
-from .saved_state import check_version, entry
+from .job_history import JobHistory, Past
+from .ranks import KNOTS, at_knots, ranks_of, tilted
+from .saved_state import check_version, entry, numbers
 from .tool_hierarchy import ToolHierarchy
 
 Array = NDArray[np.float64]
 
 VERSION = 2
-"""Version of the saved state. The grid, the rank knots and the features are part of it."""
+"""Version of the saved state. The grid and the rank knots are part of it."""
+TRUST = 0.5
+"""Initial exponent of each of the two views of the job's history: their geometric mean."""
+RATE = 0.05
+"""Step size of AdaGrad."""
+CAUTION = 1.0
+"""Initial sum of squared gradients, so that the first steps are not the largest."""
 
 
 class GapModel:
-    """Forecast that learns from every gap. Not thread-safe, except for ``refit``."""
+    """Forecast that learns from every gap. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tools = ToolHierarchy()
         self._jobs = JobHistory()
         self._correction = HistoryCorrection()
-        self._trees = RankTrees()
 
     def forecast(self, turn: TurnEnd) -> Forecast:
         """Forecast the gap after a turn. Does not mutate."""
-        past = self._jobs.past(turn)
-        masses = self._correction.corrected(self._tools.forecast(turn.tool), features_of(past))
-        return Forecast.of_masses(self._trees.corrected(masses, past.moments.features(turn)))
+        features = features_of(self._jobs.past(turn))
+        return Forecast.of_masses(
+            self._correction.corrected(self._tools.forecast(turn.tool), features)
+        )
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         """Learn from a gap, as in ``TurnPolicy.observe``. Impossible gaps are ignored."""
         if not 0 <= gap_s < math.inf:
             return
-        past = self._jobs.past(turn)
-        masses, features = self._tools.forecast(turn.tool), features_of(past)
+        masses, features = self._tools.forecast(turn.tool), features_of(self._jobs.past(turn))
         corrected = self._correction.corrected(masses, features)
-        moment = past.moments.features(turn)
         if ended:
             cells = np.zeros(CELLS)
             cells[cell_of(gap_s)] = 1.0
         else:
-            forecast = Forecast.of_masses(self._trees.corrected(corrected, moment))
-            cells = forecast.after(gap_s).masses
+            cells = Forecast.of_masses(corrected).after(gap_s).masses
         self._correction.observe(masses, features, cells - corrected)
-        self._trees.observe(corrected, moment, cells)
-        self._jobs.observe(turn, gap_s, at_knots(ranks_of(masses), cells))
+        self._jobs.observe(turn, at_knots(ranks_of(masses), cells))
         self._tools.observe(turn.tool, cells)
-
-    def refit(self) -> bool:
-        """Regrow the trees; returns False if they did not change. May run on another thread,
-        while other calls run."""
-        return self._trees.refit()
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON, without the history of single jobs."""
@@ -74,7 +74,6 @@ class GapModel:
             "version": VERSION,
             "tools": self._tools.dump(),
             "tilt": self._correction.dump(),
-            "trees": self._trees.dump(),
         }
 
     def load(self, learned: Mapping[str, object]) -> None:
@@ -86,5 +85,52 @@ class GapModel:
         check_version(learned, VERSION)
         tools = ToolHierarchy.loaded(entry(learned, "tools"))
         correction = HistoryCorrection.loaded(entry(learned, "tilt"))
-        trees = RankTrees.loaded(entry(learned, "trees"))
-        self._tools, self._correction, self._trees = tools, correction, trees
+        self._tools, self._correction = tools, correction
+
+
+def features_of(past: Past) -> Array:
+    """Features of a job's history: 1, and its two views. Shape (features,)."""
+    return np.concatenate([_ONE, past.recent, past.similar])
+
+
+_ONE = np.ones(1)
+
+
+class HistoryCorrection:
+    """The correction and its online learning. Not thread-safe."""
+
+    def __init__(self) -> None:
+        eye = TRUST * np.eye(len(KNOTS))
+        self.weights: Array = np.vstack([np.zeros((1, len(KNOTS))), eye, eye])
+        self.squares: Array = np.full_like(self.weights, CAUTION)
+
+    def corrected(self, masses: Array, features: Array) -> Array:
+        """Return the corrected probability of each cell. Does not mutate. Shape (cells,)."""
+        return tilted(masses, features @ self.weights)
+
+    def observe(self, masses: Array, features: Array, missed: Array) -> None:
+        """Learn from a gap after a turn with these features.
+
+        Args:
+            masses: the forecast by tool alone, which was corrected.
+            missed: the observed probability of each cell minus the corrected forecast's.
+        """
+        gradient = np.outer(features, at_knots(ranks_of(masses), missed))
+        self.squares += gradient * gradient
+        self.weights += RATE * gradient / np.sqrt(self.squares)
+
+    def dump(self) -> dict[str, object]:
+        """Return the learned state as JSON."""
+        return {"weights": self.weights.tolist(), "squares": self.squares.tolist()}
+
+    @classmethod
+    def loaded(cls, saved: object) -> HistoryCorrection:
+        """Build from what ``dump`` returned.
+
+        Raises:
+            ValueError: the state is malformed.
+        """
+        made = cls()
+        made.weights = numbers(entry(saved, "weights"), *made.weights.shape)
+        made.squares = numbers(entry(saved, "squares"), *made.squares.shape, least=1e-6)
+        return made

@@ -1,4 +1,4 @@
-"""Rank of a gap in its forecast: 0 is as early as was thought possible, 1 as late.
+"""Rank of a gap in its forecast: 0 is the earliest return that was thought possible, 1 the latest.
 
 Ranks (the probability integral transform) make the gaps of an `ls` and of a test suite comparable:
 a job whose tools are all slow has high ranks, whatever it runs.
@@ -7,10 +7,7 @@ a job whose tools are all slow has high ranks, whatever it runs.
 from __future__ import annotations
 
 import numpy as np
-from numba import float64  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-
-from .compiled import array, compiled
 
 Array = NDArray[np.float64]
 
@@ -30,7 +27,7 @@ def ranks_of(masses: Array) -> Array:
 
 
 def at_knots(ranks: Array, weights: Array) -> Array:
-    """Distribute weighted ranks over the two knots beside each. Shape (knots,)."""
+    """Distribute weighted ranks over the two neighbouring knots. Shape (knots,)."""
     low = np.clip(np.searchsorted(KNOTS, ranks, "right") - 1, 0, len(KNOTS) - 2)
     upper = weights * (ranks - KNOTS[low]) / _STEPS[low]
     shared = np.zeros(len(KNOTS))
@@ -39,22 +36,12 @@ def at_knots(ranks: Array, weights: Array) -> Array:
     return shared
 
 
-@compiled(array(float64, 1, written=True), array(float64, 1), array(float64, 1))
 def tilted(masses: Array, heights: Array) -> Array:
     """Multiply the probability of each cell by exp(s), s linear in its rank between the knots, and
     normalise. ``heights``: s at each knot. Shape (cells,)."""
-    made = np.empty_like(masses)
-    top = heights.max()
-    below = total = 0.0
-    knot = 0
-    for i in range(len(masses)):
-        rank = below + masses[i] / 2
-        below += masses[i]
-        while knot < len(KNOTS) - 2 and KNOTS[knot + 1] <= rank:
-            knot += 1
-        share = min((rank - KNOTS[knot]) / (KNOTS[knot + 1] - KNOTS[knot]), 1.0)
-        height = heights[knot] + share * (heights[knot + 1] - heights[knot])
-        made[i] = masses[i] * np.exp(height - top)
-        total += made[i]
-    made /= total
+    made = np.interp(ranks_of(masses), KNOTS, heights)
+    made -= heights.max()
+    np.exp(made, out=made)
+    made *= masses
+    made /= made.sum()
     return made

@@ -19,7 +19,7 @@ LEARNING = {"occupancy": 2300, "contextserve": 600, "continuum": 60, "continuum-
 TOOLS = [("bash", "ls", "ls <path>"), ("bash", "pytest", "pytest <path>"), ("read",), ()]
 
 
-REMOVED = {"occupancy": {"learned"}, "contextserve": {"trees"}}
+REMOVED = {"occupancy": {"learned", "trees"}, "contextserve": {"trees"}}
 """Entries of trees, which later versions neither use nor write."""
 
 

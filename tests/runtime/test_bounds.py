@@ -55,7 +55,6 @@ BOUNDS = {
     "policies.baselines.continuum.MAX_TOOLS": 8,
     "policies.forecast.job_history.MAX_GAPS": 4,
     "policies.forecast.job_history.MAX_JOBS": 16,
-    "policies.forecast.rank_trees.MAX_SAMPLES": 32,
     "policies.forecast.tool_hierarchy.MAX_NODES": 16,
     "policies.jobs.lineage.MAX_JOBS": 12,
     "policies.jobs.lineage.MAX_NEIGHBOURS": 4,

@@ -19,7 +19,7 @@ from tiered_kv.policies.distribution import GRID
 from tiered_kv.policies.forecast import job_history as history
 from tiered_kv.policies.forecast import tool_hierarchy as hierarchy
 from tiered_kv.policies.forecast.gap_model import GapModel
-from tiered_kv.policies.forecast.ranks import EVEN, KNOTS, at_knots
+from tiered_kv.policies.forecast.ranks import EVEN, KNOTS, at_knots, ranks_of, tilted
 
 PYTEST = ToolUse(("bash", "pytest", "pytest <path>"))
 LS = ToolUse(("bash", "ls", "ls <path>"))
@@ -49,6 +49,25 @@ def test_ranks_are_shared_out_between_knots_without_loss(pairs: list[tuple[float
     assert shared @ KNOTS == pytest.approx(weights @ ranks)
     assert (shared >= 0).all()
     assert EVEN.sum() == pytest.approx(1)
+
+
+@given(
+    st.lists(st.floats(1e-9, 1), min_size=2, max_size=40),
+    st.lists(st.floats(-30, 30), min_size=len(KNOTS), max_size=len(KNOTS)),
+    st.floats(-30, 30),
+)
+def test_a_tilt_shifts_odds_by_the_difference_of_heights(
+    weights: list[float], heights: list[float], raised: float
+) -> None:
+    masses = np.array(weights) / sum(weights)
+    made = tilted(masses, np.array(heights))
+    assert made.sum() == pytest.approx(1)
+    assert tilted(masses, np.array(heights) + raised) == pytest.approx(made, rel=1e-6)
+    assert tilted(masses, np.full(len(KNOTS), raised)) == pytest.approx(masses)
+    s = np.interp(ranks_of(masses), KNOTS, heights)
+    likeliest = s.argmax()
+    odds = masses / masses[likeliest] * np.exp(s - s[likeliest])
+    assert made / made[likeliest] == pytest.approx(odds, rel=1e-6)
 
 
 def test_each_tool_takes_its_own_time() -> None:
@@ -255,8 +274,6 @@ def _spoilt() -> list[Any]:
         spoil("tilt", "weights", to=[[0.0]]),
         spoil("tilt", "weights", 0, 0, to=math.inf),
         spoil("tilt", "squares", 0, 0, to=0.0),
-        spoil("trees", to=3),
-        spoil("trees", to={"splits": [[1.0] * 4]}),
     ]
 
 
