@@ -218,10 +218,6 @@ class TurnPolicy(Protocol):
         """Learn from a gap: the job's next turn came ``gap_s`` seconds after this one ended. If
         not ``ended``, it had not come by then and is no longer expected (a right-censored gap)."""
 
-    def refit(self) -> None:
-        """Learn the slow parts from the observations. May run on another thread, beside all
-        other calls."""
-
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON; empty for a policy that never learns."""
 

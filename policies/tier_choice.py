@@ -83,9 +83,6 @@ class Occupancy:
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         self.model.observe(turn, gap_s, ended=ended)
 
-    def refit(self) -> None:
-        pass
-
     def dump(self) -> dict[str, object]:
         return self.model.dump()
 

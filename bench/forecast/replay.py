@@ -98,7 +98,6 @@ def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float,
         for session in fold.learned:
             for gap in session.gaps:
                 policy.observe(gap.turn, gap.gap_s, ended=True)
-        policy.refit()
         for session in fold.tested:
             for gap in session.gaps:
                 if isinstance(policy, Clairvoyant):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered_kv.config import TierConfig
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyUpkeep
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.runtime.gaps.tool_reader import ToolCalls
 from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.pages.base import EvictionRule
@@ -32,7 +32,7 @@ class Dependencies:
         fingerprints: the first parts of page keys; owned.
         prefill_work: work of the model's prefills; None if that is not known.
         policy: chooses where a finished turn's KV waits.
-        policy_state: has ``policy`` learn, and saves it; owned.
+        policy_state: saves what ``policy`` learns; owned.
         notebook: keeps jobs and the ends of turns for the next engine; owned.
         eviction: makes the order in which pages leave CPU memory.
         restore_policy: chooses how a restore is made.
@@ -49,7 +49,7 @@ class Dependencies:
     fingerprints: Fingerprints
     prefill_work: PrefillWork | None
     policy: TurnPolicy
-    policy_state: PolicyUpkeep
+    policy_state: PolicyState
     notebook: NoNotebook
     eviction: EvictionRule
     restore_policy: RestorePolicy

@@ -115,9 +115,6 @@ class ContextServe:
             path = turn.tool.path if turn.tool else ALL
             self.gaps.observe({ALL, path[:1], path}, gap_s)
 
-    def refit(self) -> None:
-        pass
-
     def dump(self) -> dict[str, object]:
         return self.gaps.dump()
 

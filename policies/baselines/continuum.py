@@ -109,9 +109,6 @@ class _OfToolGaps:
         if ended:  # neither variant knows of gaps that never end
             self.gaps.observe({ALL, _tool(turn)}, gap_s)
 
-    def refit(self) -> None:
-        pass
-
     def dump(self) -> dict[str, object]:
         return self.gaps.dump()
 

@@ -16,9 +16,6 @@ class StatelessPolicy:
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         pass
 
-    def refit(self) -> None:
-        pass
-
     def dump(self) -> dict[str, object]:
         return {}
 

@@ -198,9 +198,6 @@ class Watched(Clairvoyant):
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         self.seen.append(f"{turn.job and turn.job.name}{turn.turn}={gap_s:g}")
 
-    def refit(self) -> None:
-        self.seen.append("refit")
-
 
 def test_gaps_are_learned_first_and_tested_as_a_server_meets_them() -> None:
     policies = [Watched(), Watched()]
@@ -208,8 +205,8 @@ def test_gaps_are_learned_first_and_tested_as_a_server_meets_them() -> None:
     c, d = session("c", 5.0, 6.0), session("d", 7.0)
     found = replay(lambda: next(given), [Fold([d], [c]), Fold([c], [d])])
     first, second = policies
-    assert first.seen == ["d1=7", "refit", "c1?", "c1=5", "c2?", "c2=6"]
-    assert second.seen == ["c1=5", "c2=6", "refit", "d1?", "d1=7"]
+    assert first.seen == ["d1=7", "c1?", "c1=5", "c2?", "c2=6"]
+    assert second.seen == ["c1=5", "c2=6", "d1?", "d1=7"]
     assert found[5.0].utilities == [-1.0, -1.0, -1.0], "over the gaps of all folds"
     row = found[5.0].row()
     assert row["accuracy"] == pytest.approx(1 / 3)

@@ -43,9 +43,6 @@ class SwitchedPolicy(TurnPolicy):
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         self.now.observe(turn, gap_s, ended=ended)
 
-    def refit(self) -> None:
-        self.now.refit()
-
     def dump(self) -> dict[str, object]:
         return self.now.dump()
 

@@ -19,6 +19,7 @@ from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import Order, Server
 from tiered_kv.bench.sim.servers.static_batches import StaticBatchScheduler
 from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
 from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages
@@ -34,7 +35,7 @@ from tiered_kv.tiers import SSD, StoreId
 from .lookups import RememberedLookups
 from .machines import Machine
 from .settings import connector_settings
-from .substitutes import BEGIN_S, ChunkedRestore, InlineUpkeep, LeapTimer
+from .substitutes import BEGIN_S, ChunkedRestore, LeapTimer
 from .worker import SimWorker
 
 LONGEST_LEAP = 64
@@ -182,7 +183,7 @@ class Engine:
             found,
             wall=lambda: EPOCH_S + self.now,
             policy=policy,
-            policy_state=InlineUpkeep(policy),
+            policy_state=PolicyState(policy, None, ""),
             notebook=NoNotebook(),
             job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),

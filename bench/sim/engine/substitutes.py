@@ -6,27 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered_kv.connectors.runtime.step_timer import StepTimer
-from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 
 BEGIN_S = 1000.0
 """The clock's begin: connectors may take 0 for never."""
-
-
-class InlineUpkeep:
-    """Refits the policy at once: the same every time, so without a thread. Saves nothing."""
-
-    def __init__(self, policy: TurnPolicy) -> None:
-        self._policy = policy
-        self._tended_at = BEGIN_S
-
-    def refit_if_due(self, now: float) -> None:
-        if now - self._tended_at >= 300.0:
-            self._tended_at = now
-            self._policy.refit()
-
-    def close(self) -> None:
-        pass
 
 
 class LeapTimer(StepTimer):

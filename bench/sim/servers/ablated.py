@@ -50,9 +50,6 @@ class Ablated:
         if self._lacks is not Part.FORECAST:
             self._policy.observe(turn, gap_s, ended=ended)
 
-    def refit(self) -> None:
-        self._policy.refit()
-
     def dump(self) -> dict[str, object]:
         return self._policy.dump()
 

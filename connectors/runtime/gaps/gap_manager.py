@@ -50,7 +50,7 @@ from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
-from .policy_state import PolicyUpkeep
+from .policy_state import PolicyState
 from .tool_reader import ToolCalls
 from .turn_log import TurnLog
 
@@ -279,7 +279,7 @@ class GapManager:
         gate: told of jobs that are not waited for any longer.
         jobs: the jobs that have been seen.
         known: brings jobs back that an engine before this one knew.
-        policy_state: has the policy learn.
+        policy_state: saves what the policy learns.
         clock: monotonic seconds.
 
     Attributes:
@@ -304,7 +304,7 @@ class GapManager:
         tools: ToolCalls,
         jobs: JobTable,
         known: KnownJobs,
-        policy_state: PolicyUpkeep,
+        policy_state: PolicyState,
         log: TurnLog,
         counters: Counters,
         clock: Callable[[], float],
@@ -550,7 +550,7 @@ class GapManager:
             self._bring_back(until=self._clock())
         while (late := self.open.oldest_late(self._clock())) is not None:
             self.give_up(late)
-        self._policy_state.refit_if_due(self._clock())
+        self._policy_state.save_if_due(self._clock())
 
     def on_idle(self) -> None:
         """Order ahead: no request is left, and perhaps no hook runs for long."""

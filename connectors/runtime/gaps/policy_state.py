@@ -1,4 +1,4 @@
-"""A policy's state beside the scheduler's work: refitted to what it saw, saved and loaded."""
+"""A policy's learned state, kept in a file: loaded at start, saved on a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.storage.disk.files import check_owner, open_own
@@ -17,25 +16,13 @@ from tiered_kv.storage.disk.files import check_owner, open_own
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-REFIT_EVERY_S = 300.0
+SAVE_EVERY_S = 300.0
 MAX_BYTES = 64 << 20
 """A larger file is none of ours."""
 
 
-class PolicyUpkeep(Protocol):
-    """Has a policy learn and be saved."""
-
-    def refit_if_due(self, now: float) -> None:
-        """Refit and save the policy, if that was not done for a while. Does not wait."""
-        ...
-
-    def close(self) -> None:
-        """Save what was learned. Idempotent."""
-        ...
-
-
 class PolicyState:
-    """Refits one policy on a thread, and keeps a file of what it learned.
+    """Keeps a file of what one policy learned.
 
     Engines that share the folder each save their own word; the last stays. A file is written
     under another name and then takes its place: a reader finds the old or the new one, whole.
@@ -50,9 +37,9 @@ class PolicyState:
         self._policy = policy
         self._path = None if folder is None else folder / f"policy-{name}.json"
         self._name = name
-        self._refitted_at: float | None = None
+        self._saved_at: float | None = None
         self._failed = False
-        self._refitting: Future[None] | None = None
+        self._saving: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "tiered-kv-policy")
 
     def load(self) -> bool:
@@ -79,50 +66,42 @@ class PolicyState:
             return False
         return True
 
-    def refit_if_due(self, now: float) -> None:
-        """Refit and save the policy, if that was not done for a while. Does not wait."""
-        if self._refitted_at is None:
-            self._refitted_at = now
-        if now - self._refitted_at < REFIT_EVERY_S or (
-            self._refitting and not self._refitting.done()
-        ):
+    def save_if_due(self, now: float) -> None:
+        """Save the policy if the last save was long enough ago. Does not wait."""
+        if self._path is None:
             return
-        self._refitted_at = now
-        self._refitting = self._thread.submit(self._refit, self._policy.dump())
+        if self._saved_at is None:
+            self._saved_at = now
+        if now - self._saved_at < SAVE_EVERY_S or (self._saving and not self._saving.done()):
+            return
+        self._saved_at = now
+        self._saving = self._thread.submit(self._save, self._path, self._policy.dump())
 
     def close(self) -> None:
         """Save and stop the thread. Idempotent."""
-        try:
-            self._thread.submit(self._save, self._policy.dump())
-        except RuntimeError:  # closed before
-            return
+        with contextlib.suppress(RuntimeError):  # closed before
+            if self._path is not None:
+                self._thread.submit(self._save, self._path, self._policy.dump())
         self._thread.shutdown()
 
-    def _refit(self, learned: Mapping[str, object]) -> None:
-        self._save(learned)
-        try:
-            self._policy.refit()
-        except Exception:
-            logger.exception("policy %s could not learn from what it saw", self._name)
-
-    def _save(self, learned: Mapping[str, object]) -> None:
-        if not learned or self._path is None:
+    def _save(self, path: Path, learned: Mapping[str, object]) -> None:
+        if not learned:
             return
         said = {"version": VERSION, "policy": self._name, "learned": learned}
-        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            check_owner(self._path.parent)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            check_owner(path.parent)
             beside.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(open_own(beside, flags), "w", encoding="utf-8") as file:
                 json.dump(said, file)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(self._path)
+            beside.replace(path)
         except (OSError, ValueError, TypeError) as error:
             if not self._failed:
                 self._failed = True
-                logger.warning("what was learned cannot be kept in %s: %s", self._path, error)
+                logger.warning("what was learned cannot be kept in %s: %s", path, error)
             with contextlib.suppress(OSError):
                 beside.unlink()

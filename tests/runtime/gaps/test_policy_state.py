@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import stat
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tiered_kv.connectors.runtime.gaps.policy_state import REFIT_EVERY_S, PolicyState
+from tiered_kv.connectors.runtime.gaps.policy_state import SAVE_EVERY_S, PolicyState
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 
@@ -20,12 +19,7 @@ class Counting(StatelessPolicy):
     """Learns how many gaps there were."""
 
     def __init__(self) -> None:
-        self.gaps = self.refits = 0
-        self.refitted = threading.Event()
-
-    def refit(self) -> None:
-        self.refits += 1
-        self.refitted.set()
+        self.gaps = 0
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.CPU)
@@ -73,43 +67,26 @@ def test_each_policy_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 7
 
 
-def test_it_is_saved_now_and_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("after_s", "saved"), [(SAVE_EVERY_S - 1, None), (SAVE_EVERY_S, 3)])
+def test_it_is_saved_now_and_then(
+    after_s: float, saved: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = learned(3)
     keeper = PolicyState(policy, tmp_path, "counting")
-    keeper.refit_if_due(now=1000.0)
-    keeper.refit_if_due(now=999.0 + REFIT_EVERY_S)
-    assert list(tmp_path.iterdir()) == []
-    keeper.refit_if_due(now=1000.0 + REFIT_EVERY_S)
-    assert policy.refitted.wait(300)
-    assert loaded(tmp_path) == 3
+    keeper.save_if_due(now=1000.0)
+    keeper.save_if_due(now=1000.0 + after_s)
+    monkeypatch.setattr(policy, "dump", dict)  # so that closing has nothing to save
     keeper.close()
-    assert policy.refits == 1
+    assert loaded(tmp_path) == saved
 
 
-def test_without_a_folder_a_policy_learns_and_is_not_kept(tmp_path: Path) -> None:
-    policy = learned(3)
-    keeper = PolicyState(policy, None, "counting")
+def test_without_a_folder_a_policy_is_not_kept(tmp_path: Path) -> None:
+    keeper = PolicyState(learned(3), None, "counting")
     assert not keeper.load()
     for n in range(2):
-        keeper.refit_if_due(now=n * 2 * REFIT_EVERY_S)
+        keeper.save_if_due(now=n * 2 * SAVE_EVERY_S)
     keeper.close()
-    assert policy.refits == 1
-
-
-def test_a_policy_that_cannot_learn_is_kept_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(Counting):
-        def refit(self) -> None:
-            raise RuntimeError("injected")
-
-    keeper = PolicyState(Broken(), tmp_path, "counting")
-    with caplog.at_level(logging.ERROR):
-        for n in range(2):
-            keeper.refit_if_due(now=n * 2 * REFIT_EVERY_S)
-        keeper.close()
-    assert "could not learn" in caplog.text
-    assert loaded(tmp_path) == 0
+    assert loaded(tmp_path) is None
 
 
 GOOD: dict[str, object] = {"version": 1, "policy": "counting", "learned": {"gaps": 7}}
@@ -155,7 +132,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
     keeper = PolicyState(learned(1), tmp_path / "file", "counting")
     with caplog.at_level(logging.WARNING):
         for n in range(3):
-            keeper.refit_if_due(now=n * 2 * REFIT_EVERY_S)
+            keeper.save_if_due(now=n * 2 * SAVE_EVERY_S)
         keeper.close()
     assert sum("cannot be kept" in record.message for record in caplog.records) == 1
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -146,7 +145,6 @@ class PolicyConformance:
         policy = self.make()
         for turn, gap_s, ended in itertools.product(turns(), ODD_GAPS_S, (True, False)):
             policy.observe(turn, gap_s, ended=ended)
-        policy.refit()
         for turn in turns():
             check(policy.decide(turn, COSTS), turn, COSTS)
 
@@ -158,8 +156,6 @@ class PolicyConformance:
 
     def test_who_was_told_the_same_decides_the_same(self) -> None:
         one, other = self.make(told=True), self.make(told=True)
-        one.refit()
-        other.refit()
         assert self._decisions(one) == self._decisions(other)
 
     def test_two_policies_share_nothing(self) -> None:
@@ -171,7 +167,6 @@ class PolicyConformance:
     @pytest.mark.parametrize("told", [False, True])
     def test_what_it_learned_survives_a_restart(self, told: bool) -> None:
         policy, other = self.make(told=told), self.make()
-        policy.refit()
         other.load(json.loads(json.dumps(policy.dump())))
         assert other.dump() == policy.dump()
         # Of a job's own past nothing is kept: another job tells.
@@ -201,20 +196,3 @@ class PolicyConformance:
                 fresh.load({**before, key: value})
             for turn in turns():
                 check(fresh.decide(turn, COSTS), turn, COSTS)
-
-    def test_it_may_learn_on_another_thread(self) -> None:
-        policy = self.make(told=True)
-        failed: list[BaseException] = []
-
-        def refit() -> None:
-            try:
-                policy.refit()
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=refit)
-        thread.start()
-        self._tell(policy, random.Random(2))
-        self._decisions(policy)
-        thread.join()
-        assert not failed

@@ -50,7 +50,6 @@ def test_without_a_forecast_no_tool_and_no_gap_makes_a_difference() -> None:
     first = ablated.decide(turn(SHORT), DEAR)
     for _ in range(50):
         ablated.observe(turn(LONG), 500.0, ended=True)
-    ablated.refit()
     assert ablated.decide(turn(SHORT), DEAR) == first
     assert ablated.decide(turn(LONG), DEAR) == first
     assert Occupancy().decide(turn(LONG), DEAR) != first
@@ -61,7 +60,6 @@ def test_what_is_left_still_learns() -> None:
     for policy in (whole, ablated):
         for _ in range(20):
             policy.observe(turn(None), 90.0, ended=True)
-        policy.refit()
     assert ablated.dump() == whole.dump()
     again = Ablated(Occupancy(), Part.PINS)
     again.load(ablated.dump())
