@@ -274,7 +274,7 @@ def _pins(table: TurnTable) -> dict[str, Pins]:
 
 
 def _promotions(table: TurnTable) -> Promotions:
-    pages = int(table["pages.cpu_index"].sum() + table["pages.ahead"].sum())
+    pages = int(table["pages.promoted"].sum() + table["pages.ahead"].sum())
     used = int(table["pages.used"].sum())
     waste = _share(pages - min(used, pages), pages)
     return Promotions(pages, int(table["pages.promoted_bytes"].sum()), used, waste)

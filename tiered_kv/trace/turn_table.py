@@ -42,7 +42,7 @@ _NUMBERS = {
     "decision.recompute_s": "f",
     "decision.vram_price": "f",
     "pin.held_s": "f",
-    "pages.cpu_index": "q",
+    "pages.promoted": "q",
     "pages.promoted_bytes": "d",
     "pages.used": "q",
     "pages.ahead": "q",
