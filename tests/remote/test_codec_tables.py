@@ -82,7 +82,7 @@ def test_a_table_that_cannot_be_used_is_read_once_and_then_once_in_a_while(
         assert changing.delete([RemoteKey(name, name)], soon())
     else:
         changing.put([(RemoteKey(name, name), [b"damaged" * 10])], soon())
-    calls, now = list[bytes](), [1000.0]
+    calls, now = list[bytes](), [time.monotonic()]
     get = theirs._store.get  # noqa: SLF001
 
     def counted(keys: Sequence[RemoteKey], *more: Any) -> Any:
