@@ -42,11 +42,13 @@ class _Live:
     Attributes:
         client: its client.
         arrived_at: when it arrived, seconds.
+        in_line: True until it is allocated blocks for the first time.
     """
 
     request: Request
     client: Client
     arrived_at: float
+    in_line: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -132,10 +134,12 @@ class Fairness:
 
     def _leave_line(self, live: _Live) -> bool:
         """Take a request out of its line; False if it is in none."""
-        priority = self._priority(live)
-        line = self._lines.get(priority)
-        if line is None or line.pop(live.request.request_id, None) is None:
+        if not live.in_line:
             return False
+        live.in_line = False
+        priority = self._priority(live)
+        line = self._lines[priority]
+        del line[live.request.request_id]
         if not line:
             del self._lines[priority]
         return True
@@ -166,17 +170,14 @@ class Fairness:
         return live is not None and self._waits_too_long(live)
 
     def _waits_too_long(self, live: _Live) -> bool:
-        waits = self._never_had_blocks(live) or live.request.request_id in self._requeued
+        waits = live.in_line or live.request.request_id in self._requeued
         return waits and self._clock() - live.arrived_at >= self._max_wait_s
-
-    def _never_had_blocks(self, live: _Live) -> bool:
-        return live.request.request_id in self._lines.get(self._priority(live), ())
 
     def may_wait_for_tiers(self, request_id: str) -> bool:
         """True if a waiting request may wait for pages that are promoted for it. A preempted one
         always may: it has not waited since it arrived."""
         live, longest_s = self._live.get(request_id), (1 + TIERS_GRACE) * self._max_wait_s
-        if live is None or not self._never_had_blocks(live):
+        if live is None or not live.in_line:
             return True
         return self._clock() - live.arrived_at < longest_s
 
@@ -200,7 +201,7 @@ class Fairness:
         live = self._live.get(request_id)
         if live is None:
             return False
-        if not self._never_had_blocks(live):
+        if not live.in_line:
             self._requeued[request_id] = live
             return False
         now = self._clock()
@@ -253,7 +254,7 @@ class Fairness:
         over = dict[str, tuple[float, float]]()
         for request_id in waiting:
             live = self._live.get(request_id)
-            if live is None or not self._never_had_blocks(live):
+            if live is None or not live.in_line:
                 continue
             client = self._clients[live.client]
             if client.requests == 1:
@@ -293,7 +294,7 @@ class Fairness:
         """Seats and blocks that each client's running requests have."""
         used = dict[Client, ClientUse]()
         for request_id, live in self._live.items():
-            if request_id not in self._requeued and not self._never_had_blocks(live):
+            if request_id not in self._requeued and not live.in_line:
                 used[live.client] = used.get(live.client, NO_USE).plus(self._blocks(live))
         return used
 

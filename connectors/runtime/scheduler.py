@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -376,11 +375,14 @@ class SchedulerHalf:
     def _release(self, turn: Turn) -> None:
         """Release what a turn holds: its place in the queue, its pages, its restore. An error in
         one component does not keep what the others hold."""
-        with ExitStack() as releases:
-            releases.callback(self.pages.pieces.end, turn)
-            releases.callback(self.pages.promotions.claimed, turn)
-            releases.callback(self.admission.queue.on_left, turn.request_id)
+        try:
             self.pages.dispatch.restored.pop(turn.request_id, None)
+            self.admission.queue.on_left(turn.request_id)
+        finally:
+            try:
+                self.pages.promotions.claimed(turn)
+            finally:
+                self.pages.pieces.end(turn)
 
     def _end_turn(self, turn: Turn) -> dict[str, Any] | None:
         request, pages = turn.request, self.pages

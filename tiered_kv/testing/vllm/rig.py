@@ -43,8 +43,8 @@ class RigOptions:
         extra: the connector's settings, or None for stock vLLM.
         in_job_order: with ``ContinuumScheduler``.
         configure: changes vLLM's configuration before anything is made from it.
-        check_kv: write and check KV; without it the model says the same to everything,
-            and large engines are fast.
+        check_kv: write and check KV, and watch fairness; without it the model generates the same
+            for every prompt, and large engines are fast.
         tools: reads tool calls; None: the connector's own reader.
         around: makes the engine's transfer configuration from the connector's, where that is one
             of several.
@@ -131,7 +131,7 @@ class Rig(EngineRig):
             )
         if opts.extra is not None:
             self._introduce()
-            if not self.half.given.config.observes:
+            if self.options.check_kv and not self.half.given.config.observes:
                 FairnessWatch(self.half, lambda: self.now)
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
