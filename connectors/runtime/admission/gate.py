@@ -144,7 +144,7 @@ def gives_too_little(*, free: int, need: float, loose: float) -> bool:
 
 
 class RestorePrice:
-    """Tells what requests lose while contexts come back, from a tier below or computed again.
+    """Estimates the delay of running requests while contexts are restored or recomputed.
 
     Args:
         fit: seconds of prefills.

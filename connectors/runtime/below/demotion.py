@@ -180,20 +180,20 @@ class Doubt:
         return now < self._until
 
     def late(self, now: float) -> None:
-        """Take in that a turn waited for it in vain: once is no reason for doubt."""
+        """Record that a turn waited for the tier in vain. A single time raises no doubt."""
         if self._late_at is None:
             self._late_at = now
         elif now - self._late_at >= ONE_STALL_S:
             self.failed(now)
 
     def failed(self, now: float) -> None:
-        """Take in that what it gave was of no use."""
+        """Record that the pages it returned were unusable."""
         if not self.rules(now):  # several turns may have waited at once
             self._until = now + self._next_s
             self._next_s = min(2 * self._next_s, LONGEST_DOUBT_S)
 
     def worked(self) -> None:
-        """Take in that it gave what it was asked for."""
+        """Record that it returned the requested pages."""
         self._next_s, self._late_at = FIRST_DOUBT_S, None
 
 

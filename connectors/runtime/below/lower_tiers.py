@@ -232,7 +232,7 @@ class Below:
 
 
 class PageSources:
-    """Tells where a page can be had.
+    """Finds the tiers that hold a page.
 
     Args:
         tiers: the tiers below CPU memory, fastest first.

@@ -93,7 +93,7 @@ class TurnTrace:
         return self._writer.dropped
 
     def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
-        """Begin the story of a turn that ended.
+        """Start the record of a turn that ended.
 
         Args:
             waits: True if its job is away and waited for. Else the story is over.
@@ -124,13 +124,13 @@ class TurnTrace:
         )
 
     def pin_ended(self, job: JobKey, why: PinEnd) -> None:
-        """Take in that a job's pin has ended."""
+        """Record that a job's pin has ended."""
         story = self._open.get(job)
         if story is not None and story.pin is None:
             story.pin = PinStory(story.gap.pinned, self._clock() - story.gap.since, why)
 
     def brought_up(self, job: JobKey, pages: int) -> None:
-        """Take in that pages were ordered up for a job that is away."""
+        """Record that pages are being promoted for a job that is between turns."""
         story = self._open.get(job)
         if story is not None:
             story.ahead += pages
