@@ -37,7 +37,6 @@ from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.pages.tier_index import make_index
-from tiered_kv.policies.admission.job_order import prefill_blocks
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.storage.registry import tiers_below
@@ -249,15 +248,7 @@ def build_admission(
         pressure=PinPressure(facts, pins, fairness, boundaries, pages.saves, pool, clock),
         gate=gate,
         fairness=fairness,
-        queue=JobQueue(
-            engine.turns,
-            gate,
-            pins,
-            fairness,
-            pool,
-            prefill_blocks=prefill_blocks(facts.block_size),
-            clock=clock,
-        ),
+        queue=JobQueue(engine.turns, gate, pins, fairness, pool, facts.block_size, clock),
     )
 
 

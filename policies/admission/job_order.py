@@ -6,17 +6,11 @@ Each rank sorts ascending: the least is first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
-MOST_HELD_IN_QUEUE = 8
-"""New jobs held at once in the engine's own queue: it looks each one's prefix up in every step."""
 SENIORITY = 0.1
 """Longest time by which a later request may precede an earlier one where seats are short, as a
 fraction of the admission limit. A seat that is given to an older job saves no computation."""
-TIGHT_TOKENS = 4096
-"""Room in free blocks, beside one for each running request, below which the order of victims
-matters: a step's prefills may take as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +69,3 @@ def running_rank(position: QueuePosition) -> tuple[bool, float]:
     """Order in which running requests lose most by a preemption: last turns, then the oldest
     jobs. The last in this order is the victim."""
     return not position.is_last_step, position.job_started_at
-
-
-def one_too_many(held: Collection[str]) -> str | None:
-    """The request to let in of those held in the engine's own queue: the one that has been held
-    the longest; None while they are few enough.
-
-    Args:
-        held: their ids, the longest held first.
-    """
-    return next(iter(held)) if len(held) > MOST_HELD_IN_QUEUE else None
-
-
-def prefill_blocks(block_size: int) -> int:
-    """Blocks that a step's prefills may take."""
-    return TIGHT_TOKENS // block_size
-
-
-def is_tight(free: int, running: int, prefills: int) -> bool:
-    """True if one of this many running requests may be preempted in this step, so that their order
-    matters.
-
-    Args:
-        free: free blocks.
-        running: running requests, each of which may take one.
-        prefills: see ``prefill_blocks``.
-    """
-    return free < prefills + running

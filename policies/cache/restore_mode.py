@@ -1,4 +1,4 @@
-"""The mode of a restore from CPU memory, sync or async, and how many begin in a step."""
+"""The mode of a restore from CPU memory: sync or async."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiered_kv.orders import RestoreMode
-
-PAGES_A_STEP = 4096
-"""Pages ordered in a step, after which no further restore begins in it: to order them, and for the
-engine to find blocks for them, takes time, and to bring them takes longer than steps do."""
-
-
-def begins_later(ordered: int) -> bool:
-    """True if a restore is better ordered in the next step.
-
-    Args:
-        ordered: pages whose restore was ordered in this one.
-    """
-    return ordered >= PAGES_A_STEP
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from tiered_kv.policies.base import Costs, Decision, JobKey, Tier
+from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.pricing.pin_value import saved_per_second, saved_s
 
@@ -119,20 +119,6 @@ def release_order(
     return sorted(found, key=rank)
 
 
-PROVISIONAL_S = 2.0
-"""Seconds that a turn is pinned at most while its tool call is being read: its blocks are gone
-right after the turn's end if they are not pinned."""
-
-
-def provisional_s(decided_s: float) -> float:
-    """Time of the pin of a turn whose tool call is being read, seconds.
-
-    Args:
-        decided_s: what was decided without the tool; 0 without a pin.
-    """
-    return min(PROVISIONAL_S, decided_s or PROVISIONAL_S)
-
-
 def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue:
     """Value of a pin of ``ttl_s``.
 
@@ -164,15 +150,3 @@ def within_budget(held: Iterable[bool], room: int) -> int:
             room -= 1
         count += 1
     return count
-
-
-def was_to_stay(decision: Decision, gap_s: float, *, pinned: bool, saved: bool) -> bool:
-    """True if some tier was to hold the context still, ``gap_s`` after its turn's end.
-
-    Args:
-        pinned: True if blocks of it were pinned.
-        saved: True if it has pages outside VRAM.
-    """
-    if decision.tier is Tier.PIN and pinned and gap_s < decision.ttl_s:
-        return True
-    return saved and decision.tier is not Tier.DROP

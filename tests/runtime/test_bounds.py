@@ -58,7 +58,7 @@ BOUNDS = {
     "policies.forecast.tool_hierarchy.MAX_NODES": 16,
     "policies.jobs.lineage.MAX_JOBS": 12,
     "policies.jobs.lineage.MAX_NEIGHBOURS": 4,
-    "policies.jobs.silence.MOST_OPEN": 32,
+    "connectors.runtime.gaps.open_gaps.MOST_OPEN": 32,
     "policies.pricing.estimators.WINDOW": 8,
     "metrics.MOST_OBSERVED": 16,
     "pages.tier_index.MOST_ANSWERS": 128,
@@ -72,7 +72,7 @@ BOUNDS = {
 REACHED = {
     "JobTable._jobs": "connectors.runtime.job_table.MAX_JOBS",
     "Lineage._jobs": "policies.jobs.lineage.MAX_JOBS",
-    "OpenGaps._gaps": "policies.jobs.silence.MOST_OPEN",
+    "OpenGaps._gaps": "connectors.runtime.gaps.open_gaps.MOST_OPEN",
     "RecentDecisions._last": "connectors.runtime.gaps.gap_manager.MOST_RECENT",
 }
 """Containers that are full at the end of every story."""

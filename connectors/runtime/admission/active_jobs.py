@@ -33,13 +33,13 @@ from tiered_kv.policies.admission.working_set import (
 )
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.distribution import Forecast
-from tiered_kv.policies.jobs.silence import (
-    ReturnRate,
-    has_ended,
-    soon_chance,
-    unforecast_chance,
-    unlikely,
-)
+from tiered_kv.policies.jobs.silence import ReturnRate, soon_chance
+
+LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
+"""A job that has less of a chance, and was silent for so long, is taken to have ended until it
+returns."""
+SILENT_TIMES = 8.0
+"""Without a forecast: so is one that is away for so many times the mean gap, ``TurnPace.gap_s``."""
 
 MOST_SILENT = 1024
 """Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
@@ -319,9 +319,9 @@ class ActiveJobs:
         """Each job's chance to need its blocks soon, without those that may have ended: clients
         may have gone without a word. What these have pinned goes before all other pins."""
         chances = {key: self._chance(key, member, now) for key, member in self._members.items()}
-        for key in unlikely(chances):
+        for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
             self._pins.devalue(key)
-            if has_ended(now - self._members[key].since):
+            if now - self._members[key].since >= LEAST_SILENCE_S:
                 self._scopes.of(key).returns.observe(returned=False)
                 self._set_dormant(key)
                 del chances[key]
@@ -342,7 +342,8 @@ class ActiveJobs:
         away_s = now - member.since
         forecast = self._gap_forecast(key)
         if forecast is None:
-            return unforecast_chance(away_s, self.pace.gap_s, pinned=key in self._pins)
+            silent = away_s >= max(SILENT_TIMES * self.pace.gap_s, LEAST_SILENCE_S)
+            return float(key in self._pins or not silent)
         return soon_chance(forecast, away_s, self._scopes.of(key).returns.share)
 
     # -- what they take -------------------------------------------------------------------

@@ -15,8 +15,6 @@ from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn, job_started_at
 from tiered_kv.policies.admission.job_order import (
     QueuePosition,
-    is_tight,
-    one_too_many,
     parked_rank,
     running_rank,
     waiting_rank,
@@ -24,6 +22,12 @@ from tiered_kv.policies.admission.job_order import (
 from tiered_kv.policies.base import job_scope
 
 from .gate import Admission, NoAdmission
+
+MOST_HELD_IN_QUEUE = 8
+"""New jobs held at once in the engine's own queue: it looks each one's prefix up in every step."""
+TIGHT_TOKENS = 4096
+"""Room in free blocks, beside one for each running request, below which the order of victims
+matters: a step's prefills may take as much."""
 
 
 class JobQueue:
@@ -33,7 +37,7 @@ class JobQueue:
         turns: the live requests.
         fairness: waits and shares of the live requests.
         pool: the engine's block pool.
-        prefill_blocks: blocks that a step's prefills may take.
+        block_size: tokens of a block.
         clock: monotonic seconds.
 
     Attributes:
@@ -49,7 +53,7 @@ class JobQueue:
         pins: PinTable,
         fairness: Fairness,
         pool: BlockPool,
-        prefill_blocks: int,
+        block_size: int,
         clock: Callable[[], float],
     ) -> None:
         self.parks = self.ranks_changed = False
@@ -58,7 +62,7 @@ class JobQueue:
         self._pins = pins
         self._fairness = fairness
         self._pool = pool
-        self._prefill_blocks = prefill_blocks
+        self._prefill_blocks = TIGHT_TOKENS // block_size
         self._clock = clock
         self._held: dict[str, None] = {}  # in the engine's queue, the longest held first
         self._order_until = math.inf  # when the next waiting request becomes overdue
@@ -88,7 +92,8 @@ class JobQueue:
             self.on_left(turn.request_id)
             return False
         self._held.setdefault(turn.request_id)
-        if (longest := one_too_many(self._held)) is not None:
+        if len(self._held) > MOST_HELD_IN_QUEUE:
+            longest = next(iter(self._held))
             self._admission.let_in(self._turns[longest])
             self.on_left(longest)
         return True
@@ -172,7 +177,7 @@ class JobQueue:
 
     def is_tight(self, running: int) -> bool:
         """True if one of this many running requests may be preempted in this step."""
-        return is_tight(self._pool.num_free(), running, self._prefill_blocks)
+        return self._pool.num_free() < self._prefill_blocks + running
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
         """Rank of a running request by its loss if preempted; see ``job_order.running_rank``."""

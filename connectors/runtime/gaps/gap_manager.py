@@ -43,7 +43,7 @@ from tiered_kv.policies.base import (
 )
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.policies.jobs.lineage import Lineage
-from tiered_kv.policies.pins.release_order import pin_value, provisional_s, was_to_stay
+from tiered_kv.policies.pins.release_order import pin_value
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
 from tiered_kv.trace.turn_record import PinEnd, StoryEnd
@@ -54,6 +54,9 @@ from .policy_state import PolicyState
 from .tool_reader import ToolCalls
 from .turn_log import TurnLog
 
+PROVISIONAL_S = 2.0
+"""Seconds that a turn is pinned at most while its tool call is being read: its blocks are gone
+right after the turn's end if they are not pinned."""
 MOST_RECENT = 256
 """Decisions that are remembered."""
 
@@ -359,7 +362,9 @@ class GapManager:
             shared = gap.sketch.common_blocks(sketch)
             if not shared and gap.sketch.hashes and sketch.hashes:
                 self._pins.release(key, PinEnd.RETURNED)  # or another text would wait for its pin
-        kept = was_to_stay(gap.decision, gap_s, pinned=gap.pinned > 0, saved=gap.saved)
+        decision = gap.decision
+        in_vram = decision.tier is Tier.PIN and gap.pinned > 0 and gap_s < decision.ttl_s
+        kept = in_vram or (gap.saved and decision.tier is not Tier.DROP)
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
 
     def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
@@ -452,7 +457,7 @@ class GapManager:
         """Carry the decision out; returns the blocks that are pinned."""
         decision = gap.decision
         if gap.unread:  # the blocks are gone right after this hook
-            return self._pin(job, turn, gap, provisional_s(decision.ttl_s))
+            return self._pin(job, turn, gap, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
         if decision.tier is Tier.PIN:
             return self._pin(job, turn, gap, decision.ttl_s)
         self._pins.release(job.key, PinEnd.REVISED)

@@ -11,8 +11,11 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.distribution import Forecast
-from tiered_kv.policies.jobs.silence import is_given_up
 
+LONGEST_S = 4 * 3600.0
+"""A job silent for so long is not waited for any longer: its gap is censored."""
+MOST_OPEN = 8192
+"""Open gaps kept; beyond this the oldest is closed as censored: each takes memory."""
 SKETCH_EVERY = 8
 """Blocks between two hashes of a sketch: with fewer, open gaps would take more memory."""
 
@@ -123,7 +126,8 @@ class OpenGaps:
         oldest = next(iter(self._gaps.values()), None)
         if oldest is None:
             return None
-        return oldest.end.job if is_given_up(now - oldest.since, len(self._gaps)) else None
+        late = now - oldest.since >= LONGEST_S or len(self._gaps) > MOST_OPEN
+        return oldest.end.job if late else None
 
     def jobs(self) -> list[JobKey]:
         """Jobs with an open gap, the oldest first."""

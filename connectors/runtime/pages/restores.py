@@ -17,12 +17,16 @@ from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy, begins_later
+from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
 
 from .hits import Found, HitFinder, Run, There, run_of
 from .saves import Saves
 
 logger = logging.getLogger(__name__)
+
+PAGES_A_STEP = 4096
+"""Pages ordered in a step, after which no further restore begins in it: to order them, and for the
+engine to find blocks for them, takes time, and to bring them takes longer than steps do."""
 
 
 class Restores:
@@ -80,7 +84,7 @@ class Restores:
             return False
         if self._index.packing and self._is_packed(turn, num_computed):
             return True
-        return begins_later(self._pages) and self._index.readable(keys[first])
+        return self._pages >= PAGES_A_STEP and self._index.readable(keys[first])
 
     def _is_packed(self, turn: Turn, num_computed: int) -> bool:
         """True if a page of what could be restored is being compressed."""

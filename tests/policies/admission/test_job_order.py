@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tiered_kv.policies.admission.job_order import (
-    MOST_HELD_IN_QUEUE,
     QueuePosition,
-    is_tight,
-    one_too_many,
     parked_rank,
-    prefill_blocks,
     running_rank,
     waiting_rank,
 )
@@ -38,26 +30,6 @@ def test_the_victim_is_the_youngest_job_that_goes_on() -> None:
     last = QueuePosition(9.0, 9.0, is_last_step=True)
     assert max([OLD, last, YOUNG], key=running_rank) == YOUNG
     assert max([OLD, last], key=running_rank) == OLD
-
-
-@given(st.lists(st.text(max_size=3), max_size=2 * MOST_HELD_IN_QUEUE, unique=True))
-def test_the_engines_queue_holds_a_few_and_the_longest_held_is_let_in(came: list[str]) -> None:
-    held: list[str] = []
-    for request in came:
-        held.append(request)
-        if (longest := one_too_many(held)) is not None:
-            held.remove(longest)
-    assert held == came[-MOST_HELD_IN_QUEUE:]
-
-
-@pytest.mark.parametrize(
-    ("block_size", "free", "running", "tight"),
-    [(16, 263, 8, True), (16, 264, 8, False), (512, 8, 0, False), (8192, 0, 1, True)],
-)
-def test_the_order_of_victims_matters_while_a_step_may_take_all_that_is_free(
-    block_size: int, free: int, running: int, tight: bool
-) -> None:
-    assert is_tight(free, running, prefill_blocks(block_size)) is tight
 
 
 def test_where_seats_are_short_an_older_job_precedes_by_its_seniority_at_most() -> None:

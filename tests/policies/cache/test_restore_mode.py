@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import (
-    PAGES_A_STEP,
     AlwaysRestore,
     FasterRestore,
     RestoreCost,
-    begins_later,
 )
 
 SECONDS = st.floats(0, 100, allow_nan=False)
@@ -78,8 +76,3 @@ def test_longer_steps_never_turn_sync_into_async(cost: RestoreCost, more: float)
 @given(cost=COSTS)
 def test_always_is_always(mode: RestoreMode, cost: RestoreCost) -> None:
     assert AlwaysRestore(mode).choose(cost) is mode
-
-
-def test_no_restore_begins_once_a_step_has_enough_of_them() -> None:
-    assert not begins_later(PAGES_A_STEP - 1), "a step takes one context too many, not half of one"
-    assert begins_later(PAGES_A_STEP)

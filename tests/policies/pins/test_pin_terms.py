@@ -7,22 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.turn_ends import forecast_of
-from tiered_kv.policies.base import Costs, Decision, Tier
+from tiered_kv.policies.base import Costs
 from tiered_kv.policies.pins.release_order import (
-    PROVISIONAL_S,
     PinState,
     pin_value,
-    provisional_s,
-    was_to_stay,
     within_budget,
 )
-
-
-@pytest.mark.parametrize(
-    ("decided_s", "pinned_s"), [(0.0, PROVISIONAL_S), (60.0, PROVISIONAL_S), (0.5, 0.5)]
-)
-def test_a_turn_is_pinned_until_its_tool_call_is_read(decided_s: float, pinned_s: float) -> None:
-    assert provisional_s(decided_s) == pinned_s
 
 
 def test_a_pin_is_worth_what_it_is_expected_to_save() -> None:
@@ -49,22 +39,3 @@ def test_as_much_is_pinned_as_the_budget_allows(held: list[bool], room: int) -> 
     if count < len(held):
         assert held[:count].count(False) == room
         assert not held[count]
-
-
-@pytest.mark.parametrize(
-    ("decision", "pinned", "saved", "stays"),
-    [
-        (Decision(Tier.PIN, 10.0), True, False, True),
-        (Decision(Tier.PIN, 4.0), True, False, False),
-        (Decision(Tier.PIN, 4.0), True, True, True),
-        (Decision(Tier.PIN, 10.0), False, False, False),
-        (Decision(Tier.CPU), False, True, True),
-        (Decision(Tier.CPU), False, False, False),
-        (Decision(Tier.DROP), False, True, False),
-    ],
-    ids=["pinned", "expired", "expired, but saved", "refused", "saved", "lost", "dropped"],
-)
-def test_what_was_to_stay_for_five_seconds(
-    decision: Decision, pinned: bool, saved: bool, stays: bool
-) -> None:
-    assert was_to_stay(decision, 5.0, pinned=pinned, saved=saved) is stays

@@ -8,6 +8,7 @@ import pytest
 
 from tests.runtime.admission.admitting import TOKENS, begin, holding_rig, running
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.admission.queue import TIGHT_TOKENS
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
@@ -109,6 +110,15 @@ def test_who_began_last_is_preempted_but_nobody_in_the_last_turn(make_rig: MakeR
 
 def rank(rig: Rig) -> Any:
     return rig.admission.queue.running_rank
+
+
+def test_running_requests_are_sorted_only_while_a_step_may_take_all_that_is_free(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(blocks=400, extra={"cpu_gib": 0.0})
+    free, a_step = rig.pool.get_num_free_blocks(), TIGHT_TOKENS // 16
+    assert not rig.admission.queue.is_tight(free - a_step)
+    assert rig.admission.queue.is_tight(free - a_step + 1)
 
 
 def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> None:

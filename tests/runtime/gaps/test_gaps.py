@@ -18,9 +18,9 @@ from tests.runtime.gaps.waiting import (
     reader,
     waiting_rig,
 )
+from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
 from tiered_kv.policies.base import NO_TOOL, TurnEnd
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
-from tiered_kv.policies.jobs.silence import LONGEST_S
 from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use

@@ -9,11 +9,11 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.gaps.waiting import CONTEXT, FAST, JOB, LONG, reader, traced, waiting_rig
+from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.policies.jobs.silence import LONGEST_S
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.trace_reader import TraceReader

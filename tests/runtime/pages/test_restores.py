@@ -174,7 +174,7 @@ def test_many_that_return_at_once_begin_their_restores_over_a_few_steps(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a prompt that restores nothing does not wait for them."""
-    monkeypatch.setattr("tiered_kv.policies.cache.restore_mode.PAGES_A_STEP", 8)
+    monkeypatch.setattr("tiered_kv.connectors.runtime.pages.restores.PAGES_A_STEP", 8)
     rig = make_rig(blocks=200, extra={"cpu_gib": 0.001})
     prompts = {f"r{i}": text(80, seed=i) for i in range(6)}
     for name, prompt in prompts.items():
