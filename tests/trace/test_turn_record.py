@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.records import HEADER, record, records, texts
-from tiered_kv.trace.json_fields import cut, size
+from tiered_kv.json_fields import cut, size
 from tiered_kv.trace.trace_header import SCHEMA, TraceHeader
 from tiered_kv.trace.turn_record import (
     MAX_BYTES,

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
-from .json_fields import cut
+from tiered_kv.json_fields import cut
+
 from .turn_record import JOB_ROOM, PinEnd, StoryEnd, TurnRecord
 
 _PIN_ENDS = {

@@ -13,7 +13,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from .json_fields import cut, read, said
+from tiered_kv.json_fields import cut, read, said
+
 from .turn_record import TurnRecord
 
 SCHEMA = 1

@@ -9,7 +9,7 @@ from enum import Enum
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
-from .json_fields import cut, read, said, size
+from tiered_kv.json_fields import cut, read, said, size
 
 MAX_BYTES = 1024
 """Longest line, its end included."""

@@ -17,10 +17,10 @@ import xxhash
 
 from tiered_kv.connectors.runtime.steps.step_trace import PreemptionLog, StepTrace
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
+from tiered_kv.json_fields import cut
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event
 from tiered_kv.policies.base import JobKey
-from tiered_kv.trace.json_fields import cut
 from tiered_kv.trace.trace_writer import TraceWriter
 from tiered_kv.trace.turn_record import (
     JOB_ROOM,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tiered_kv.trace.json_fields import cut, read, said
+from tiered_kv.json_fields import cut, read, said
 
 _WORD_ROOM, _MOST_NAMES = 32, 8
 _encode = json.JSONEncoder(separators=(",", ":")).encode
