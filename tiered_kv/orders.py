@@ -9,12 +9,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, TypeAlias
+from typing import ClassVar, NewType, TypeAlias
 
 from .keys import PageKey
 from .tiers import StoreId
 
 OrderId = NewType("OrderId", int)
+
+
+class OrderKind(Enum):
+    """A kind of order: its name in the status, and in the trace of steps."""
+
+    SAVE = "save", "save"
+    LOAD = "restore", "load"
+    PACK = "compress", "pack"
+    DEMOTE = "demote", "demote"
+    PROMOTE = "promote", "promote"
+    LOOK_UP = "look_up", "lookup"
+    EXPORT = "write_snapshot", "export"
+    IMPORT = "read_snapshot", "import"
+
+    def __init__(self, status_name: str, trace_name: str) -> None:
+        self.status_name = status_name
+        self.trace_name = trace_name
 
 
 class RestoreMode(Enum):
@@ -36,6 +53,8 @@ class SaveOrder:
             engine is stopped.
     """
 
+    kind: ClassVar[OrderKind] = OrderKind.SAVE
+
     order_id: OrderId
     group: int
     blocks: tuple[int, ...]
@@ -54,6 +73,8 @@ class PackOrder:
         keys: keys of the pages; what asks for one later names its key, and the bundle's first slot.
     """
 
+    kind: ClassVar[OrderKind] = OrderKind.PACK
+
     order_id: OrderId
     group: int
     slots: tuple[int, ...]
@@ -70,6 +91,8 @@ class LoadOrder:
         cold: the cold pages among them, in order.
         more: True if further orders for the request follow, in later steps: it comes in pieces.
     """
+
+    kind: ClassVar[OrderKind] = OrderKind.LOAD
 
     order_id: OrderId
     group: int
@@ -104,6 +127,8 @@ class DemoteOrder:
         runs: for each key the first page of its run, for a store that wants to know; else empty.
     """
 
+    kind: ClassVar[OrderKind] = OrderKind.DEMOTE
+
     order_id: OrderId
     store: StoreId
     keys: tuple[PageKey, ...]
@@ -118,6 +143,8 @@ class PromoteOrder:
 
     ``due`` as for ``DemoteOrder``.
     """
+
+    kind: ClassVar[OrderKind] = OrderKind.PROMOTE
 
     order_id: OrderId
     store: StoreId
@@ -135,11 +162,22 @@ class LookupOrder:
         runs: as for ``DemoteOrder``.
     """
 
+    kind: ClassVar[OrderKind] = OrderKind.LOOK_UP
+
     order_id: OrderId
     store: StoreId
     keys: tuple[PageKey, ...]
     deadline_s: float
     runs: tuple[PageKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPage:
+    """A page of a context: that of a block of its group's table."""
+
+    group: int
+    block: int
+    key: PageKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +190,8 @@ class ExportOrder:
     Attributes:
         slots: of a cold page ``cold_place`` of its bundle, which is below 0.
     """
+
+    kind: ClassVar[OrderKind] = OrderKind.EXPORT
 
     order_id: OrderId
     folder: str
@@ -166,6 +206,8 @@ class ImportOrder:
     """Read pages of the snapshot at ``path`` into the CPU pool: the page of block ``blocks[i]`` of
     its context, in group ``groups[i]``, into ``slots[i]``, as page ``keys[i]``."""
 
+    kind: ClassVar[OrderKind] = OrderKind.IMPORT
+
     order_id: OrderId
     path: str
     groups: tuple[int, ...]
@@ -175,10 +217,10 @@ class ImportOrder:
 
 
 SnapshotOrder: TypeAlias = ExportOrder | ImportOrder
-"""Orders that concern snapshots of jobs. Their numbers are below 0."""
+"""Orders that concern snapshots of jobs."""
 StoreOrder: TypeAlias = DemoteOrder | PromoteOrder | LookupOrder
 """Orders that a tier's store carries out."""
-Order: TypeAlias = SaveOrder | LoadOrder | PackOrder | StoreOrder
+Order: TypeAlias = SaveOrder | LoadOrder | PackOrder | StoreOrder | SnapshotOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     }
     tiers = LowerTiers(lower, most_after=slots)
     sources = PageSources(lower, book)
-    snapshots = SnapshotOrders(index, facts.ranks)
+    snapshots = SnapshotOrders(book)
     settlements = Settlements(index, wanted=config.cpu_path is not None)
     pieces = RestorePieces(lower, sources, book, restores, engine.counters, clock)
     return Pages(

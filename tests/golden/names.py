@@ -26,10 +26,10 @@ from tiered_kv.codecs.out_of_tree import OUT_OF_TREE_ID
 from tiered_kv.codecs.registry import CODECS, parse
 from tiered_kv.codecs.section_table import ELEMENTS
 from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, Mode, TierConfig
-from tiered_kv.connectors.runtime.views.engine_status import TRANSFERS
 from tiered_kv.connectors.runtime.views.job_view import JobState, Where
 from tiered_kv.keys import FORMAT_VERSION, Fingerprint, page_keys, rekeyed, tail_key
 from tiered_kv.metrics import WOULD_HAVE_SAVED
+from tiered_kv.orders import OrderKind
 from tiered_kv.policies.base import GapClass, Tier
 from tiered_kv.policies.registry import EVICTION, POLICIES
 from tiered_kv.remote.address import SCHEMES
@@ -189,7 +189,7 @@ def words() -> dict[str, Any]:
     kinds: Mapping[str, type[Enum]] = {"job state": JobState, "where": Where, "mode": Mode}
     decisions: Mapping[str, type[Enum]] = {"tier": Tier, "class": GapClass}
     found = {name: [one.value for one in kind] for name, kind in {**kinds, **decisions}.items()}
-    return {**found, "transfers": sorted(TRANSFERS.values())}
+    return {**found, "transfers": sorted(kind.status_name for kind in OrderKind)}
 
 
 _PARTS: Mapping[str, Any] = {

@@ -9,6 +9,7 @@ what each key must hold, and real bytes: VRAM, slots and SSD of every rank, as d
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -316,7 +317,7 @@ class OrdersMachine(World):
         """Bytes that arrive of a page that is copied; an honest worker changes nothing."""
         return content
 
-    def check_settled(self, done: Settled, flight: Flight) -> None:
+    def check_settled(self, done: Settled[Any], flight: Flight) -> None:
         assert done.failed == flight.failed
         assert done.abandoned is flight.abandoned
         assert list(done.keys) == [page.key for page in flight.pages]

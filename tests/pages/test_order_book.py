@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,7 +197,7 @@ def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
 # -- SSD ----------------------------------------------------------------------------------
 
 
-def settle(planner: OrderBook, order: Order, *failed: int) -> Settled:
+def settle(planner: OrderBook, order: Order, *failed: int) -> Settled[Any]:
     report = OrderReport(1, frozenset(failed), 0, 0.0)
     (done,) = planner.settle({order.order_id: report})
     return done

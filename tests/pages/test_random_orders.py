@@ -38,7 +38,7 @@ TestOrders.settings = settings(stateful_step_count=60, phases=list(Phase) if THO
 
 
 class CommitsBeforeAllRanks(OrderBook):
-    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
+    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled[Any]]:
         for order_id, report in reports.items():
             flight = self._flights.get(order_id)
             if flight is not None and not isinstance(flight.order, LoadOrder | LookupOrder):
@@ -49,12 +49,12 @@ class CommitsBeforeAllRanks(OrderBook):
 
 
 class IgnoresFailures(OrderBook):
-    def _finish(self, flight: Any, report: OrderReport) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled[Any]:
         return super()._finish(flight, replace(report, failed=frozenset()))
 
 
 class ForgetsAFailureOfTheOtherRank(OrderBook):
-    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
+    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled[Any]]:
         for order_id in reports:
             flight = self._flights.get(order_id)
             if flight is not None and flight.report is not None:
@@ -63,20 +63,20 @@ class ForgetsAFailureOfTheOtherRank(OrderBook):
         return super().settle(reports)
 
 
-def settled(flight: Flight, report: OrderReport) -> Settled:
+def settled(flight: Flight[Any], report: OrderReport) -> Settled[Any]:
     """An order that is over, and nothing done about it."""
     return Settled(flight.order, flight.keys, report.failed, flight.abandoned, report.seconds)
 
 
 class NeverReleases(OrderBook):
-    def _finish(self, flight: Any, report: OrderReport) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled[Any]:
         if isinstance(flight.order, LoadOrder):
             return settled(flight, report)
         return super()._finish(flight, report)
 
 
 class TriesAFailedPageAgain(OrderBook):
-    def _finish(self, flight: Any, report: OrderReport) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled[Any]:
         if isinstance(flight.order, LoadOrder):
             for key, slot in zip(flight.keys, flight.order.slots, strict=True):
                 self.index.release(key, slot)
@@ -169,14 +169,14 @@ class KeepsWhatCouldNotBePacked(ColdPages):
 
 
 class BelievesAFailedDemotion(OrderBook):
-    def _finish(self, flight: Any, report: OrderReport) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled[Any]:
         if isinstance(flight.order, DemoteOrder):
             report = replace(report, failed=frozenset())
         return super()._finish(flight, report)
 
 
 class TrustsAFailedPromotion(OrderBook):
-    def _finish(self, flight: Any, report: OrderReport) -> Settled:
+    def _finish(self, flight: Any, report: OrderReport) -> Settled[Any]:
         if isinstance(flight.order, PromoteOrder):
             report = replace(report, failed=frozenset())
         return super()._finish(flight, report)

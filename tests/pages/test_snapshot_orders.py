@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import OrderReport
+from tiered_kv.orders import ContextPage, OrderId, OrderReport
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.held_pages import HeldPages
-from tiered_kv.pages.snapshot_orders import ContextPage, SnapshotOrders
+from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 
 KEYS = [PageKey(bytes([i]) * 20) for i in range(8)]
@@ -22,12 +25,24 @@ def index() -> PageIndex:
     return made
 
 
+class Orders(SnapshotOrders):
+    """Orders with a book of their own."""
+
+    def __init__(self, index: PageIndex, ranks: int) -> None:
+        self.book = OrderBook(index, ranks, [1], 1.0)
+        super().__init__(self.book)
+
+    def settle(self, reports: Mapping[OrderId, OrderReport]) -> None:
+        for done in self.book.settle(reports):
+            self.on_settled(done)
+
+
 def report(failed: frozenset[int] = frozenset()) -> OrderReport:
     return OrderReport(1, failed, 1, 1.0)
 
 
 def test_written_pages_are_held_until_every_rank_has_reported(index: PageIndex) -> None:
-    orders = SnapshotOrders(index, ranks=2)
+    orders = Orders(index, ranks=2)
     with HeldPages(index) as held:
         assert held.hold(KEYS[:5]) == KEYS[4:5]
         writing = orders.write("folder", PAGES[:4], held)
@@ -45,7 +60,7 @@ def test_written_pages_are_held_until_every_rank_has_reported(index: PageIndex) 
 
 
 def test_pages_that_are_not_held_are_not_written(index: PageIndex) -> None:
-    orders = SnapshotOrders(index, ranks=1)
+    orders = Orders(index, ranks=1)
     with HeldPages(index) as held:
         held.hold(KEYS[:2])
         with pytest.raises(KeyError):
@@ -59,7 +74,7 @@ def test_pages_that_are_not_held_are_not_written(index: PageIndex) -> None:
 def test_results_that_nobody_asks_for_are_not_kept(
     index: PageIndex, failed: frozenset[int]
 ) -> None:
-    orders = SnapshotOrders(index, ranks=1)
+    orders = Orders(index, ranks=1)
     for _ in range(100):
         reading = orders.read("path", PAGES[4:])
         assert reading is not None
@@ -74,7 +89,7 @@ def test_results_that_nobody_asks_for_are_not_kept(
 
 
 def test_pages_that_are_read_have_slots_for_all_or_none(index: PageIndex) -> None:
-    orders = SnapshotOrders(index, ranks=1)
+    orders = Orders(index, ranks=1)
     with HeldPages(index) as held:
         held.hold(KEYS[:4])
         assert orders.read("path", PAGES[4:]) is not None

@@ -1,29 +1,31 @@
 """The order book: turns decisions into orders, and reports back into visible pages.
 
-It owns every order in flight. An order is two-phase like the index it mutates: when it
-is planned its slots are reserved (or acquired), when all ranks have reported it is
-settled, and only then are pages visible, slots reusable and source blocks free.
+It owns every order in flight, whatever its kind. An order is two-phase like the index it mutates:
+when it is planned its slots are reserved (or acquired), when all ranks have reported it is settled,
+and only then are pages visible, slots reusable and source blocks free.
 
 One thread, no locks, nothing blocks.
-
-Orders in flight, and the bandwidth that is learned from their reports.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, filterfalse, islice
-from typing import TypeAlias
+from typing import Any, Generic, TypeVar
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import (
+    ContextPage,
     DemoteOrder,
+    ExportOrder,
+    ImportOrder,
     LoadOrder,
     LookupOrder,
     Order,
     OrderId,
+    OrderKind,
     OrderReport,
     PackOrder,
     PromoteOrder,
@@ -35,16 +37,20 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.tiers import StoreId
 
 from .cpu_index import PageIndex
+from .held_pages import HeldPages
 from .tier_index import TierIndex, TierPages
-
-CopyOrder: TypeAlias = SaveOrder | LoadOrder | PromoteOrder
 
 MIN_SAMPLE = 1 << 22
 """Bytes a promotion must have moved to say something about bandwidth."""
+RELEASED_AT_ONCE = 16_384
+"""Pages of restores that are over which are let go after a step; others stay a step longer."""
+
+AnyOrder = TypeVar("AnyOrder", bound=Order)
+DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)
 
 
 @dataclass(slots=True)
-class Flight:
+class Flight(Generic[AnyOrder]):
     """An order in flight.
 
     Attributes:
@@ -53,14 +59,14 @@ class Flight:
         abandoned: True if its pages were forgotten meanwhile.
     """
 
-    order: Order
+    order: AnyOrder
     keys: tuple[PageKey, ...]
     report: OrderReport | None = None
     abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(Generic[DoneOrder]):
     """An order that every rank has reported.
 
     Attributes:
@@ -71,7 +77,7 @@ class Settled:
         seconds: time that the slowest rank spent on it.
     """
 
-    order: Order
+    order: DoneOrder
     keys: tuple[PageKey, ...]
     failed: frozenset[int]
     abandoned: bool
@@ -83,32 +89,6 @@ class Settled:
         if not self.failed:
             return self.keys
         return [key for i, key in enumerate(self.keys) if i not in self.failed]
-
-
-def learned(bandwidth: float, order: CopyOrder, report: OrderReport, page_bytes: int) -> float:
-    """The bandwidth of a rank's copies, or of its promotions, after a report of one.
-
-    Args:
-        bandwidth: before it, bytes of pages a second.
-        page_bytes: size of a page of the order.
-    """
-    if report.seconds <= 0:
-        return bandwidth
-    seen = report.nbytes / report.seconds
-    if isinstance(order, PromoteOrder):
-        enough = report.nbytes >= min(MIN_SAMPLE, page_bytes * 8)
-        return bandwidth + 0.3 * (seen - bandwidth) if enough else bandwidth
-    if report.nbytes < page_bytes:
-        return bandwidth
-    if isinstance(order, LoadOrder) and order.cold:  # decoding is no copy
-        return bandwidth
-    return bandwidth + 0.2 * (seen - bandwidth)
-
-
-KINDS = (SaveOrder, LoadOrder, PackOrder, DemoteOrder, PromoteOrder, LookupOrder)
-"""Kinds of orders that are in flight until they are reported."""
-RELEASED_AT_ONCE = 16_384
-"""Pages of restores that are over which are let go after a step; others stay a step longer."""
 
 
 class OrderBook:
@@ -125,7 +105,6 @@ class OrderBook:
         stores: pages of the tiers below, fastest first.
         page_bytes: size of a page of each group on the rank where it is largest, bytes.
         unsaved: pages left without a slot so far.
-        by_kind: orders in flight of each kind; every kind is there.
     """
 
     def __init__(
@@ -143,8 +122,18 @@ class OrderBook:
         self._ranks = ranks
         self.page_bytes = list(page_bytes)
         self._ids = map(OrderId, count(1))
-        self._flights: dict[OrderId, Flight] = {}
-        self.by_kind: dict[type[Order], int] = dict.fromkeys(KINDS, 0)
+        self._flights: dict[OrderId, Flight[Any]] = {}
+        self._of_kind: dict[OrderKind, dict[OrderId, Flight[Any]]] = {k: {} for k in OrderKind}
+        self._settle: Mapping[OrderKind, Callable[[Settled[Any], OrderReport], None]] = {
+            OrderKind.SAVE: self._saved,
+            OrderKind.LOAD: self._loaded,
+            OrderKind.PACK: self._packed,
+            OrderKind.DEMOTE: self._demoted,
+            OrderKind.PROMOTE: self._promoted,
+            OrderKind.LOOK_UP: self._looked_up,
+            OrderKind.EXPORT: self._exported,
+            OrderKind.IMPORT: self._imported,
+        }
         self._promoting: dict[PageKey, OrderId] = {}
         self._not_yet_due: dict[OrderId, float] = {}
         self._read: deque[tuple[Sequence[PageKey], Sequence[int]]] = deque()  # not released yet
@@ -154,14 +143,18 @@ class OrderBook:
         """Orders not yet reported by every rank."""
         return len(self._flights)
 
-    def orders(self) -> Iterator[Order]:
+    def flights(self) -> Iterable[Flight[Any]]:
         """The orders in flight, oldest first."""
-        return (flight.order for flight in self._flights.values())
+        return self._flights.values()
+
+    def number(self, kind: OrderKind) -> int:
+        """Orders of a kind in flight."""
+        return len(self._of_kind[kind])
 
     def saves_under_way(self) -> Iterator[SaveOrder]:
         """Saves in flight whose source blocks are still held, oldest first."""
-        for flight in self._flights.values():
-            if isinstance(flight.order, SaveOrder) and not flight.abandoned:
+        for flight in self._of_kind[OrderKind.SAVE].values():
+            if not flight.abandoned:
                 yield flight.order
 
     def under_way(self, order_id: OrderId) -> bool:
@@ -180,13 +173,12 @@ class OrderBook:
     def expedite(self, orders: Iterable[OrderId], now: float) -> list[PromoteOrder]:
         """Make promotions due that were ordered for later; those due already are left out."""
         early = [one for one in orders if self._not_yet_due.pop(one, now) > now]
-        found = (self._flights[one].order for one in early)
-        return [order for order in found if isinstance(order, PromoteOrder)]
+        up = self._of_kind[OrderKind.PROMOTE]
+        return [up[one].order for one in early if one in up]
 
     def store_of(self, order_id: OrderId) -> StoreId:
         """The store that an order in flight goes to."""
-        order = self._flights[order_id].order
-        assert not isinstance(order, (SaveOrder, LoadOrder, PackOrder))
+        order: StoreOrder = self._flights[order_id].order
         return order.store
 
     @property
@@ -208,12 +200,9 @@ class OrderBook:
     def ahead(self, store: StoreId | None = None) -> int:
         """Pages on their way up, from one store or all, that were not due when last looked at
         (``expected``, ``expedite``)."""
-        orders = (self._flights[order_id].order for order_id in self._not_yet_due)
-        return sum(
-            len(order.keys)
-            for order in orders
-            if isinstance(order, PromoteOrder) and store in (None, order.store)
-        )
+        up = self._of_kind[OrderKind.PROMOTE]
+        orders = (up[order_id].order for order_id in self._not_yet_due if order_id in up)
+        return sum(len(order.keys) for order in orders if store in (None, order.store))
 
     def stored_nowhere(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         """The ones of these pages that no tier below has, in the same order."""
@@ -324,19 +313,48 @@ class OrderBook:
         self._send(order, 0.0)
         return order
 
+    def plan_export(
+        self, folder: str, pages: Sequence[ContextPage], held: HeldPages
+    ) -> ExportOrder:
+        """Order held pages to be written into a snapshot. The order holds them from now on, until
+        it is settled.
+
+        Raises:
+            KeyError: a page is not held.
+        """
+        keys = tuple(page.key for page in pages)
+        slots, (groups, blocks) = held.hand_over(keys), _places(pages)
+        order = ExportOrder(next(self._ids), folder, groups, blocks, keys, slots)
+        self._begin(order, keys)
+        return order
+
+    def plan_import(self, path: str, pages: Sequence[ContextPage]) -> ImportOrder | None:
+        """Order pages that CPU memory does not know to be read from a snapshot; None if it has no
+        slots for all of them now. They can be found once all of them have arrived."""
+        keys = tuple(page.key for page in pages)
+        slots = tuple(self.index.reserve_all(keys))
+        if len(slots) < len(keys):
+            for key, slot in zip(keys, slots, strict=False):
+                self.index.abort(key, slot)
+            return None
+        groups, blocks = _places(pages)
+        order = ImportOrder(next(self._ids), path, groups, blocks, keys, slots)
+        self._begin(order, keys)
+        return order
+
     def _send(self, order: StoreOrder, due: float) -> None:
         self._begin(order, order.keys)
         if due > 0:
             self._not_yet_due[order.order_id] = due
 
     def _begin(self, order: Order, keys: tuple[PageKey, ...]) -> None:
-        self._flights[order.order_id] = Flight(order, keys)
-        self.by_kind[type(order)] += 1
+        flight = Flight(order, keys)
+        self._flights[order.order_id] = self._of_kind[order.kind][order.order_id] = flight
 
-    def _end(self, order_id: OrderId) -> Flight:
+    def _end(self, order_id: OrderId) -> Flight[Any]:
         flight = self._flights.pop(order_id)
         self._not_yet_due.pop(order_id, None)
-        self.by_kind[type(flight.order)] -= 1
+        del self._of_kind[flight.order.kind][order_id]
         return flight
 
     def cancel(self, order: SaveOrder | StoreOrder) -> None:
@@ -362,8 +380,8 @@ class OrderBook:
         Returns the orders so abandoned.
         """
         abandoned = []
-        for flight in self._flights.values():
-            if isinstance(flight.order, SaveOrder) and not flight.abandoned:
+        for flight in self._of_kind[OrderKind.SAVE].values():
+            if not flight.abandoned:
                 flight.abandoned = True
                 for key in flight.keys:
                     self.index.forget(key)
@@ -383,7 +401,7 @@ class OrderBook:
 
     # -- settling -----------------------------------------------------------------
 
-    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled]:
+    def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled[Any]]:
         """Take in reports; returns the orders that are now complete on every rank.
 
         A save's pages become readable unless their copy failed. A load's pages are
@@ -396,13 +414,19 @@ class OrderBook:
             flight = self._flights.get(order_id)
             if flight is None:
                 continue
-            flight.report = flight.report.merge(report) if flight.report else report
-            if flight.report.ranks < self._ranks:
+            report = flight.report.merge(report) if flight.report else report
+            flight.report = report
+            if report.ranks < self._ranks:
                 continue
             self._end(order_id)
-            self._learn(flight.order, flight.report)
-            done.append(self._finish(flight, flight.report))
+            done.append(self._finish(flight, report))
         self._release_some()
+        return done
+
+    def _finish(self, flight: Flight[Any], report: OrderReport) -> Settled[Any]:
+        order, failed = flight.order, report.failed
+        done = Settled(order, flight.keys, failed, flight.abandoned, report.seconds)
+        self._settle[order.kind](done, report)
         return done
 
     def _release_some(self) -> None:
@@ -413,58 +437,77 @@ class OrderBook:
             self.index.release_all(keys, slots)
             pages += len(keys)
 
-    def _finish(self, flight: Flight, report: OrderReport) -> Settled:
-        order, index, failed = flight.order, self.index, report.failed
-        done = Settled(order, flight.keys, failed, flight.abandoned, report.seconds)
-        if isinstance(order, PackOrder):
-            index.packed(order.slots[0], 0 if failed else report.slots)
-        elif isinstance(order, LookupOrder):
-            if not flight.abandoned:
-                answers = self.stores[order.store].index
-                answers.answer(done.good, True)
-                answers.answer((flight.keys[i] for i in failed), False)
-        elif isinstance(order, LoadOrder) and not failed:
-            self._read.append((flight.keys, order.slots))
-        elif isinstance(order, LoadOrder):
-            for i, (key, slot) in enumerate(zip(flight.keys, order.slots, strict=True)):
-                index.release(key, slot)
-                if i in failed:
-                    index.forget(key)
-        elif isinstance(order, DemoteOrder):
-            index.release_all(flight.keys, order.slots, used=False)
-            if not flight.abandoned:
-                tier = self.stores[order.store]
-                tier.demoting.difference_update(flight.keys)
-                tier.index.add(done.good)
-        else:
-            self._commit(flight, order, failed)
-        return done
+    def _saved(self, done: Settled[SaveOrder], report: OrderReport) -> None:
+        self._copied(report, done.order.group)
+        self._commit(done)
 
-    def _commit(
-        self, flight: Flight, order: SaveOrder | PromoteOrder, failed: frozenset[int]
-    ) -> None:
-        """Have the pages readable that reached CPU memory."""
-        keys, slots = flight.keys, order.slots
-        if failed:
-            for i in failed:
-                self.index.abort(keys[i], slots[i])
-            good = [i for i in range(len(keys)) if i not in failed]
-            keys, slots = tuple(keys[i] for i in good), tuple(slots[i] for i in good)
-        self.index.commit_all(keys, slots)
-        if not isinstance(order, PromoteOrder) or flight.abandoned:
+    def _loaded(self, done: Settled[LoadOrder], report: OrderReport) -> None:
+        if not done.order.cold:  # decoding is no copy
+            self._copied(report, done.order.group)
+        if not done.failed:
+            self._read.append((done.keys, done.order.slots))
             return
-        nbytes = self.page_bytes[order.store.group]
-        self.index.promoted.came_up(filter(self.index.is_readable, keys), nbytes)
-        for key in flight.keys:
-            self._promoting.pop(key, None)
-        tier = self.stores[order.store]
-        tier.promoting -= len(flight.keys)
-        tier.index.discard(flight.keys[i] for i in failed)
+        for i, (key, slot) in enumerate(zip(done.keys, done.order.slots, strict=True)):
+            self.index.release(key, slot)
+            if i in done.failed:
+                self.index.forget(key)
 
-    def _learn(self, order: Order, report: OrderReport) -> None:
-        if isinstance(order, PromoteOrder):
-            tier, nbytes = self.stores[order.store], self.page_bytes[order.store.group]
-            tier.bandwidth = learned(tier.bandwidth, order, report, nbytes)
-        elif isinstance(order, (SaveOrder, LoadOrder)):
-            nbytes = self.page_bytes[order.group]
-            self.bandwidth = learned(self.bandwidth, order, report, nbytes)
+    def _packed(self, done: Settled[PackOrder], report: OrderReport) -> None:
+        self.index.packed(done.order.slots[0], 0 if done.failed else report.slots)
+
+    def _demoted(self, done: Settled[DemoteOrder], _: OrderReport) -> None:
+        self.index.release_all(done.keys, done.order.slots, used=False)
+        if not done.abandoned:
+            tier = self.stores[done.order.store]
+            tier.demoting.difference_update(done.keys)
+            tier.index.add(done.good)
+
+    def _promoted(self, done: Settled[PromoteOrder], report: OrderReport) -> None:
+        store = done.order.store
+        tier, nbytes = self.stores[store], self.page_bytes[store.group]
+        if report.seconds > 0 and report.nbytes >= min(MIN_SAMPLE, nbytes * 8):
+            tier.bandwidth += 0.3 * (report.nbytes / report.seconds - tier.bandwidth)
+        keys = self._commit(done)
+        if done.abandoned:
+            return
+        self.index.promoted.came_up(filter(self.index.is_readable, keys), nbytes)
+        for key in done.keys:
+            self._promoting.pop(key, None)
+        tier.promoting -= len(done.keys)
+        tier.index.discard(done.keys[i] for i in done.failed)
+
+    def _looked_up(self, done: Settled[LookupOrder], _: OrderReport) -> None:
+        if not done.abandoned:
+            answers = self.stores[done.order.store].index
+            answers.answer(done.good, True)
+            answers.answer((done.keys[i] for i in done.failed), False)
+
+    def _exported(self, done: Settled[ExportOrder], _: OrderReport) -> None:
+        self.index.release_all(done.keys, done.order.slots, used=False)
+
+    def _imported(self, done: Settled[ImportOrder], _: OrderReport) -> None:
+        """Have the pages readable if all of them came: a context needs each of them."""
+        if not done.failed:
+            self.index.commit_all(done.keys, done.order.slots)
+            return
+        for key, slot in zip(done.keys, done.order.slots, strict=True):
+            self.index.abort(key, slot)
+
+    def _commit(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> Sequence[PageKey]:
+        """Have the pages readable that reached CPU memory; returns them."""
+        keys, slots = done.good, done.order.slots
+        if done.failed:
+            for i in done.failed:
+                self.index.abort(done.keys[i], slots[i])
+            slots = tuple(slot for i, slot in enumerate(slots) if i not in done.failed)
+        self.index.commit_all(keys, slots)
+        return keys
+
+    def _copied(self, report: OrderReport, group: int) -> None:
+        """Learn the bandwidth of copies from a report of one."""
+        if report.seconds > 0 and report.nbytes >= self.page_bytes[group]:
+            self.bandwidth += 0.2 * (report.nbytes / report.seconds - self.bandwidth)
+
+
+def _places(pages: Sequence[ContextPage]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(page.group for page in pages), tuple(page.block for page in pages)

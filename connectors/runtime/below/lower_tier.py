@@ -337,27 +337,33 @@ class LowerTier:
 
     # -- reports ------------------------------------------------------------------
 
-    def on_settled(self, done: Settled) -> None:
-        """Take in a store's order that is over on every rank."""
+    def on_promoted(self, done: Settled[PromoteOrder]) -> None:
+        """Take in a promotion that is over on every rank."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
-        if isinstance(done.order, PromoteOrder):
-            self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
-            self._count(promotion_failures=0 if done.abandoned else failed)
-            self._judge(done)
+        self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
+        self._count(promotion_failures=0 if done.abandoned else failed)
+        self._judge(done)
+        self._lose(done)
+
+    def on_demoted(self, done: Settled[DemoteOrder]) -> None:
+        """Take in a demotion that is over on every rank."""
+        failed, good = len(done.failed), len(done.keys) - len(done.failed)
+        nbytes = good * self.page_bytes
+        self._count(pages_demoted=good, bytes_demoted=nbytes, demotion_seconds=done.seconds)
+        if failed and not done.abandoned:
+            self._count(demotion_failures=failed)
+            self._pause()
+            self._backlog.clear()
             self._lose(done)
-        elif isinstance(done.order, DemoteOrder):
-            self._count(pages_demoted=good, bytes_demoted=nbytes, demotion_seconds=done.seconds)
-            if failed and not done.abandoned:
-                self._count(demotion_failures=failed)
-                self._pause()
-                self._backlog.clear()
-                self._lose(done)
-            elif good:
-                self._pause_s = FIRST_PAUSE_S
-            if self.spec.shared:
-                self._feed()
-        elif done.order.order_id not in self._given_up:
+        elif good:
+            self._pause_s = FIRST_PAUSE_S
+        if self.spec.shared:
+            self._feed()
+
+    def on_looked_up(self, done: Settled[LookupOrder]) -> None:
+        """Take in that a question was answered on every rank."""
+        if done.order.order_id not in self._given_up:
             self._doubt.worked()
 
     def _pause(self) -> None:
@@ -372,7 +378,7 @@ class LowerTier:
         for event, amount in amounts.items():
             self.counters.add(self._events.get(event, event), amount)
 
-    def _judge(self, done: Settled) -> None:
+    def _judge(self, done: Settled[PromoteOrder]) -> None:
         """Doubt a tier that others write to as well if it had not what it said."""
         if not self._asked or done.abandoned:
             return
@@ -381,7 +387,7 @@ class LowerTier:
         elif done.order.order_id not in self._given_up:
             self._doubt.worked()
 
-    def _lose(self, done: Settled) -> None:
+    def _lose(self, done: Settled[PromoteOrder] | Settled[DemoteOrder]) -> None:
         if self._facts.ranks > 1:  # a page that one rank lacks is of no use to the others
             self._lost += [done.keys[i] for i in done.failed]
 

@@ -147,13 +147,21 @@ class LowerTiers:
 
     # -- reports ------------------------------------------------------------------
 
-    def on_settled(self, done: Settled) -> None:
-        """Take in an order that is over on every rank."""
-        order = done.order
-        if isinstance(order, SaveOrder):
-            self._saved(order.order_id)
-        elif isinstance(order, (DemoteOrder, PromoteOrder, LookupOrder)):
-            self._tiers[order.store].on_settled(done)
+    def on_saved(self, done: Settled[SaveOrder]) -> None:
+        """Send pages down that waited for a save."""
+        self._saved(done.order.order_id)
+
+    def on_demoted(self, done: Settled[DemoteOrder]) -> None:
+        """Take in pages that went down to a tier."""
+        self._tiers[done.order.store].on_demoted(done)
+
+    def on_promoted(self, done: Settled[PromoteOrder]) -> None:
+        """Take in pages that came up from a tier."""
+        self._tiers[done.order.store].on_promoted(done)
+
+    def on_looked_up(self, done: Settled[LookupOrder]) -> None:
+        """Take in a tier's answer to a question."""
+        self._tiers[done.order.store].on_looked_up(done)
 
     def on_reports(self, reports: Mapping[StoreId, Mapping[int, TierReport]]) -> None:
         """Take in the news of the ranks' stores."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Orders, Proposal, Reclaim, Reports, TierOrders, TierReport
@@ -20,7 +20,6 @@ from tiered_kv.orders import (
     DemoteOrder,
     LoadOrder,
     LookupOrder,
-    Order,
     OrderId,
     OrderReport,
     PackOrder,
@@ -92,6 +91,10 @@ BUNDLE_SHARE = 22 / 32
 """Share of its slots that a bundle of bf16 fills: 1.5 times smaller, the last slot half full."""
 
 
+CopyOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder
+VirtualOrder: TypeAlias = CopyOrder | StoreOrder
+
+
 class Line(NamedTuple):
     """Way of bytes, one order after the other: to or from CPU memory, or the disk of a tier."""
 
@@ -111,7 +114,7 @@ class _Flight:
 
     over_at: float
     order_id: OrderId
-    order: Order
+    order: VirtualOrder
     took_s: float
     store: VirtualStore | None
 
@@ -149,7 +152,7 @@ class VirtualWorker:
         """Begin with a step's orders."""
         for name, tier_orders in orders.stores.items():
             self._carry_out_stores(name, tier_orders, now)
-        copies: tuple[Order, ...] = (*orders.loads, *orders.packs, *orders.saves)
+        copies: tuple[CopyOrder, ...] = (*orders.loads, *orders.packs, *orders.saves)
         for order in copies:
             self.begin(order, now)
 
@@ -180,7 +183,7 @@ class VirtualWorker:
         for order in early:
             self.begin(order, now)
 
-    def begin(self, order: Order, now: float) -> None:
+    def begin(self, order: VirtualOrder, now: float) -> None:
         """Begin with an order, behind those before it on the same line."""
         line, seconds = self._cost(order)
         over_at = max(now, self._free_at.get(line, now)) + seconds
@@ -190,7 +193,7 @@ class VirtualWorker:
             store = self._stores[order.store].pages
         heapq.heappush(self._flying, _Flight(over_at, order.order_id, order, seconds, store))
 
-    def _cost(self, order: Order) -> tuple[Line, float]:
+    def _cost(self, order: VirtualOrder) -> tuple[Line, float]:
         """The line that an order takes, and its seconds there."""
         book = self._book
         if isinstance(order, LookupOrder):

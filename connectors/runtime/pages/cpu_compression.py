@@ -196,10 +196,9 @@ class Compression:
                 by_group.setdefault(self._group_of(key), []).append(key)
             yield from ((group, by_group[group]) for group in self._groups if group in by_group)
 
-    def on_settled(self, done: Settled) -> None:
+    def on_settled(self, done: Settled[PackOrder]) -> None:
         """Take in that a bundle is packed, or lost."""
         self._under_way -= 1
-        assert isinstance(done.order, PackOrder)
         self._counters.add("compression_seconds", done.seconds)
         failed = len(done.failed)
         if not done.abandoned:

@@ -9,21 +9,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports, Settlement
 from tiered_kv.orders import (
     DemoteOrder,
+    ExportOrder,
+    ImportOrder,
     LoadOrder,
+    LookupOrder,
     OrderId,
+    OrderKind,
     PackOrder,
     PromoteOrder,
     RestoreMode,
     SaveOrder,
 )
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.pages.order_book import OrderBook, Settled
+from tiered_kv.pages.order_book import AnyOrder, OrderBook, Settled
 from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.transfer.memory_file.validation import agreed, agreed_bundles
 
@@ -58,10 +63,10 @@ class Settlements:
         """True if there is something to tell."""
         return self.reset or bool(self._unsent)
 
-    def on_settled(self, done: Settled) -> None:
-        """Take in an order that every rank has reported, after its pages were committed."""
+    def on_settled(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> None:
+        """Take in an order that filled slots, after its pages were committed."""
         order = done.order
-        if not self._wanted or not isinstance(order, (SaveOrder, PromoteOrder)):
+        if not self._wanted:
             return
         holds = self._index.holds
         pages = enumerate(zip(order.keys, order.slots, strict=True))
@@ -101,7 +106,7 @@ class OrderDispatch:
 
     def __init__(
         self,
-        planner: OrderBook,
+        book: OrderBook,
         saves: Saves,
         restores: Restores,
         pieces: RestorePieces,
@@ -116,7 +121,7 @@ class OrderDispatch:
     ) -> None:
         self.restored: dict[str, Turn] = {}
         self.seen_failures: Mapping[int, int] = {}
-        self._planner = planner
+        self._book = book
         self._saves = saves
         self._restores = restores
         self._pieces = pieces
@@ -130,11 +135,21 @@ class OrderDispatch:
         self._clock = clock
         self._no_orders = Orders()
         self._last_word = clock()  # either way
+        self._step = 0
+        self._listeners: dict[OrderKind, Sequence[Callable[[Settled[Any]], None]]] = {}
+        self.listen(SaveOrder, settlements.on_settled, saves.on_settled, tiers.on_saved)
+        self.listen(LoadOrder, self._on_loaded)
+        self.listen(PackOrder, compression.on_settled)
+        self.listen(DemoteOrder, tiers.on_demoted)
+        self.listen(PromoteOrder, settlements.on_settled, tiers.on_promoted)
+        self.listen(LookupOrder, tiers.on_looked_up)
+        self.listen(ExportOrder, snapshots.on_settled)
+        self.listen(ImportOrder, snapshots.on_settled)
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
         """Take in what the ranks hold. With pipelines each has layers of its own, so that its pages
         have a size of their own."""
-        book, ranks = self._planner, list(said.values())
+        book, ranks = self._book, list(said.values())
         if copies := [one.speeds.copy for one in ranks if one.speeds.copy]:
             book.bandwidth = min(copies)
         if ranks:  # whatever was measured: decoded pages pass through the slots behind these
@@ -224,53 +239,58 @@ class OrderDispatch:
         if self._unsent or self._pieces:
             return True
         now = self._clock()
-        expected = self._planner.expected(now) + self._snapshots.in_flight
+        expected = self._book.expected(now)
         if not demotions:
-            expected -= self._planner.by_kind[DemoteOrder]
+            expected -= self._book.number(OrderKind.DEMOTE)
         return expected > 0 and now - self._last_word < MAX_PUSH_S
 
+    def listen(self, kind: type[AnyOrder], *listeners: Callable[[Settled[AnyOrder]], None]) -> None:
+        """Have these called with each order of a kind that every rank has reported, in this
+        order."""
+        self._listeners[kind.kind] = listeners
+
     def on_reports(self, reports: Reports, step: int) -> None:
-        """Pass on the workers' reports after ``step``."""
+        """Pass on the workers' reports after ``step``.
+
+        Raises:
+            Exception: the first error of a listener, once all have been called: it must not cost
+                what others hold.
+        """
         self._last_word = self._clock()
+        self._step = step
         dropped: Sequence[OrderId] = ()
         if any(n > self.seen_failures.get(rank, 0) for rank, n in reports.failures.items()):
             # Ordered since then, perhaps of what was computed on nothing.
             dropped = self._saves.drop_unsent()
             self.seen_failures = {**self.seen_failures, **reports.failures}
             self._no_orders = Orders(seen_failures=self.seen_failures)
-        settled = self._planner.settle(reports.orders)
+        errors = list[Exception]()
+        settled = self._book.settle(reports.orders)
+        self._tiers.on_reports(reports.stores)
         for done in settled:
-            self._settlements.on_settled(done)
-        self._snapshots.settle(reports.orders)
-        try:
-            self._on_settled(settled, step)
-        finally:  # what one of the two does wrong must not cost the other's blocks
-            self._tiers.on_reports(reports.stores)
-            for done in settled:
-                self._tiers.on_settled(done)
-            self._tiers.unsent_saves_dropped(dropped)
-            if self._pieces:
-                self._advance_pieces()  # before anything else takes the slots of what came up
-            self._tiers.demote_ahead()
-            self._compression.pack_ahead()
+            for listener in self._listeners[done.order.kind]:
+                try:
+                    listener(done)
+                except Exception as error:
+                    errors.append(error)
+        self._tiers.unsent_saves_dropped(dropped)
+        if self._pieces:
+            self._advance_pieces()  # before anything else takes the slots of what came up
+        self._tiers.demote_ahead()
+        self._compression.pack_ahead()
+        if errors:
+            raise errors[0]
 
-    def _on_settled(self, settled: Sequence[Settled], step: int) -> None:
-        """Saves and loads that every rank has reported."""
-        for done in settled:
-            if isinstance(done.order, SaveOrder):
-                self._saves.on_settled(done)
-            if isinstance(done.order, PackOrder):
-                self._compression.on_settled(done)
-            if not isinstance(done.order, LoadOrder):
-                continue
-            restored = self._restores.on_settled(done)
-            self._pieces.on_settled(done)
-            turn = self._turns.get(done.order.request_id)
-            if turn is not None and done.failed and done.order.mode is RestoreMode.ASYNC:
-                self._restores.on_failed(turn)
-            if turn is not None and self._restores.on_part_loaded(turn):
-                self.restored[turn.request_id] = turn
-            # The engine hashes the blocks of an async restore once they are there, if they are.
-            if done.failed and done.order.mode is RestoreMode.SYNC:
-                bad = {done.order.blocks[i] for i in done.failed}
-                self._failed_restores.on_failed(bad, restored, self._turns.values(), step)
+    def _on_loaded(self, done: Settled[LoadOrder]) -> None:
+        order, failed = done.order, done.failed
+        restored = self._restores.on_settled(done)
+        self._pieces.on_settled(done)
+        turn = self._turns.get(order.request_id)
+        if turn is not None and failed and order.mode is RestoreMode.ASYNC:
+            self._restores.on_failed(turn)
+        if turn is not None and self._restores.on_part_loaded(turn):
+            self.restored[turn.request_id] = turn
+        # The engine hashes the blocks of an async restore once they are there, if they are.
+        if failed and order.mode is RestoreMode.SYNC:
+            bad = {order.blocks[i] for i in failed}
+            self._failed_restores.on_failed(bad, restored, self._turns.values(), self._step)

@@ -13,7 +13,7 @@ from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import OrderId
+from tiered_kv.orders import LoadOrder, OrderId
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.tiers import StoreId
 
@@ -113,7 +113,7 @@ class RestorePieces:
         self._under_way[turn.request_id] = _Restore(turn, until, deque(pages))
         self._counters.add("restores_in_pieces")
 
-    def on_settled(self, done: Settled) -> None:
+    def on_settled(self, done: Settled[LoadOrder]) -> None:
         """Take in that an order to VRAM is over: its slots are given back."""
         self._slots -= self._copying.pop(done.order.order_id, 0)
 

@@ -318,13 +318,12 @@ class Restores:
                 self.on_failed(turn)
         return bad
 
-    def on_settled(self, done: Settled) -> tuple[int, ...]:
+    def on_settled(self, done: Settled[LoadOrder]) -> tuple[int, ...]:
         """Take in a restore that is over on every rank.
 
         Returns:
             The blocks of its request that the engine hashed before it was made, and those behind.
         """
-        assert isinstance(done.order, LoadOrder)
         good = len(done.keys) - len(done.failed)
         page_bytes = self._facts.groups[done.order.group].page_bytes * self._facts.ranks
         self._counters.add("pages_restored", good)

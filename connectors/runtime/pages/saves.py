@@ -388,9 +388,8 @@ class Saves:
             self._tails.add(*place, tokens, key=turn.page_keys()[block])
             self._prune_tails()
 
-    def on_settled(self, done: Settled) -> None:
+    def on_settled(self, done: Settled[SaveOrder]) -> None:
         """Give up the blocks of a save that is over on every rank."""
-        assert isinstance(done.order, SaveOrder)
         self.over += 1
         self._planner.index.touch(self._used_by.pop(done.order.order_id, ()))
         failed = len(done.failed)

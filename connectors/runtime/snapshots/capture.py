@@ -29,9 +29,9 @@ from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.saves import Saves, kept_tokens
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.keys import DIGEST_BYTES, PageKey
+from tiered_kv.orders import ContextPage
 from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.pages.order_book import OrderBook
-from tiered_kv.pages.snapshot_orders import ContextPage
 from tiered_kv.policies.base import JobKey
 from tiered_kv.snapshot.manifest import SnapshotError
 

@@ -17,9 +17,9 @@ from tiered_kv.connectors.runtime.pages.hits import PageNames
 from tiered_kv.connectors.runtime.pages.saves import kept_tokens
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import tail_key
+from tiered_kv.orders import ContextPage
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.pages.snapshot_orders import ContextPage
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.jobs.hints import TurnHints
 

@@ -22,10 +22,11 @@ from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
+from tiered_kv.orders import ContextPage
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.pages.snapshot_orders import ContextPage, SnapshotFlight, SnapshotOrders
+from tiered_kv.pages.snapshot_orders import SnapshotFlight, SnapshotOrders
 from tiered_kv.policies.base import JobKey, TurnEnd, job_scope
 from tiered_kv.snapshot.manifest import SnapshotError
 

@@ -18,14 +18,7 @@ from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.metrics import Counters
-from tiered_kv.orders import (
-    DemoteOrder,
-    LoadOrder,
-    LookupOrder,
-    PackOrder,
-    PromoteOrder,
-    SaveOrder,
-)
+from tiered_kv.orders import OrderKind
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_writer import TraceWriter
@@ -142,15 +135,6 @@ AT_ONCE, LATEST_S = 64, 1.0
 """Steps that are handed to the writer together, and the longest time that one is kept, seconds.
 Waking the writer for each would cost the scheduler more than the record."""
 
-_KINDS = {
-    "save": SaveOrder,
-    "load": LoadOrder,
-    "pack": PackOrder,
-    "demote": DemoteOrder,
-    "promote": PromoteOrder,
-    "lookup": LookupOrder,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
@@ -242,7 +226,6 @@ class StepTrace:
         parts, turns = self._parts, self._parts.turns
         self._steps += 1
         prefill, held = self._prefills.tokens(step), len(parts.gate.held)
-        by_kind = parts.book.by_kind
         return StepRecord(
             step=self._steps,
             at=self._wall(),
@@ -257,7 +240,7 @@ class StepTrace:
             cached=parts.pool.num_cached(),
             pinned=parts.pins.held_blocks,
             nbytes=self._bytes(),
-            orders={name: count for name, kind in _KINDS.items() if (count := by_kind[kind])},
+            orders={k.trace_name: n for k in OrderKind if (n := parts.book.number(k))},
         )
 
     def _bytes(self) -> dict[str, int]:

@@ -13,15 +13,6 @@ from typing import Any
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
-from tiered_kv.orders import (
-    DemoteOrder,
-    LoadOrder,
-    LookupOrder,
-    Order,
-    PackOrder,
-    PromoteOrder,
-    SaveOrder,
-)
 
 
 class Moments:
@@ -47,15 +38,6 @@ def finite(seconds: float) -> float | None:
 
 MOST_ORDERS = 1_000
 """Orders in flight that are told by their kinds: the oldest of more."""
-TRANSFERS: dict[type[Order], str] = {
-    SaveOrder: "save",
-    LoadOrder: "restore",
-    PackOrder: "compress",
-    DemoteOrder: "demote",
-    PromoteOrder: "promote",
-    LookupOrder: "look_up",
-}
-"""Names of the kinds of orders."""
 
 
 def status(half: SchedulerHalf) -> dict[str, Any]:
@@ -156,10 +138,10 @@ def _below(half: SchedulerHalf) -> list[dict[str, Any]]:
 def _transfers(half: SchedulerHalf) -> dict[str, dict[str, int]]:
     """Orders in flight and their pages, by kind."""
     orders, pages = Counter[str](), Counter[str]()
-    for order in islice(half.pages.book.orders(), MOST_ORDERS):
-        kind = TRANSFERS[type(order)]
+    for flight in islice(half.pages.book.flights(), MOST_ORDERS):
+        kind = flight.order.kind.status_name
         orders[kind] += 1
-        pages[kind] += len(order.slots if isinstance(order, LoadOrder) else order.keys)
+        pages[kind] += len(flight.keys)
     return {kind: {"orders": orders[kind], "pages": pages[kind]} for kind in orders}
 
 

@@ -266,7 +266,7 @@ def test_orders_that_fail_together_are_one_failure(rig: Rig) -> None:
     keys = tuple(rig.index.least_valuable(5))
     order = DemoteOrder(OrderId(0), SSD, keys, tuple(range(5)), 0.0)
     for _ in range(3):
-        rig.tiers.on_settled(Settled(order, keys, frozenset(range(5)), False, 0.0))
+        rig.tiers.on_demoted(Settled(order, keys, frozenset(range(5)), False, 0.0))
     goes_down = list[bool]()
     for pause_s in (0.0, FIRST_PAUSE_S):
         rig.now += pause_s

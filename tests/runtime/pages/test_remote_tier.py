@@ -19,7 +19,7 @@ from tiered_kv.connectors.runtime.below.demotion import (
     LookAhead,
     most_waiting,
 )
-from tiered_kv.orders import DemoteOrder
+from tiered_kv.orders import OrderKind
 from tiered_kv.remote import breaker
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text
@@ -267,7 +267,7 @@ def test_a_store_that_writes_slowly_does_not_keep_an_idle_engine_stepping(
             assert time.monotonic() < until, "the engine may not sleep"
             rig.step()
             rig.now += 0.001
-        assert rig.pages.book.by_kind[DemoteOrder] > 0
+        assert rig.pages.book.number(OrderKind.DEMOTE) > 0
     finally:
         server.go_on()
     rig.run()

@@ -31,7 +31,7 @@ class StepRecord:
         pinned: blocks that pins hold.
         nbytes: bytes that pages take in each tier outside VRAM, all ranks together.
         orders: orders under way by kind: ``save``, ``load``, ``pack``, ``demote``, ``promote``,
-            ``lookup``.
+            ``lookup``; of snapshots ``export``, ``import``.
     """
 
     step: int
