@@ -307,6 +307,29 @@ def test_a_server_that_serves_nothing_is_left_alone(code: str, command: bytes) -
         store.close()
 
 
+def test_a_connection_on_which_a_call_failed_is_closed_without_a_further_call() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answers = [b"+PONG\r\n", b"!no reply\r\n"]
+        ended = list[bytes]()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(60.0)
+                for answer in answers:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+                ended.append(connection.recv(4096))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = ValkeyStore(parse_address(f"valkey://127.0.0.1:{listener.getsockname()[1]}"))
+        assert store.exists(keys("a"), soon()) == [DOWN]
+        thread.join()
+        assert ended == [b""]
+        store.close()
+
+
 def test_a_server_that_refuses_writes_is_offered_one_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

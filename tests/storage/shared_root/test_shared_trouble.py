@@ -242,6 +242,34 @@ def test_a_disk_that_takes_nothing_costs_a_pack_for_each_call_at_most(
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "outcomes"),
+    [
+        (errno.EDQUOT, [Outcome.STORED] * 2 + [Outcome.REFUSED] * 2),
+        (errno.EIO, [Outcome.DOWN] * 4),
+    ],
+    ids=["full", "broken"],
+)
+def test_values_before_the_one_that_found_the_disk_full_count(
+    error: int, outcomes: list[Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, new = os.pwrite, values(4)
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".pack" and offset > 150_000:
+            raise OSError(error, "injected")
+        return real(fd, data, offset)
+
+    store = SharedRoot(tmp_path, 6 << 20)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert store.put(new, soon()) == outcomes
+    monkeypatch.undo()
+    store.close()
+    reader = SharedRoot(tmp_path, 6 << 20)
+    assert check_values(reader, [key for key, _ in new]) == outcomes.count(Outcome.STORED)
+    reader.close()
+
+
 CRASHES: dict[str, str] = {
     "the new index is written": "os.fdatasync",
     "the old one is replaced": "Path.replace",
