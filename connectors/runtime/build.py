@@ -12,7 +12,7 @@ from tiered_kv.config import GIB
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission, RestorePrice
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers, PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel, PrefillTimer
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager, KvPlacement
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
@@ -76,7 +76,7 @@ class Pages:
     Attributes:
         names: names of requests' pages.
         order: order of eviction from CPU memory.
-        finder, sources: prefixes that can be had, and where.
+        finder: prefixes that can be had.
         snapshots: orders for snapshots of jobs.
         settlements: word to the workers, where CPU memory outlives the engine.
         dispatch: orders out, reports in.
@@ -88,13 +88,12 @@ class Pages:
     book: OrderBook
     tails: TailIndex
     finder: HitFinder
-    sources: PageSources
     snapshots: SnapshotOrders
     settlements: Settlements
     restores: Restores
     pieces: RestorePieces
     saves: Saves
-    tiers: LowerTiers
+    tiers: Tiers
     promotions: Promotions
     dispatch: OrderDispatch
 
@@ -168,11 +167,10 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         )
         for store, spec in stores.items()
     }
-    tiers = LowerTiers(lower, most_after=slots)
-    sources = PageSources(lower, book)
+    tiers = Tiers(lower, book, most_after=slots)
     snapshots = SnapshotOrders(book)
     settlements = Settlements(index, wanted=config.cpu_path is not None)
-    pieces = RestorePieces(lower, sources, book, restores, engine.counters, clock)
+    pieces = RestorePieces(tiers, book, restores, engine.counters, clock)
     return Pages(
         index=index,
         names=PageNames(facts, given.fingerprints, slots),
@@ -180,7 +178,6 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         book=book,
         tails=tails,
         finder=finder,
-        sources=sources,
         snapshots=snapshots,
         settlements=settlements,
         restores=restores,
@@ -188,8 +185,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         pieces=pieces,
         tiers=tiers,
         promotions=Promotions(
-            lower,
-            sources,
+            tiers,
             facts,
             book,
             finder,
@@ -335,7 +331,8 @@ def _traces(
         pages.order.waiting_job,
     )
     pages.index.on_evicted = partial(turns.evicted, "cpu")
-    pages.tiers.on_evicted(turns.evicted)
+    for store, tier in pages.tiers.items():
+        tier.on_evicted = partial(turns.evicted, str(store.tier))
     return turns, steps
 
 

@@ -423,7 +423,7 @@ class SchedulerHalf:
         self.admission.pins.release_all()
         self.admission.boundaries.release_all()
         self.snapshots.release_vram()
-        self.pages.tiers.invalidate(self.pages.saves.drop_all())
+        self.pages.tiers.drop_saves(self.pages.saves.drop_all())
 
     def before_weights_change(self) -> None:
         """Prepare for a call that may change the weights; a reset follows. Never raises."""
@@ -441,7 +441,8 @@ class SchedulerHalf:
         self.release_all()
         fingerprints.next_generation()
         pages.pieces.end_all()
-        pages.tiers.reset(lambda group: fingerprints.base(group).digest())
+        for store, tier in pages.tiers.items():
+            tier.reset(fingerprints.base(store.group).digest())
         pages.book.forget_all()
         pages.settlements.on_reset()
         pages.tails.clear()
@@ -472,4 +473,5 @@ class SchedulerHalf:
         finally:
             self.given.close()
             self.gaps.log.close()
-            self.pages.tiers.close()
+            for tier in self.pages.tiers.values():
+                tier.close()

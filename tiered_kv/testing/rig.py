@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
-from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.build import AdmissionGroup, GapGroup, Pages
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
@@ -208,7 +208,7 @@ class EngineRig(ABC):
         return self.pages.index
 
     @property
-    def tiers(self) -> LowerTiers:
+    def tiers(self) -> Tiers:
         """The tiers below CPU memory."""
         return self.pages.tiers
 

@@ -196,7 +196,7 @@ class Asker:
         """Write all pages to SSD, and drop their copies in CPU memory."""
         pages = self.engine.half.pages
         self.engine.settle()
-        pages.tiers.demote(list(pages.index.least_valuable(pages.index.num_slots)), None)
+        pages.tiers.send_down(list(pages.index.least_valuable(pages.index.num_slots)), None)
         self.engine.settle()
         pages.index.clear()
 

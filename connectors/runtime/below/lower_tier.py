@@ -201,7 +201,7 @@ class LowerTier:
         self._given_up = {o: at for o, at in self._given_up.items() if self._book.under_way(o)}
         return all(now - at < STALLED_S for at in self._given_up.values())
 
-    def give_up(self, order_id: OrderId) -> None:
+    def order_given_up(self, order_id: OrderId) -> None:
         """Note that no turn waits for the order any longer."""
         now = self._clock()
         self._given_up.setdefault(order_id, now)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
-from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
@@ -301,7 +301,7 @@ class GapManager:
         pins: PinTable,
         boundaries: BoundaryBlocks,
         planner: OrderBook,
-        tiers: LowerTiers,
+        tiers: Tiers,
         promotions: Promotions,
         gate: Admission | NoAdmission,
         tools: ToolCalls,
@@ -478,7 +478,7 @@ class GapManager:
         if not self._planner.stores or gap.decision.tier is not Tier.STORE:
             return
         gap.sent_down = len(gap.pages)
-        self._tiers.demote(gap.pages, after=self._while_saving(gap.save))
+        self._tiers.send_down(gap.pages, after=self._while_saving(gap.save))
         if gap.end.job is not None and gap.decision.back_s is not None:
             self.prefetch.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
 

@@ -78,7 +78,7 @@ class ObservingHalf(SchedulerHalf):
         """Pages that each store would have room for: groups share a tier alike."""
         facts, groups = self.facts, len(self.facts.groups)
         rooms = dict[StoreId, int | None]()
-        for name, tier in self.pages.tiers.each():
+        for name, tier in self.pages.tiers.items():
             nbytes = facts.groups[name.group].page_bytes * facts.ranks
             holds = tier.spec.capacity_bytes
             rooms[name] = None if holds is None else holds // groups // nbytes

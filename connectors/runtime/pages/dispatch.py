@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiered_kv.connectors.runtime.below.lower_tiers import LowerTiers
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports, Settlement
 from tiered_kv.orders import (
@@ -111,7 +111,7 @@ class OrderDispatch:
         restores: Restores,
         pieces: RestorePieces,
         compression: Compression,
-        tiers: LowerTiers,
+        tiers: Tiers,
         snapshots: SnapshotOrders,
         settlements: Settlements,
         failed_restores: FailedRestores,
@@ -137,12 +137,16 @@ class OrderDispatch:
         self._last_word = clock()  # either way
         self._step = 0
         self._listeners: dict[OrderKind, Sequence[Callable[[Settled[Any]], None]]] = {}
-        self.listen(SaveOrder, settlements.on_settled, saves.on_settled, tiers.on_saved)
+        self.listen(SaveOrder, settlements.on_settled, saves.on_settled, self._on_saved)
         self.listen(LoadOrder, self._on_loaded)
         self.listen(PackOrder, compression.on_settled)
-        self.listen(DemoteOrder, tiers.on_demoted)
-        self.listen(PromoteOrder, settlements.on_settled, tiers.on_promoted)
-        self.listen(LookupOrder, tiers.on_looked_up)
+        self.listen(DemoteOrder, lambda done: tiers[done.order.store].on_demoted(done))
+        self.listen(
+            PromoteOrder,
+            settlements.on_settled,
+            lambda done: tiers[done.order.store].on_promoted(done),
+        )
+        self.listen(LookupOrder, lambda done: tiers[done.order.store].on_looked_up(done))
         self.listen(ExportOrder, snapshots.on_settled)
         self.listen(ImportOrder, snapshots.on_settled)
 
@@ -162,7 +166,9 @@ class OrderDispatch:
             if len(book.index):
                 logger.info("CPU memory has %d pages from before", len(book.index))
         self._compression.on_handshake(said)
-        self._tiers.on_handshake(said)
+        for name, tier in self._tiers.items():
+            there = {rank: one.stored[name] for rank, one in said.items() if name in one.stored}
+            tier.on_handshake(there)
 
     def take(self) -> Orders:
         """Hand over the orders not yet sent."""
@@ -178,7 +184,7 @@ class OrderDispatch:
             packs=self._compression.take(),
             failed_loads=self._restores.take_refused(),
             seen_failures=self.seen_failures,
-            stores=self._tiers.take(),
+            stores={name: tier.take() for name, tier in self._tiers.items() if tier.unsent},
             snapshots=self._snapshots.take(),
             settled=settled,
             reset=reset,
@@ -215,7 +221,7 @@ class OrderDispatch:
             or restores.unsent
             or restores.refused
             or self._compression.unsent
-            or self._tiers.unsent
+            or any(tier.unsent for tier in self._tiers.values())
             or self._snapshots.unsent
             or self._settlements.unsent
         )
@@ -233,7 +239,7 @@ class OrderDispatch:
         take long: meanwhile the engine and its workers would keep their cores busy, and a store on
         this machine from writing.
         """
-        return self._under_way(demotions=self._tiers.has_more)
+        return self._under_way(demotions=any(tier.has_more for tier in self._tiers.values()))
 
     def _under_way(self, *, demotions: bool) -> bool:
         if self._unsent or self._pieces:
@@ -266,20 +272,27 @@ class OrderDispatch:
             self._no_orders = Orders(seen_failures=self.seen_failures)
         errors = list[Exception]()
         settled = self._book.settle(reports.orders)
-        self._tiers.on_reports(reports.stores)
+        for name, ranks in reports.stores.items():
+            if name in self._tiers:
+                self._tiers[name].on_reports(ranks)
         for done in settled:
             for listener in self._listeners[done.order.kind]:
                 try:
                     listener(done)
                 except Exception as error:
                     errors.append(error)
-        self._tiers.unsent_saves_dropped(dropped)
+        for order_id in dropped:
+            self._tiers.save_over(order_id)
         if self._pieces:
             self._advance_pieces()  # before anything else takes the slots of what came up
-        self._tiers.demote_ahead()
+        for tier in self._tiers.own:
+            tier.demote_ahead()
         self._compression.pack_ahead()
         if errors:
             raise errors[0]
+
+    def _on_saved(self, done: Settled[SaveOrder]) -> None:
+        self._tiers.save_over(done.order.order_id)
 
     def _on_loaded(self, done: Settled[LoadOrder]) -> None:
         order, failed = done.order, done.failed

@@ -12,18 +12,18 @@ for its answer. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.page_group import KvKind
 from tiered_kv.policies.pricing.estimators import PrefillFit
-from tiered_kv.tiers import Knowledge, StoreId
+from tiered_kv.tiers import Knowledge
 
 from .hits import HitFinder, There, run_of
 
@@ -86,21 +86,19 @@ class Lookups:
 
     Args:
         tiers: the tiers, fastest first.
-        sources: tells where pages are.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        tiers: Mapping[StoreId, LowerTier],
-        sources: PageSources,
+        tiers: Tiers,
         facts: EngineFacts,
         finder: HitFinder,
         clock: Callable[[], float],
     ) -> None:
         asked = Knowledge.ASKED
-        self._tiers = [tier for tier in tiers.values() if tier.spec.knowledge is asked]
-        self._sources = sources
+        self._tiers = tiers
+        self._asked = [tier for tier in tiers.values() if tier.spec.knowledge is asked]
         self._facts = facts
         self._finder = finder
         self._clock = clock
@@ -114,9 +112,9 @@ class Lookups:
         state = turn.tiers
         beginning = state.lookups < LOOKUPS
         ends = self._facts.narrow and not state.ends_asked
-        if not self._tiers or not (beginning or ends):
+        if not self._asked or not (beginning or ends):
             return False
-        vram, somewhere = in_vram(turn, turn.request.num_tokens - 1), self._sources.somewhere()
+        vram, somewhere = in_vram(turn, turn.request.num_tokens - 1), self._tiers.somewhere()
         orders, waits = set[OrderId](), 0.0
         if beginning:
             orders, waits = self._put(self._beginning(turn, vram, somewhere), prefill)
@@ -147,7 +145,7 @@ class Lookups:
 
     def _answering(self) -> Iterator[tuple[LowerTier, int]]:
         """Tiers that may be asked, and their groups."""
-        return ((tier, tier.store.group) for tier in self._tiers if tier.answers)
+        return ((tier, tier.store.group) for tier in self._asked if tier.answers)
 
     def _beginning(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
         """Pages of the groups that keep all of a context, behind the first that is nowhere."""

@@ -4,18 +4,17 @@ piece at a time, each copied to VRAM, and its slots given back."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
-from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
-from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
+from tiered_kv.connectors.runtime.below.lower_tier import NOW
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
 from tiered_kv.orders import LoadOrder, OrderId
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.tiers import StoreId
 
 from .restores import Restores
 
@@ -82,15 +81,13 @@ class RestorePieces:
 
     def __init__(
         self,
-        tiers: Mapping[StoreId, LowerTier],
-        sources: PageSources,
+        tiers: Tiers,
         book: OrderBook,
         restores: Restores,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
-        self._sources = sources
         self._book = book
         self._index = book.index
         self._restores = restores
@@ -149,8 +146,7 @@ class RestorePieces:
         del self._under_way[restore.turn.request_id]
         for piece in restore.coming:
             self._slots -= len(piece.own)
-            for order in filter(self._book.under_way, piece.orders):
-                self._tiers[self._book.store_of(order)].give_up(order)
+            self._tiers.give_up(filter(self._book.under_way, piece.orders))
         return self._restores.break_off(restore.turn, restore.blocks())
 
     # -- from CPU memory to VRAM ----------------------------------------------------
@@ -205,7 +201,7 @@ class RestorePieces:
         whole = min(PIECE_BYTES // self._book.page_bytes[group], self._room() // 2)
         most = min(room, max(1, whole))
         pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
-        found = self._sources.by_tier(page.key for page in pages if not known(page.key))
+        found = self._tiers.by_tier(page.key for page in pages if not known(page.key))
         ordered = set[PageKey]()
         for name, keys in found.items():
             if (order := self._tiers[name].promote(keys, NOW, turn)) is not None:

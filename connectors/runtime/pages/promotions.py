@@ -6,13 +6,13 @@ are let in, each from the fastest tier that has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.runtime.below.lower_tier import NOW, LowerTier
-from tiered_kv.connectors.runtime.below.lower_tiers import Below, PageSources
+from tiered_kv.connectors.runtime.below.lower_tier import NOW
+from tiered_kv.connectors.runtime.below.lower_tiers import Below, Tiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import Counters
@@ -90,15 +90,13 @@ class Promotions:
 
     Args:
         tiers: the tiers, fastest first.
-        sources: tells where pages are.
         cached: True if VRAM holds a group's block of a block hash.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        tiers: Mapping[StoreId, LowerTier],
-        sources: PageSources,
+        tiers: Tiers,
         facts: EngineFacts,
         book: OrderBook,
         finder: HitFinder,
@@ -107,8 +105,7 @@ class Promotions:
         clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
-        self._sources = sources
-        self._lookups = Lookups(tiers, sources, facts, finder, clock)
+        self._lookups = Lookups(tiers, facts, finder, clock)
         self._facts = facts
         self._book = book
         self._index = book.index
@@ -174,7 +171,7 @@ class Promotions:
         if room <= 0:
             return 0
         ordered = 0
-        for name, fresh in self._sources.by_tier(keys[:room]).items():
+        for name, fresh in self._tiers.by_tier(keys[:room]).items():
             order = self._tiers[name].promote(fresh, due)
             ordered += len(order.keys) if order is not None else 0
         self._counters.add("pages_promoted_ahead", ordered)
@@ -197,7 +194,7 @@ class Promotions:
         """
         coming = self._book.promoting
         while wanted:
-            fresh = self._sources.by_tier(key for key in wanted if key not in coming)
+            fresh = self._tiers.by_tier(key for key in wanted if key not in coming)
             involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
             # The tiers work side by side.
             seconds = {
@@ -227,7 +224,7 @@ class Promotions:
         What the prompt shares with VRAM or CPU memory is passed over. All of it counts as used.
         """
         index, limit = self._index, turn.request.num_tokens - 1
-        start, somewhere = self.in_vram(turn, limit), self._sources.somewhere()
+        start, somewhere = self.in_vram(turn, limit), self._tiers.somewhere()
         found = self._finder.find(turn, start, limit, somewhere, run_of(somewhere))
         keys = turn.page_keys()
         used = list(keys[: start // self._facts.block_size])
@@ -325,14 +322,14 @@ class Promotions:
         until = state.wait_until
         if until is None:
             until = self._clock() + state.longest_wait_s
-        return Below(self._sources.somewhere(), until)
+        return Below(self._tiers.somewhere(), until)
 
     def within_reach(self, turn: Turn) -> Below | None:
         """The pages that a turn would have if it waited for what comes up for it; None if that is
         not worth it, or there is nothing."""
         if turn.tiers.longest_wait_s is None:
             return None
-        return Below(self._sources.somewhere(), self._clock() + turn.tiers.longest_wait_s)
+        return Below(self._tiers.somewhere(), self._clock() + turn.tiers.longest_wait_s)
 
     def tokens_from_below(self, turn: Turn) -> TokensBelow:
         """Tokens of a turn's hit that came up for it from a tier, or are to come up in pieces."""
@@ -385,8 +382,7 @@ class Promotions:
         until = state.answers_until if state.asking else state.wait_until
         if state.awaits and until is not None and now >= until:
             self._counters.add("lookups_overdue" if state.asking else "promotions_overdue")
-            for order in state.awaits:
-                self._tiers[self._book.store_of(order)].give_up(order)
+            self._tiers.give_up(state.awaits)
             state.awaits.clear()
             if state.asking:  # it has waited enough: a store that was late is not asked again
                 state.lookups, state.ends_asked = LOOKUPS, True

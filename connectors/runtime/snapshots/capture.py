@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.below.lower_tiers import PageSources
+from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, run_of
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
@@ -72,7 +72,7 @@ class Captures:
     """Captures contexts. One thread, the scheduler's.
 
     Args:
-        finder, promotions, sources: the components that restores use.
+        finder, promotions, tiers: the components that restores use.
         group_of: gives the group of a page; None if that is not known.
         names: names contexts, on a thread of ``files``.
     """
@@ -85,7 +85,7 @@ class Captures:
         saves: Saves,
         finder: HitFinder,
         promotions: Promotions,
-        sources: PageSources,
+        tiers: Tiers,
         group_of: Callable[[PageKey], int | None],
         names: ContextNames,
         files: Executor,
@@ -98,7 +98,7 @@ class Captures:
         self._saves = saves
         self._finder = finder
         self._promotions = promotions
-        self._sources = sources
+        self._tiers = tiers
         self._group_of = group_of
         self._names = names
         self._files = files
@@ -267,7 +267,7 @@ class Captures:
     def _somewhere(self) -> Callable[[PageKey], bool]:
         """A test whether a page can be had: in CPU memory, moving there, in a lower tier that
         answers, or in VRAM."""
-        sources, promoting = self._sources.somewhere(), self._book.promoting
+        sources, promoting = self._tiers.somewhere(), self._book.promoting
 
         def somewhere(key: PageKey) -> bool:
             return (

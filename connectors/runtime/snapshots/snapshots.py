@@ -457,7 +457,7 @@ def build_snapshots(
         pages.saves,
         pages.finder,
         pages.promotions,
-        pages.sources,
+        pages.tiers,
         fingerprints.group_of,
         names,
         files.thread,

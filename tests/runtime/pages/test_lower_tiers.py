@@ -245,7 +245,7 @@ def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
         return put(pages)
 
     target.put = hangs
-    tier = next(tier for _, tier in rig.tiers.each())
+    tier = next(iter(rig.tiers.values()))
     try:
         for turn in range(12):
             rig.add(f"turn {turn}", text(200, seed=turn), params={"job_id": f"job {turn}"})
@@ -266,12 +266,12 @@ def test_orders_that_fail_together_are_one_failure(rig: Rig) -> None:
     keys = tuple(rig.index.least_valuable(5))
     order = DemoteOrder(OrderId(0), SSD, keys, tuple(range(5)), 0.0)
     for _ in range(3):
-        rig.tiers.on_demoted(Settled(order, keys, frozenset(range(5)), False, 0.0))
+        rig.tiers[SSD].on_demoted(Settled(order, keys, frozenset(range(5)), False, 0.0))
     goes_down = list[bool]()
     for pause_s in (0.0, FIRST_PAUSE_S):
         rig.now += pause_s
-        rig.tiers.demote(keys, None)
-        goes_down.append(rig.tiers.unsent)
+        rig.tiers.send_down(keys, None)
+        goes_down.append(rig.tiers[SSD].unsent)
     assert goes_down == [False, True], "it is left alone for the first pause, and no longer"
     rig.run()
     rig.check_clean()

@@ -199,7 +199,7 @@ def test_changed_bytes_are_computed_and_the_store_is_doubted(
     ask(rig, "again", job_id="job")
     assert rig.count("prompt_tokens_remote") == 0
     assert rig.count("remote_pages_bad") >= 19
-    tier = next(tier for store, tier in rig.pages.tiers.each() if store.tier == REMOTE)
+    tier = next(tier for store, tier in rig.pages.tiers.items() if store.tier == REMOTE)
     doubted = [tier.answers]
     rig.now += 2 * FIRST_DOUBT_S
     assert [*doubted, tier.answers] == [False, True], "it is not asked for a while"

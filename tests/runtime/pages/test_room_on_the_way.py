@@ -23,11 +23,11 @@ def test_what_is_due_takes_half_the_slots_at_most(
     make_rig: MakeRig, tmp_path: Path, slots: int, room: int
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=slots))
-    tier, pages = rig.tiers, keys(100)
+    tier, pages = rig.tiers[SSD], keys(100)
     rig.pages.book.stores[SSD].index.add(pages)
     assert rig.index.num_slots == slots
     assert rig.pages.promotions.promote_ahead(pages, due=rig.now)
-    (order,) = tier.take()[SSD].promotes
+    (order,) = tier.take().promotes
     assert list(order.keys) == pages[:room]
 
 
@@ -35,7 +35,7 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     rig.ask("first", CONTEXT)
     rig.wait_for_worker()
-    tier, index = rig.tiers, rig.index
+    tier, index = rig.tiers[SSD], rig.index
     rig.pages.book.stores[SSD].index.add(pages := keys(100))
     mine = list(index.least_valuable(64))
     assert len(mine) == 21
@@ -48,7 +48,7 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
     coming = len(rig.turn("again").tiers.keys)
     tier.take()
     assert rig.pages.promotions.promote_ahead(pages, due=rig.now)
-    (order,) = tier.take()[SSD].promotes
+    (order,) = tier.take().promotes
     assert len(order.keys) == 32 - coming
 
 
@@ -59,8 +59,8 @@ def test_pages_go_down_once_half_the_slots_are_taken(
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     pages = keys(taken)
     rig.index.commit_all(pages, rig.index.reserve_all(pages))
-    rig.tiers.demote_ahead()
-    assert bool(rig.tiers.unsent) is goes_down
+    rig.tiers[SSD].demote_ahead()
+    assert bool(rig.tiers[SSD].unsent) is goes_down
 
 
 def test_a_busy_engine_brings_a_context_back_when_it_is_due(

@@ -113,7 +113,7 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
     def broken() -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(rig.tiers, "demote_ahead", broken)
+    monkeypatch.setattr(rig.tiers[SSD], "demote_ahead", broken)
     assert rig.ask("first", CONTEXT) == expected(CONTEXT, 4)
     rig.run()
     assert rig.count("hook_errors") > 0
