@@ -1,6 +1,5 @@
-"""Choice of the tier where a turn's KV waits, from a forecast of the gap and each tier's cost.
-
-The default policy: a forecast of the gap, and VRAM charged for the time it is held.
+"""The default policy: chooses the tier where a turn's KV waits, from a forecast of the gap and each
+tier's cost. VRAM is charged for the time that it is held.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from tests.test_architecture import ROOT, Module, modules
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 
-CONSTRUCTOR_PARAMETERS = 18
+CONSTRUCTOR_PARAMETERS = 8
 ORDER_TESTS = 20
 SMALL_WITH_ONE_IMPORTER = 4
-WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 70, 42, 80
+WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 69, 41, 79
 """Product files that a turn with every tier and a trace runs through, that the end of a turn runs
 through, and that a turn whose context is read from SSD runs through."""
 
@@ -82,6 +82,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.files: set[str] | None = None  # None while nothing is recorded
+        self.only: int | None = None  # thread that is recorded; None for all
 
     def __enter__(self) -> Recorder:
         threading.setprofile(self._on_event)
@@ -92,9 +93,12 @@ class Recorder:
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def record(self, call: Callable[[], Any]) -> tuple[Any, set[str]]:
-        """Result of a call, and the files."""
-        self.files = set()
+    def record(
+        self, call: Callable[[], Any], *, in_this_thread: bool = False
+    ) -> tuple[Any, set[str]]:
+        """Result of a call, and the files; with ``in_this_thread`` without those of others, which
+        may be at anything meanwhile."""
+        self.files, self.only = set(), threading.get_ident() if in_this_thread else None
         try:
             return call(), self.files
         finally:
@@ -103,8 +107,10 @@ class Recorder:
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call" or (files := self.files) is None:
             return
+        if self.only not in (None, threading.get_ident()):
+            return
         path = Path(frame.f_code.co_filename).resolve()
-        if path.is_relative_to(ROOT):
+        if path.is_relative_to(ROOT) and path.suffix == ".py":
             name = path.relative_to(ROOT).as_posix()
             if not name.startswith(("tests/", "tiered_kv/testing/", ".venv/")):
                 files.add(name)
@@ -127,7 +133,7 @@ def test_a_turn_and_its_end_run_through_no_more_files(recorder: Recorder, tmp_pa
         on_finished, ends = half.on_finished, list[set[str]]()
 
         def finish(request_id: str) -> Any:
-            result, files = recorder.record(lambda: on_finished(request_id))
+            result, files = recorder.record(lambda: on_finished(request_id), in_this_thread=True)
             ends.append(files)
             return result
 

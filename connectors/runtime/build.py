@@ -14,7 +14,7 @@ from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
 from tiered_kv.connectors.runtime.gaps.cost_model import CostModel, PrefillTimer
-from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager, KvPlacement
+from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.gaps.turn_log import NoTrace, TurnLog, TurnTrace
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
@@ -22,7 +22,7 @@ from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlemen
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, PageNames
 from tiered_kv.connectors.runtime.pages.pieces import RestorePieces
 from tiered_kv.connectors.runtime.pages.promotions import Promotions
-from tiered_kv.connectors.runtime.pages.restores import FailedRestores, Restores
+from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
@@ -30,14 +30,10 @@ from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
 from tiered_kv.connectors.runtime.steps.step_trace import EngineParts, StepTrace
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics import Counters
-from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.pages.snapshot_orders import SnapshotOrders
 from tiered_kv.pages.tier_index import make_index
-from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.storage.registry import tiers_below
 from tiered_kv.tiers import StoreId
@@ -45,77 +41,13 @@ from tiered_kv.trace.rotation import steps_of
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.trace_writer import TraceWriter
 
-from .base import BlockPool
 from .dependencies import Dependencies
+from .engine_state import EngineState
 from .fairness import Fairness
-from .job_table import JobTable, KnownJobs
-from .turn import LiveTurns
+from .parts import AdmissionGroup, Pages
 
 ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineState:
-    """The engine as every component sees it.
-
-    Attributes:
-        pool: its blocks.
-        turns: its live requests.
-    """
-
-    pool: BlockPool
-    turns: LiveTurns
-    counters: Counters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
-    """Pages outside VRAM: where they are, and what is ordered of them.
-
-    Attributes:
-        names: names of requests' pages.
-        order: order of eviction from CPU memory.
-        finder: prefixes that can be had.
-        snapshots: orders for snapshots of jobs.
-        settlements: word to the workers, where CPU memory outlives the engine.
-        dispatch: orders out, reports in.
-    """
-
-    index: PageIndex
-    names: PageNames
-    order: EvictionOrder
-    book: OrderBook
-    tails: TailIndex
-    finder: HitFinder
-    snapshots: SnapshotOrders
-    settlements: Settlements
-    restores: Restores
-    pieces: RestorePieces
-    saves: Saves
-    tiers: Tiers
-    promotions: Promotions
-    dispatch: OrderDispatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionGroup:
-    """Blocks of VRAM: who has them, who waits for them, and who gives way.
-
-    Attributes:
-        boundaries: blocks at the ends of prompts, which pins take over.
-        pressure: has pins give way.
-        gate: holds new jobs back.
-        fairness: waits and shares of the live requests.
-        queue: order of requests.
-    """
-
-    pins: PinTable
-    boundaries: BoundaryBlocks
-    pressure: PinPressure
-    gate: Admission | NoAdmission
-    fairness: Fairness
-    queue: JobQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +66,7 @@ class GapGroup:
 
 def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     """Build the components that keep pages."""
-    facts, config, clock, pool = given.facts, given.config, given.clock, engine.pool
+    facts, config, clock = engine.facts, given.config, engine.clock
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     specs = tiers_below(config) if slots else ()
     below = sum(spec.capacity_bytes or 0 for spec in specs)
@@ -149,28 +81,23 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex(given.notebook)
     finder = HitFinder(facts, tails)
-    restores = Restores(
-        facts, book, finder, given.restore_policy, given.step_timer, engine.counters, pool
-    )
-    saves = Saves(facts, book, tails, engine.counters, pool)
+    restores = Restores(engine, book, finder, given.restore_policy, given.step_timer)
+    saves = Saves(engine, book, tails)
     lower = {
         store: LowerTier(
             store,
             spec,
-            facts,
+            engine,
             book,
-            engine.counters.of_tier(spec.tier),
             chance=lambda key: order.return_chance(key, math.inf),
             group_of=given.fingerprints.group_of,
-            clock=clock,
             lasting=given.fingerprints.base(store.group).lasting,
         )
         for store, spec in stores.items()
     }
     tiers = Tiers(lower, book, most_after=slots)
-    snapshots = SnapshotOrders(book)
     settlements = Settlements(index, wanted=config.cpu_path is not None)
-    pieces = RestorePieces(tiers, book, restores, engine.counters, clock)
+    pieces = RestorePieces(engine, tiers, book, restores)
     return Pages(
         index=index,
         names=PageNames(facts, given.fingerprints, slots),
@@ -178,34 +105,21 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
         book=book,
         tails=tails,
         finder=finder,
-        snapshots=snapshots,
         settlements=settlements,
         restores=restores,
         saves=saves,
         pieces=pieces,
         tiers=tiers,
-        promotions=Promotions(
-            tiers,
-            facts,
-            book,
-            finder,
-            engine.counters,
-            cached=lambda block_hash, group: pool.cached(block_hash, group) is not None,
-            clock=clock,
-        ),
+        promotions=Promotions(engine, tiers, book, finder),
         dispatch=OrderDispatch(
+            engine,
             book,
             saves,
             restores,
             pieces,
-            Compression(book, given.fingerprints.group_of, engine.counters, facts.ranks),
+            Compression(engine, book, given.fingerprints.group_of),
             tiers,
-            snapshots,
             settlements,
-            failed_restores=FailedRestores(pool, saves, restores),
-            turns=engine.turns.by_id,
-            ranks=facts.ranks,
-            clock=clock,
         ),
     )
 
@@ -218,33 +132,30 @@ def build_admission(
     Args:
         fit: seconds of prefills.
     """
-    facts, config, clock, pool = given.facts, given.config, given.clock, engine.pool
+    facts, config, pool = engine.facts, given.config, engine.pool
     pins = PinTable(pool, int(config.pin_fraction * facts.usable_blocks))
     gate: Admission | NoAdmission = NoAdmission()
     if config.admission != "off":
         gate = Admission(
-            facts,
+            engine,
             config.admission_max_wait_s,
             pins,
-            pool,
             slots=pages.index.num_slots,
-            turns=engine.turns,
             gap_forecast=gaps.forecast,
             job_forecast=given.job_forecast,
             restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
-            clock=clock,
         )
-    fairness = Fairness(facts, config.admission_max_wait_s, pool, clock)
+    fairness = Fairness(engine, config.admission_max_wait_s)
     boundaries = BoundaryBlocks(facts, pool)
     if isinstance(pool, GhostPool):
         boundaries = GhostBoundaries(facts, pool)
     return AdmissionGroup(
         pins=pins,
         boundaries=boundaries,
-        pressure=PinPressure(facts, pins, fairness, boundaries, pages.saves, pool, clock),
+        pressure=PinPressure(engine, pins, fairness, boundaries, pages.saves),
         gate=gate,
         fairness=fairness,
-        queue=JobQueue(engine.turns, gate, pins, fairness, pool, facts.block_size, clock),
+        queue=JobQueue(engine, gate, pins, fairness),
     )
 
 
@@ -261,41 +172,11 @@ def build_gaps(
     Raises:
         ConfigError: the trace cannot be written.
     """
-    facts, clock, pool = given.facts, given.clock, engine.pool
     trace, steps = _traces(given, engine, pages, admission)
-    log = TurnLog(engine.counters, trace, gaps, engine.turns, clock, steps)
+    log = TurnLog(engine.counters, trace, gaps, engine.turns, engine.clock, steps)
     admission.pins.on_end = log.pin_ended
-    costs = CostModel(
-        facts,
-        pages.book,
-        prefills.fit,
-        admission.pins,
-        pool,
-        gate=admission.gate,
-        turns=engine.turns,
-        clock=clock,
-    )
-    jobs, lineage = JobTable(), Lineage(facts.hash_tokens)
-    manager = GapManager(
-        facts,
-        lineage=lineage,
-        placement=KvPlacement(given.policy, gaps, costs, pages.order, clock),
-        gaps=gaps,
-        cost_model=costs,
-        pins=admission.pins,
-        boundaries=admission.boundaries,
-        planner=pages.book,
-        tiers=pages.tiers,
-        promotions=pages.promotions,
-        gate=admission.gate,
-        tools=given.tools,
-        jobs=jobs,
-        known=KnownJobs(given.notebook, jobs, lineage, clock, given.wall),
-        policy_state=given.policy_state,
-        log=log,
-        counters=engine.counters,
-        clock=clock,
-    )
+    costs = CostModel(engine, pages.book, prefills.fit, admission.pins, admission.gate)
+    manager = GapManager(given, engine, pages, admission, gaps, costs, log)
     return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
 
 

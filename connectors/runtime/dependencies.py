@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered_kv.config import TierConfig
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
-from tiered_kv.connectors.runtime.gaps.tool_reader import ToolCalls
 from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.pages.base import EvictionRule
 from tiered_kv.policies.admission.working_set import JobForecast
@@ -16,7 +14,9 @@ from tiered_kv.policies.cache.restore_mode import RestorePolicy
 from tiered_kv.storage.notebook import NoNotebook
 
 from .base import EngineFacts, Fingerprints, MakeRequest
+from .policy_state import PolicyState
 from .step_timer import StepTimer
+from .tool_reader import ToolCalls
 
 Clock = Callable[[], float]
 """Seconds since some moment."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,7 +22,8 @@ from tiered_kv.policies.admission.job_order import SENIORITY
 from tiered_kv.policies.admission.working_set import ClientUse, EqualShare
 from tiered_kv.policies.base import JobKey, job_scope
 
-from .base import BlockPool, EngineFacts, Request
+from .base import Request
+from .engine_state import EngineState
 
 Client: TypeAlias = str | JobKey
 NO_USE = ClientUse()
@@ -68,23 +69,18 @@ class Fairness:
     """The live requests by arrival and by client. One thread.
 
     Args:
-        facts: the engine's seats and blocks.
         max_wait_s: wait after which a request is overdue, seconds.
-        pool: the engine's block pool.
-        clock: monotonic seconds.
 
     Attributes:
         seats_short: True if more requests wait than there are free seats.
     """
 
-    def __init__(
-        self, facts: EngineFacts, max_wait_s: float, pool: BlockPool, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, engine: EngineState, max_wait_s: float) -> None:
         self.seats_short = False
-        self._facts = facts
+        self._facts = engine.facts
         self._max_wait_s = max_wait_s
-        self._pool = pool
-        self._clock = clock
+        self._pool = engine.pool
+        self._clock = engine.clock
         self._live: dict[str, _Live] = {}
         # By priority: requests without blocks, in the order of their arrival.
         self._lines: dict[int, OrderedDict[str, _Live]] = {}

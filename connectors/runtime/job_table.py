@@ -1,7 +1,6 @@
 """Jobs: the turns that belong together, and what was said about them.
 
-Jobs as an engine before this one knew them: how many turns each has had, and since when.
-
+The notebook tells of jobs that an earlier engine knew: how many turns each has had, and since when.
 A job is noted at the end of every turn. One that its client names is looked up when it comes back;
 names and salts are noted as digests. One that was inferred is found by its prompt, so all of these
 are taken over at once, but for those with a salt, which may be a secret.

@@ -3,9 +3,8 @@
 All of it runs on the scheduler's thread, between the engine's hooks, without locks or I/O.
 They come in this order: ``on_arrived`` once; ``match`` in every step until the request is admitted;
 ``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
-``on_reports`` after steps in which workers reported; ``on_finished`` once.
-
-Watchdog: tells when requests wait and nothing is computed for long.
+``on_reports`` after steps in which workers reported; ``on_finished`` once. A watchdog gives
+everything up if requests wait and nothing is computed for long.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import Any
 from tiered_kv.connectors.runtime.gaps.cost_model import PrefillTimer
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.snapshots.snapshots import build_snapshots
-from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
 from .base import BlockPool, KeptState, Request
-from .build import EngineState, build_admission, build_gaps, build_pages
+from .build import build_admission, build_gaps, build_pages
 from .dependencies import Dependencies
+from .engine_state import EngineState
 from .scheduler_stats import Stats
 from .turn import LiveTurns, Turn
 
@@ -110,7 +109,14 @@ class SchedulerHalf:
         self.facts = given.facts
         self.counters = Counters()
         self.turns = LiveTurns()
-        engine, gaps = EngineState(pool=pool, turns=self.turns, counters=self.counters), OpenGaps()
+        engine = EngineState(
+            facts=given.facts,
+            pool=pool,
+            turns=self.turns,
+            counters=self.counters,
+            clock=given.clock,
+        )
+        gaps = OpenGaps()
         self.pages = build_pages(given, engine)
         prefills = PrefillTimer(ahead=self.facts.ahead)
         self.admission = build_admission(given, engine, self.pages, gaps, prefills.fit)
@@ -385,21 +391,14 @@ class SchedulerHalf:
                 self.pages.pieces.end(turn)
 
     def _end_turn(self, turn: Turn) -> dict[str, Any] | None:
-        request, pages = turn.request, self.pages
-        has_kv = turn.source.admitted and not turn.loading
-        context, save = list[PageKey](), None
-        if has_kv and turn.pages.fingerprints:
-            save, context = pages.saves.finish(turn)
+        self.pages.saves.on_ended(turn)
         if turn.hints.is_last_step:
             self._release_first(turn)
-        self.admission.gate.on_ended(turn, over=turn.hints.is_last_step, gone=not request.answered)
-        gap = self.gaps.manager.on_ended(turn, context, save, has_kv=has_kv)
+        self.admission.gate.on_ended(turn)
+        answer = self.gaps.manager.on_ended(turn)
         self.snapshots.on_ended(turn)
-        if self.facts.ahead and request.num_in_flight_tokens > 0:
-            own = self.pool.blocks_of(turn.request_id)
-            late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
-            self.admission.pressure.freed_late(late, self.step)
-        return self.gaps.log.turn(turn, gap)
+        self.admission.pressure.on_ended(turn, self.step)
+        return answer
 
     def on_scheduler_failed(self) -> None:
         """Count a failure of the job order: the engine's scheduler goes on without it."""

@@ -7,8 +7,9 @@ from typing import Any
 from tiered_kv.metrics import Counters
 
 from .base import BlockPool
-from .build import AdmissionGroup, GapGroup, Pages
+from .build import GapGroup
 from .dependencies import Dependencies
+from .parts import AdmissionGroup, Pages
 from .turn import LiveTurns
 
 

@@ -1,8 +1,7 @@
-"""A live request: its facts, its pages, and a part for each module that keeps state of it.
+"""The live requests, and what is known of each: facts, pages, and a part for each module that keeps
+state of it.
 
 Every part has one writer, which its docstring names. Everybody may read.
-
-The requests that have not ended, and how many of them run.
 """
 
 from __future__ import annotations
@@ -130,6 +129,8 @@ class SaveState:
         due: the step at which its next block may be full; other entries of the calendar are
             stale. None if nobody looks.
         suspended: True while another connector loads into its blocks.
+        pages: once the turn has ended, pages of its context, first to last.
+        last: then the order after which all of them are in CPU memory; None if they are.
     """
 
     cursors: list[int] = field(default_factory=list)
@@ -137,6 +138,8 @@ class SaveState:
     bounded: dict[PageKey, None] = field(default_factory=dict)
     due: int | None = None
     suspended: bool = False
+    pages: Sequence[PageKey] = ()
+    last: OrderId | None = None
 
 
 @dataclass(slots=True)
@@ -323,6 +326,11 @@ class Turn:
     def loading(self) -> bool:
         """True while a restore writes into its blocks, ours or another connector's."""
         return self.restore.loading > 0 or self.restore.broken or self.save.suspended
+
+    @property
+    def has_kv(self) -> bool:
+        """True if its blocks hold what they should."""
+        return self.source.admitted and not self.loading
 
     @property
     def may_restore(self) -> bool:

@@ -1,9 +1,7 @@
-"""The port's ``BlockPool`` over vLLM's KV cache manager.
+"""The port's ``BlockPool`` over vLLM's KV cache manager, resets of that cache, and the port's
+view of a step.
 
-Resets of vLLM's cache: our references go first, and KV that survives the reset is never
-found.
-
-A step, as vLLM's scheduler tells it: what is computed in it, who begins, who was preempted.
+Before a reset our references go, and KV that survives it is never found.
 """
 
 from __future__ import annotations

@@ -28,15 +28,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiered_kv.config import TierConfig, load_config
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
-from tiered_kv.connectors.runtime.gaps.tool_reader import NoTools, ToolCalls, ToolReader
 from tiered_kv.connectors.runtime.observe.observing_half import (
     make_scheduler_half,
     make_worker_half,
 )
+from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
+from tiered_kv.connectors.runtime.tool_reader import NoTools, ToolCalls, ToolReader
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest, hints_of, request_maker

@@ -9,13 +9,9 @@ as many turns as jobs of its age had left. As some are slower than others, each 
 for a while after that: as much longer as turns differ in length. The highest total on the way is
 reached just before some job goes, so only such moments are looked at.
 
-Equal shares for clients. Pure.
-
-``FairShare``: contexts that a client leaves waiting must not keep the new jobs of others out.
-``EqualShare``: a client's requests and pins must not keep the requests of others waiting.
-
-Demand of one job while a turn of it runs, and while it is away. Pure but for ``TurnPace``, which
-learns.
+Clients get equal shares: contexts that one leaves waiting must not keep the new jobs of others out
+(``FairShare``), nor its requests and pins the requests of others (``EqualShare``). Pure but for
+``TurnPace``, which learns.
 """
 
 from __future__ import annotations

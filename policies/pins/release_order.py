@@ -1,6 +1,5 @@
-"""The order in which pins give way to requests that find no blocks. Pure.
-
-Terms of a pin: its time, its blocks and its value. Pure.
+"""Pins: what one is worth, how much of a context it holds, and the order in which pins give way to
+requests that find no blocks. Pure.
 """
 
 from __future__ import annotations

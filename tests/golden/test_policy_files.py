@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden.conftest import Copy
 from tests.golden.written import changed
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
+from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.policies import registry
 
 LEARNING = {"occupancy": 2300, "contextserve": 600, "continuum": 60, "continuum-fixed": 60}

@@ -28,7 +28,7 @@ from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import PAGE
 from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJob, Scopes
 from tiered_kv.connectors.runtime.gaps.gap_manager import PrefetchQueue
-from tiered_kv.connectors.runtime.gaps.tool_reader import ToolReader
+from tiered_kv.connectors.runtime.tool_reader import ToolReader
 from tiered_kv.policies.base import MAX_SALT_CHARS, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
@@ -46,7 +46,7 @@ BOUNDS = {
     "connectors.runtime.admission.active_jobs.SILENT_OF_ALL": 16,
     "connectors.runtime.gaps.gap_manager.SPARE_ENTRIES": 4,
     "connectors.runtime.gaps.gap_manager.MOST_RECENT": 16,
-    "connectors.runtime.gaps.tool_reader.MAX_QUEUED": 8,
+    "connectors.runtime.tool_reader.MAX_QUEUED": 8,
     "connectors.runtime.job_table.MAX_JOBS": 48,
     "connectors.runtime.steps.step_trace.MOST_PREEMPTED": 4,
     "connectors.runtime.steps.step_trace.AT_ONCE": 8,

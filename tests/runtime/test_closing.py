@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, tiers
-from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
+from tiered_kv.connectors.runtime.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.vllm.rig import Rig

@@ -9,7 +9,7 @@ import pytest
 
 from tests.transfer.memory_file.made_memory import open_in
 from tiered_kv.config import TierConfig
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
+from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies import registry
 from tiered_kv.snapshot.draft import SnapshotDraft

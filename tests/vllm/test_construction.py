@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiered_kv.connectors.runtime.dependencies import Dependencies
-from tiered_kv.connectors.runtime.gaps.tool_reader import THREAD_NAME, ToolReader
+from tiered_kv.connectors.runtime.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.checked_kv import CELL
 from tiered_kv.testing.vllm.changes import given

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
-from tiered_kv.connectors.runtime.build import AdmissionGroup, GapGroup, Pages
+from tiered_kv.connectors.runtime.build import GapGroup
+from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.pages.cpu_index import PageIndex
@@ -163,7 +164,7 @@ class EngineRig(ABC):
         if self.half is not None:
             self.index.check_integrity()
             assert self.pages.book.in_flight == 0, "orders never settled"
-            assert self.pages.snapshots.in_flight == 0, "orders of snapshots never settled"
+            assert self.pages.dispatch.snapshots.in_flight == 0, "orders of snapshots never settled"
             assert not self.half.snapshots.under_way, "operations never ended"
             assert not self.index.in_use, f"{self.index.in_use} references on pages are left"
             assert not len(self.turns), "turns never finished"

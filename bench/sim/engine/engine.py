@@ -19,7 +19,7 @@ from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import Order, Server
 from tiered_kv.bench.sim.servers.static_batches import StaticBatchScheduler
 from tiered_kv.connectors.runtime.dependencies import Dependencies
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
+from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages

@@ -1,12 +1,9 @@
-"""The jobs that have started, and their projected peak demand (``policies.admission``).
+"""The jobs that have started, and the blocks that they will need at their peak.
 
 A job has *started* once a turn of it had blocks; then each of its turns *runs* from its arrival to
 its end. Who started first is *older*. A job that may have ended (its client hung up, or has been
 silent for long) is *dormant*: it takes no room. If it returns it has started, and is the youngest.
-
-Blocks that jobs share, counted once for each family of jobs.
-
-Records of jobs that have started, and of their clients.
+Blocks that jobs share are counted once for each family of jobs.
 """
 
 from __future__ import annotations

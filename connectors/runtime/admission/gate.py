@@ -1,18 +1,9 @@
 """New jobs are held back while those that have started will need the room.
 
-A job is held until its working set fits, beside those of the active jobs, into VRAM, or with all
-the others into CPU memory, the engine is idle, or it has waited for as long as a client may be left
-waiting. It is let in as well where what has to go for it comes back sooner than the job's own turn
-would. A turn is *new* until one of its job has had blocks.
-
-A job that has started is never held.
-
-Admission of an engine that holds nobody.
-
-Price of bringing contexts back that have a place neither in VRAM nor in CPU memory.
-
-Room for contexts: a new job is held until it has some, unless that would take it longer than it
-would hold others up.
+A job is held until one of these is true: its working set fits into VRAM beside those of the active
+jobs, or with all the others into CPU memory; the engine is idle; it has waited for the admission
+limit; or what has to leave VRAM for it comes back sooner than its own turn would take. A turn is
+*new* until one of its job has had blocks. A job that has started is never held.
 """
 
 from __future__ import annotations
@@ -21,7 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.pages.order_book import OrderBook
@@ -192,13 +184,10 @@ class Admission:
 
     Args:
         max_wait_s: time after which a job is let in, whatever it needs, seconds.
-        pool: the engine's block pool.
         slots: pages that CPU memory holds, those of running jobs too.
-        turns: the live requests.
         gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
         job_forecast: forecast of how jobs go on.
         restore_price: tells what requests lose while contexts come back.
-        clock: monotonic seconds.
 
     Attributes:
         jobs: jobs that have started.
@@ -209,17 +198,15 @@ class Admission:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        engine: EngineState,
         max_wait_s: float,
         pins: PinTable,
-        pool: BlockPool,
         slots: int,
-        turns: LiveTurns,
         gap_forecast: Callable[[JobKey], Forecast | None],
         job_forecast: JobForecast,
         restore_price: RestorePrice,
-        clock: Callable[[], float],
     ) -> None:
+        facts, clock = engine.facts, engine.clock
         self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
         self.overcommit = Overcommit()
         self.refused = 0
@@ -227,9 +214,9 @@ class Admission:
         self._facts = facts
         self._max_wait_s = max_wait_s
         self._restore_price = restore_price
-        self._pool = pool
+        self._pool = engine.pool
         self._slots = slots
-        self._turns = turns
+        self._turns = engine.turns
         self._clock = clock
         self._refused_at = -math.inf
         self._changed = True
@@ -285,14 +272,11 @@ class Admission:
         self.held.discard(turn.request_id)
         self.jobs.on_joined(_job_of(turn), turn)
 
-    def on_ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
-        """Take in the end of a turn.
-
-        Args:
-            over: True if its job ended as well.
-            gone: True if the client went away, perhaps for good.
-        """
+    def on_ended(self, turn: Turn) -> None:
+        """Take in the end of a turn, and of its job if that was its last one. A client that was not
+        answered went away, perhaps for good."""
         self._settled(turn)
+        over, gone = turn.hints.is_last_step, not turn.request.answered
         self.jobs.on_ended(_job_of(turn), turn, over=over, gone=gone)
 
     def on_over(self, job: JobKey) -> None:
@@ -414,7 +398,7 @@ class NoAdmission:
     def on_joined(self, turn: Turn) -> None:
         pass
 
-    def on_ended(self, turn: Turn, *, over: bool, gone: bool) -> None:
+    def on_ended(self, turn: Turn) -> None:
         pass
 
     def on_over(self, job: JobKey) -> None:

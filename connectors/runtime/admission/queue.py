@@ -6,13 +6,13 @@ The engine's scheduler asks for it if it is ours; else the question ``match`` do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tiered_kv.connectors.runtime.base import BlockPool
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.fairness import Fairness
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import LiveTurns, Turn, job_started_at
+from tiered_kv.connectors.runtime.turn import Turn, job_started_at
 from tiered_kv.policies.admission.job_order import (
     QueuePosition,
     parked_rank,
@@ -34,11 +34,7 @@ class JobQueue:
     """Answers about the live requests. One thread.
 
     Args:
-        turns: the live requests.
         fairness: waits and shares of the live requests.
-        pool: the engine's block pool.
-        block_size: tokens of a block.
-        clock: monotonic seconds.
 
     Attributes:
         parks: True if the scheduler parks the requests that are held, so that ``match`` need not
@@ -48,22 +44,19 @@ class JobQueue:
 
     def __init__(
         self,
-        turns: LiveTurns,
+        engine: EngineState,
         admission: Admission | NoAdmission,
         pins: PinTable,
         fairness: Fairness,
-        pool: BlockPool,
-        block_size: int,
-        clock: Callable[[], float],
     ) -> None:
         self.parks = self.ranks_changed = False
-        self._turns = turns.by_id
+        self._turns = engine.turns.by_id
         self._admission = admission
         self._pins = pins
         self._fairness = fairness
-        self._pool = pool
-        self._prefill_blocks = TIGHT_TOKENS // block_size
-        self._clock = clock
+        self._pool = engine.pool
+        self._prefill_blocks = TIGHT_TOKENS // engine.facts.block_size
+        self._clock = engine.clock
         self._held: dict[str, None] = {}  # in the engine's queue, the longest held first
         self._order_until = math.inf  # when the next waiting request becomes overdue
 

@@ -1,12 +1,8 @@
-"""Pages that wait to be ordered down, as many at a time as may be under way.
-
-Demotion ahead of eviction, and at the end: the pages that go down, and how many at a time. Pure.
+"""Demotions: which pages go down to a tier, how many at a time, and when a tier is left alone.
 
 A page that is evicted before it is in a lower tier is lost, and a demotion is reported a step
-after it was ordered. So pages go down while there is still room.
-
-Sharing: the pages that engines leave for each other, and trust in a tier that others write to.
-Pure.
+after it was ordered. So pages go down while there is still room. Those that must wait form a
+backlog. A tier that others write to as well is doubted when its answers turn out wrong or late.
 """
 
 from __future__ import annotations

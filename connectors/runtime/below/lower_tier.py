@@ -2,8 +2,6 @@
 
 Pages go down when CPU slots run short, before they would be evicted, and when a turn's
 decision says so. Orders are for the workers' I/O threads, which carry them out by themselves.
-
-Names of what is counted of a tier's orders.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
-from tiered_kv.metrics import TierCounters
 from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook, Settled
@@ -76,13 +73,12 @@ class LowerTier:
     Args:
         store: the tier's stores of one page group.
         spec: the tier.
-        counters: counters of this tier.
         chance: probability that a waiting job comes back for a page.
         group_of: gives the group of a page; None if that is not known.
         lasting: True if other engines can have pages of the same fingerprint.
-        clock: monotonic seconds.
 
     Attributes:
+        counters: what is counted of this tier.
         page_bytes: size of a page, over all ranks.
         on_evicted: told of pages that a store gave up for others.
     """
@@ -91,15 +87,14 @@ class LowerTier:
         self,
         store: StoreId,
         spec: TierSpec,
-        facts: EngineFacts,
+        engine: EngineState,
         book: OrderBook,
-        counters: TierCounters,
         chance: Callable[[PageKey], float],
         group_of: Callable[[PageKey], int | None],
-        clock: Callable[[], float],
         *,
         lasting: bool,
     ) -> None:
+        facts, clock = engine.facts, engine.clock
         self.store = store
         self.spec = spec
         self.pages = book.stores[store]
@@ -108,7 +103,7 @@ class LowerTier:
         self._book = book
         self._index = book.index
         self._group_of = group_of
-        self.counters = counters
+        self.counters = engine.counters.of_tier(spec.tier)
         self._clock = clock
         self.page_bytes = facts.ranks * facts.groups[store.group].page_bytes
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None

@@ -1,6 +1,5 @@
-"""Answers to the stores of a tier: which pages of a dying segment are written again.
-
-Survivors: the pages of a dying segment that are written once more. Pure.
+"""Answers to the stores of a tier: which pages of a segment are written once more before it is
+deleted.
 """
 
 from __future__ import annotations

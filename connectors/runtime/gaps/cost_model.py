@@ -1,19 +1,16 @@
-"""Costs of each tier on this engine now: the measured figures behind every decision.
-
-The time that prompts take to compute, measured on this engine's requests; and when each turn
-began, and had its first token.
+"""Costs of each tier on this engine now: the measured figures behind every decision, and the timer
+of prefills, on which they rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.pricing.estimators import (
@@ -31,35 +28,29 @@ class CostModel:
 
     Args:
         fit: seconds of prefills.
-        pool: the engine's block pool.
         gate: counts the blocks that jobs are heading for, if it is there.
-        turns: the live requests.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        facts: EngineFacts,
-        planner: OrderBook,
+        engine: EngineState,
+        book: OrderBook,
         fit: PrefillFit,
         pins: PinTable,
-        pool: BlockPool,
         gate: Admission | NoAdmission,
-        turns: LiveTurns,
-        clock: Callable[[], float],
     ) -> None:
         self.queue = QueueDelay()
         self.memoryfulness = Memoryfulness()
-        self.survival = Survival(1.0 if planner.index.num_slots else 0.0)
+        self.survival = Survival(1.0 if book.index.num_slots else 0.0)
         self.price = ShadowPrice()
-        self._facts = facts
-        self._planner = planner
+        self._facts = engine.facts
+        self._book = book
         self._fit = fit
         self._pins = pins
-        self._pool = pool
+        self._pool = engine.pool
         self._gate = gate
-        self._turns = turns
-        self._clock = clock
+        self._turns = engine.turns
+        self._clock = engine.clock
 
     def on_admitted(self, turn: Turn) -> None:
         """Learn from a turn that got its blocks. If its KV had left VRAM, it may have waited."""
@@ -89,14 +80,14 @@ class CostModel:
         Args:
             job: the turn's job, if it has one.
         """
-        facts, planner = self._facts, self._planner
+        facts, book = self._facts, self._book
         blocks = facts.blocks(context_tokens)
         pages = [len(group.needs(context_tokens)) for group in facts.groups]
-        offloaded = planner.index.num_slots > 0
-        copy_s = sum(planner.copy_seconds(count, group) for group, count in enumerate(pages))
-        tiers_s = dict.fromkeys((store.tier for store in planner.stores), copy_s)
-        for store in planner.stores:  # those of a tier share its disk
-            tiers_s[store.tier] += planner.promote_seconds(store, pages[store.group])
+        offloaded = book.index.num_slots > 0
+        copy_s = sum(book.copy_seconds(count, group) for group, count in enumerate(pages))
+        tiers_s = dict.fromkeys((store.tier for store in book.stores), copy_s)
+        for store in book.stores:  # those of a tier share its disk
+            tiers_s[store.tier] += book.promote_seconds(store, pages[store.group])
         # Unknown, it is no reason to do without a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
         lost_by = held_up(
@@ -114,7 +105,7 @@ class CostModel:
             memoryfulness=self.memoryfulness.value,
             vram_price=self._price(blocks, job, lost_by),
             held_up=lost_by,
-            cpu_stay_s=planner.index.stay_s(),
+            cpu_stay_s=book.index.stay_s(),
             survival=self.survival.share,
         )
 

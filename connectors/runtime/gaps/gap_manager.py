@@ -1,13 +1,8 @@
-"""GapManager between turns: each job's KV from a turn's end until its next turn arrives.
+"""Between two turns: where each job's KV waits, from the end of a turn until the next one arrives.
 
-A pin must be taken while a turn ends, before its tool call can be read: so it is provisional,
-and what was decided is revised once the call was read, off this thread.
-
-Placement: the policy is asked where a turn's KV waits, and told what came of it.
-
-Contexts that are to come up again before their job asks for them.
-
-Recent decisions: how often each was made among the last ones.
+The policy is asked where it waits, and told what came of it. A pin must be taken while a turn ends,
+before its tool call can be read: so it is provisional, and the decision is revised once the call
+was read, off this thread. Contexts in lower tiers are promoted before their job is expected back.
 """
 
 from __future__ import annotations
@@ -16,21 +11,17 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
-from tiered_kv.connectors.runtime.base import EngineFacts, Request
-from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
+from tiered_kv.connectors.runtime.base import Request
+from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs
-from tiered_kv.connectors.runtime.pages.promotions import Promotions
-from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
-from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId
 from tiered_kv.pages.base import EvictionOrder
-from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import (
     Decision,
     GapClass,
@@ -50,8 +41,6 @@ from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
 from .open_gaps import OpenGap, OpenGaps, PrefixSketch
-from .policy_state import PolicyState
-from .tool_reader import ToolCalls
 from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
@@ -277,15 +266,8 @@ class Arrival(NamedTuple):
 class GapManager:
     """Jobs, and the KV of each between its turns.
 
-    Args:
-        boundaries: the blocks that a pin takes over.
-        gate: told of jobs that are not waited for any longer.
-        jobs: the jobs that have been seen.
-        known: brings jobs back that an engine before this one knew.
-        policy_state: saves what the policy learns.
-        clock: monotonic seconds.
-
     Attributes:
+        jobs: the jobs that have been seen.
         open: the open gaps of jobs.
         prefetch: contexts in the tiers below that are to come up in time.
         decided: what was decided of late, for good.
@@ -293,46 +275,35 @@ class GapManager:
 
     def __init__(
         self,
-        facts: EngineFacts,
-        lineage: Lineage,
-        placement: KvPlacement,
+        deps: Dependencies,
+        engine: EngineState,
+        pages: Pages,
+        admission: AdmissionGroup,
         gaps: OpenGaps,
-        cost_model: CostModel,
-        pins: PinTable,
-        boundaries: BoundaryBlocks,
-        planner: OrderBook,
-        tiers: Tiers,
-        promotions: Promotions,
-        gate: Admission | NoAdmission,
-        tools: ToolCalls,
-        jobs: JobTable,
-        known: KnownJobs,
-        policy_state: PolicyState,
+        costs: CostModel,
         log: TurnLog,
-        counters: Counters,
-        clock: Callable[[], float],
     ) -> None:
-        self.jobs = jobs
+        self.jobs = JobTable()
         self.open = gaps
         self.prefetch = PrefetchQueue()
         self.decided = RecentDecisions()
-        self._facts = facts
-        self._lineage = lineage
-        self._placement = placement
-        self._cost_model = cost_model
-        self._pins = pins
-        self._boundaries = boundaries
-        self._planner = planner
-        self._tiers = tiers
-        self._promotions = promotions
-        self._gate = gate
-        self._tools = tools
-        self._known = known
-        self._policy_state = policy_state
+        self._facts = engine.facts
+        self._lineage = Lineage(engine.facts.hash_tokens)
+        self._placement = KvPlacement(deps.policy, gaps, costs, pages.order, engine.clock)
+        self._cost_model = costs
+        self._pins = admission.pins
+        self._boundaries = admission.boundaries
+        self._book = pages.book
+        self._tiers = pages.tiers
+        self._promotions = pages.promotions
+        self._gate = admission.gate
+        self._tools = deps.tools
+        self._known = KnownJobs(deps.notebook, self.jobs, self._lineage, engine.clock, deps.wall)
+        self._policy_state = deps.policy_state
         self._log = log
         self._trace = log.trace
-        self._counters = counters
-        self._clock = clock
+        self._counters = engine.counters
+        self._clock = engine.clock
 
     # -- a turn arrives -------------------------------------------------------------
 
@@ -386,7 +357,7 @@ class GapManager:
     def on_admitted(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
         self._cost_model.on_admitted(turn)
-        if turn.job is not None and self._planner.stores:
+        if turn.job is not None and self._book.stores:
             self._placement.on_admitted(turn.job.key)
 
     def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
@@ -411,16 +382,10 @@ class GapManager:
 
     # -- a turn ends ----------------------------------------------------------------
 
-    def on_ended(
-        self, turn: Turn, pages: Sequence[PageKey], save: OrderId | None, *, has_kv: bool
-    ) -> OpenGap:
-        """Decide where the KV of a turn that ended waits, and see to it.
-
-        Args:
-            pages: pages of its context, first to last.
-            save: the order after which all of them are in CPU memory; None if they are.
-            has_kv: True if its blocks hold what they should.
-        """
+    def on_ended(self, turn: Turn) -> dict[str, Any] | None:
+        """Decide where the KV of a turn that ended waits, and see to it; returns the answer to its
+        client."""
+        pages, save, has_kv = turn.save.pages, turn.save.last, turn.has_kv
         job = turn.job
         if job is not None:
             self.jobs.turn_ended(job, turn.request_id, over=turn.hints.is_last_step)
@@ -439,7 +404,7 @@ class GapManager:
             self._follow_up(job, turn, end, pages)
         if not away and has_kv:
             self._tiers.share(pages[: self._found_by_others(turn)], self._while_saving(save))
-        return gap
+        return self._log.turn(turn, gap)
 
     def _found_by_others(self, turn: Turn) -> int:
         """Pages at the begin of a first turn that others had computed, and a third may want."""
@@ -475,7 +440,7 @@ class GapManager:
 
     def _send_down(self, gap: OpenGap) -> None:
         """Send pages to the tiers below, if that was decided, and up again in time."""
-        if not self._planner.stores or gap.decision.tier is not Tier.STORE:
+        if not self._book.stores or gap.decision.tier is not Tier.STORE:
             return
         gap.sent_down = len(gap.pages)
         self._tiers.send_down(gap.pages, after=self._while_saving(gap.save))
@@ -531,7 +496,7 @@ class GapManager:
 
     def _while_saving(self, save: OrderId | None) -> OrderId | None:
         """The save, if it is not over."""
-        return save if save is not None and self._planner.under_way(save) else None
+        return save if save is not None and self._book.under_way(save) else None
 
     def _settle(self, gap: OpenGap) -> None:
         """Take in that a gap was decided for good. The job may return to another engine."""

@@ -1,9 +1,7 @@
 """Reports of finished turns: to the counters, the trace and the client.
 
-The trace of turns: one record each, once what followed from it is known.
-
-A turn's story begins when it ends. It goes on while its job is away: until the next turn arrives,
-or is waited for no longer.
+The trace has one record for each turn. It is written once it is known what followed: the next turn
+arrived, or is not waited for any longer.
 """
 
 from __future__ import annotations

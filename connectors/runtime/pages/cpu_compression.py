@@ -1,9 +1,7 @@
-"""Compression of CPU memory: pages turn cold where they are, once free slots are few.
+"""Compression of CPU memory: pages are compressed where they are once free slots are few.
 
-Compression of CPU memory: how many pages turn cold, and when. Pure.
-
-Pages that have waited for longest turn cold once free slots are few. All that is lost by it is the
-time to decode them, so it comes before any eviction.
+Those that have waited for longest come first. All that is lost by it is the time to decode them, so
+it comes before any eviction.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import PackOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 
@@ -124,21 +122,19 @@ class Compression:
 
     Args:
         group_of: gives the group of a page; None if that is not known.
-        ranks: number of ranks.
     """
 
     def __init__(
         self,
+        engine: EngineState,
         book: OrderBook,
         group_of: Callable[[PageKey], int | None],
-        counters: Counters,
-        ranks: int,
     ) -> None:
         self._book = book
-        self._ranks = ranks
+        self._ranks = engine.facts.ranks
         self._index = book.index
         self._group_of = group_of
-        self._counters = counters
+        self._counters = engine.counters
         self._groups: Sequence[int] = ()
         self._together: Sequence[int] = ()  # pages, by group
         self._under_way = 0

@@ -1,7 +1,8 @@
 """The way between the scheduler half and the workers: orders out, reports in.
 
-Word to the workers about saves and promotions that are over, where CPU memory outlives the
-engine: only the scheduler knows which pages are whole on every rank.
+A report that completes an order goes to the listeners of the order's kind. Where CPU memory
+outlives the engine, the workers are told which saves and promotions are whole on every rank: only
+the scheduler half knows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports, Settlement
 from tiered_kv.orders import (
@@ -94,31 +96,24 @@ MAX_PUSH_S = 30.0
 class OrderDispatch:
     """Collects the orders of a step, and passes each report to its component.
 
-    Args:
-        turns: live requests by id.
-        ranks: number of workers.
-        clock: monotonic seconds.
-
     Attributes:
+        snapshots: orders for snapshots.
         restored: turns whose async restore is over and that the engine has not scheduled since.
         seen_failures: restores that failed on each rank so far, as far as reported.
     """
 
     def __init__(
         self,
+        engine: EngineState,
         book: OrderBook,
         saves: Saves,
         restores: Restores,
         pieces: RestorePieces,
         compression: Compression,
         tiers: Tiers,
-        snapshots: SnapshotOrders,
         settlements: Settlements,
-        failed_restores: FailedRestores,
-        turns: Mapping[str, Turn],
-        ranks: int,
-        clock: Callable[[], float],
     ) -> None:
+        self.snapshots = snapshots = SnapshotOrders(book)
         self.restored: dict[str, Turn] = {}
         self.seen_failures: Mapping[int, int] = {}
         self._book = book
@@ -127,14 +122,13 @@ class OrderDispatch:
         self._pieces = pieces
         self._compression = compression
         self._tiers = tiers
-        self._snapshots = snapshots
         self._settlements = settlements
-        self._failed_restores = failed_restores
-        self._turns = turns
-        self._ranks = ranks
-        self._clock = clock
+        self._failed_restores = FailedRestores(engine.pool, saves, restores)
+        self._turns = engine.turns.by_id
+        self._ranks = engine.facts.ranks
+        self._clock = engine.clock
         self._no_orders = Orders()
-        self._last_word = clock()  # either way
+        self._last_word = self._clock()  # either way
         self._step = 0
         self._listeners: dict[OrderKind, Sequence[Callable[[Settled[Any]], None]]] = {}
         self.listen(SaveOrder, settlements.on_settled, saves.on_settled, self._on_saved)
@@ -185,7 +179,7 @@ class OrderDispatch:
             failed_loads=self._restores.take_refused(),
             seen_failures=self.seen_failures,
             stores={name: tier.take() for name, tier in self._tiers.items() if tier.unsent},
-            snapshots=self._snapshots.take(),
+            snapshots=self.snapshots.take(),
             settled=settled,
             reset=reset,
         )
@@ -222,7 +216,7 @@ class OrderDispatch:
             or restores.refused
             or self._compression.unsent
             or any(tier.unsent for tier in self._tiers.values())
-            or self._snapshots.unsent
+            or self.snapshots.unsent
             or self._settlements.unsent
         )
 

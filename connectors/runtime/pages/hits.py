@@ -1,7 +1,4 @@
-"""Search for the longest prefix of a prompt whose pages can be had.
-
-Names of a request's pages: the first parts of their keys.
-"""
+"""Search for the longest prefix of a prompt whose pages can be had, and the names of its pages."""
 
 from __future__ import annotations
 

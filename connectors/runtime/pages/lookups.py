@@ -1,13 +1,10 @@
-"""Lookups: stores that others write to as well are asked for what a turn's prompt wants and is
-nowhere.
+"""Lookups: stores that others write to as well are asked for pages of a prompt that are nowhere
+else.
 
 The first pages are asked for first, the others once all of these are there. Groups that need not
-all of a context have pages at some boundaries only, and which these are only the engine knows that
-made them. They are asked for last, before the end of what there is of the other groups: the end of
-the context that was left is not far from there.
-
-Lookups: the pages that a store which others write to as well is asked for, and the longest wait
-for its answer. Pure.
+all of a context have pages at some boundaries only, and only the engine that made them knows which.
+They are asked for last, before the end of what there is of the other groups: the end of the context
+that was left is not far from there.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ piece at a time, each copied to VRAM, and its slots given back."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from tiered_kv.connectors.runtime.below.lower_tier import NOW
 from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import LoadOrder, OrderId
 from tiered_kv.pages.order_book import OrderBook, Settled
 
@@ -76,23 +76,21 @@ class RestorePieces:
 
     Args:
         tiers: the tiers, fastest first.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
+        engine: EngineState,
         tiers: Tiers,
         book: OrderBook,
         restores: Restores,
-        counters: Counters,
-        clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
         self._book = book
         self._index = book.index
         self._restores = restores
-        self._counters = counters
-        self._clock = clock
+        self._counters = engine.counters
+        self._clock = engine.clock
         self._under_way: dict[str, _Restore] = {}
         self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
         self._slots = 0  # in use, those included

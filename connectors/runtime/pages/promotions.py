@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.below.lower_tier import NOW
 from tiered_kv.connectors.runtime.below.lower_tiers import Below, Tiers
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.metrics import Counters
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.pricing.estimators import PrefillFit
@@ -90,29 +89,24 @@ class Promotions:
 
     Args:
         tiers: the tiers, fastest first.
-        cached: True if VRAM holds a group's block of a block hash.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
+        engine: EngineState,
         tiers: Tiers,
-        facts: EngineFacts,
         book: OrderBook,
         finder: HitFinder,
-        counters: Counters,
-        cached: Callable[[bytes, int], bool],
-        clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
-        self._lookups = Lookups(tiers, facts, finder, clock)
-        self._facts = facts
+        self._lookups = Lookups(tiers, engine.facts, finder, engine.clock)
+        self._facts = engine.facts
         self._book = book
         self._index = book.index
         self._finder = finder
-        self._counters = counters
-        self._cached = cached
-        self._clock = clock
+        self._counters = engine.counters
+        self._pool = engine.pool
+        self._clock = engine.clock
         self._unclaimed = 0
 
     def _promote(self, turn: Turn, prefill: PrefillFit, *, fits: bool) -> None:
@@ -245,12 +239,12 @@ class Promotions:
             known: tokens that it is known to hold.
         """
         hashes, strides = turn.request.block_hashes, turn.pages.strides
-        cached, end = self._cached, limit
+        cached, end = self._pool.cached, limit
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.FULL:
                 stride, block = strides[at], known // group.block_size
                 stop = min(end // group.block_size + 1, len(hashes) // stride)
-                while block < stop and cached(hashes[(block + 1) * stride - 1], at):
+                while block < stop and cached(hashes[(block + 1) * stride - 1], at) is not None:
                     block += 1
                 end = min(end, block * group.block_size)
         if not self._facts.narrow:
@@ -266,7 +260,7 @@ class Promotions:
         hashes = turn.request.block_hashes
         return all(
             (block + 1) * turn.pages.strides[at] <= len(hashes)
-            and self._cached(hashes[(block + 1) * turn.pages.strides[at] - 1], at)
+            and self._pool.cached(hashes[(block + 1) * turn.pages.strides[at] - 1], at) is not None
             for at, group in enumerate(self._facts.groups)
             if group.reach.kind is not KvKind.FULL
             for block in group.needs(tokens)

@@ -1,6 +1,6 @@
 """Restores: the pages of a prompt that can come back from CPU memory, and the orders for them.
 
-Cleaning up after a failed sync restore: blocks that it touched are found no more.
+After a failed sync restore, the blocks that it touched are made unfindable.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.below.lower_tiers import Below
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
@@ -34,7 +34,6 @@ class Restores:
 
     Args:
         timer: measures steps.
-        pool: the engine's block pool.
 
     Attributes:
         policy: chooses how a restore is made; may be replaced between two of them.
@@ -43,22 +42,20 @@ class Restores:
 
     def __init__(
         self,
-        facts: EngineFacts,
-        planner: OrderBook,
+        engine: EngineState,
+        book: OrderBook,
         finder: HitFinder,
         policy: RestorePolicy,
         timer: StepTimer,
-        counters: Counters,
-        pool: BlockPool,
     ) -> None:
         self.policy = policy
         self._timer = timer
-        self._facts = facts
-        self._planner = planner
-        self._index = planner.index
+        self._facts = engine.facts
+        self._book = book
+        self._index = book.index
         self._finder = finder
-        self._counters = counters
-        self._pool = pool
+        self._counters = engine.counters
+        self._pool = engine.pool
         self.unsent: list[LoadOrder] = []
         self._pages = 0  # of those
         self.refused: list[FailLoad] = []  # not sent yet
@@ -184,7 +181,7 @@ class Restores:
         cold = self._index.cold  # decoded on threads of their own
         if not self._facts.sync_restores or (cold and any(key in cold for key in found.keys)):
             return RestoreMode.ASYNC
-        copy_s = sum(self._planner.copy_seconds(len(part.keys), part.group) for part in found.parts)
+        copy_s = sum(self._book.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))
 
     def order(self, turn: Turn, tokens: int) -> Sequence[PlacedPage]:
@@ -268,7 +265,7 @@ class Restores:
     ) -> LoadOrder:
         promoted = self._index.promoted
         before = promoted.used
-        order = self._planner.plan_load(turn.request_id, keys, blocks, mode, group, more)
+        order = self._book.plan_load(turn.request_id, keys, blocks, mode, group, more)
         turn.restore.came_up += promoted.used - before
         self.unsent.append(order)
         self._pages += len(order.blocks)

@@ -1,14 +1,9 @@
 """Saves: blocks are copied to CPU memory as they fill, each once.
 
-A calendar holds who must be looked at when. Short blocks are saved a few at a time, and the
-requests of a few steps are looked at together, so that orders are few.
-
-Ends of contexts: how many tokens of a request have KV that may be kept, and where its prompt has
-a boundary.
-
-Saves: when a turn is looked at for blocks to save, and what of its end is saved. Pure.
-
-Looking at every running request in every step would cost more than the saves.
+A calendar says which request to look at in which step: looking at every running request in every
+step would cost more than the saves. Short blocks are saved a few at a time, and the requests of a
+few steps are looked at together, so that orders are few. At its end a turn's last blocks are saved,
+and its last boundary for groups that keep less than all of a context.
 """
 
 from __future__ import annotations
@@ -19,10 +14,10 @@ from dataclasses import dataclass
 from itertools import filterfalse, islice
 from operator import itemgetter
 
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request
+from tiered_kv.connectors.runtime.base import EngineFacts, Request
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderId, SaveOrder
 from tiered_kv.page_group import CONTEXT, KvKind
 from tiered_kv.pages.order_book import OrderBook, Settled
@@ -151,27 +146,22 @@ def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
 class Saves:
     """Orders saves, and holds a reference on every block until its copy is done.
 
-    Args:
-        pool: the engine's block pool.
-
     Attributes:
         over: how many saves have ended so far.
     """
 
     def __init__(
         self,
-        facts: EngineFacts,
-        planner: OrderBook,
+        engine: EngineState,
+        book: OrderBook,
         tails: TailIndex,
-        counters: Counters,
-        pool: BlockPool,
     ) -> None:
-        self._facts = facts
-        self._planner = planner
+        self._facts = engine.facts
+        self._book = book
         self._tails = tails
-        self._counters = counters
-        self._pool = pool
-        self._stride = SaveStride.of(facts.block_size)
+        self._counters = engine.counters
+        self._pool = engine.pool
+        self._stride = SaveStride.of(engine.facts.block_size)
         self._calendar: defaultdict[int, dict[Turn, None]] = defaultdict(dict)
         self.unsent: list[SaveOrder] = []
         self.over = 0
@@ -252,16 +242,14 @@ class Saves:
             turn.save.bounded[key] = None
             self._order(filled)
 
-    def finish(self, turn: Turn) -> tuple[OrderId | None, list[PageKey]]:
+    def on_ended(self, turn: Turn) -> None:
         """Save the blocks that a turn filled last, and its end, which fills no block.
 
         All its pages then count as just used, the end of the context as the least
         valuable: a prefix without its end is a hit, an end without its prefix is none.
-
-        Returns:
-            The save after which all its pages are there, None if they are; and these pages, first
-            to last.
         """
+        if not turn.has_kv or not turn.pages.fingerprints:
+            return
         self._unwatch(turn)
         if not turn.save.cursors:
             self.start_over(turn)
@@ -277,18 +265,19 @@ class Saves:
         self._order(filled)
         # Without pages to save now, those of the last step may be on their way.
         last, context = self._latest, self._context(turn)
-        if last is not None and self._planner.under_way(last):
+        turn.save.pages = context
+        if last is not None and self._book.under_way(last):
             self._used_after(last, reversed(context))
-            return last, context
-        self._planner.index.touch(reversed(context))
-        return None, context
+            turn.save.last = last
+        else:
+            self._book.index.touch(reversed(context))
 
     def _used_after(self, save: OrderId, keys: Iterable[PageKey]) -> None:
         """Count pages as just used once the save has settled. Of more pages than CPU memory holds,
         the latest count: behind a copy that hangs, any number of turns may end."""
         used = self._used_by.setdefault(save, [])
         used.extend(keys)
-        del used[: max(0, len(used) - self._planner.index.num_slots)]
+        del used[: max(0, len(used) - self._book.index.num_slots)]
 
     def _context(self, turn: Turn) -> list[PageKey]:
         """The turn's pages so far, first to last."""
@@ -368,7 +357,7 @@ class Saves:
 
     def _prune_tails(self) -> None:
         """Forget the tails whose pages are gone, once they outnumber the pages."""
-        index, book = self._planner.index, self._planner
+        index, book = self._book.index, self._book
         stored = sum(len(tier.index) for tier in book.stores.values())
         if len(self._tails) > 2 * (index.num_slots + stored):
             self._tails.prune(lambda key: index.known(key) or not book.stored_nowhere([key]))
@@ -391,7 +380,7 @@ class Saves:
     def on_settled(self, done: Settled[SaveOrder]) -> None:
         """Give up the blocks of a save that is over on every rank."""
         self.over += 1
-        self._planner.index.touch(self._used_by.pop(done.order.order_id, ()))
+        self._book.index.touch(self._used_by.pop(done.order.order_id, ()))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
         if done.abandoned:
@@ -410,7 +399,7 @@ class Saves:
         blocks = self._pool.blocks
         return any(
             blocks[block].ref_cnt == 1
-            for order in self._planner.saves_under_way()
+            for order in self._book.saves_under_way()
             for block in order.blocks
         )
 
@@ -418,7 +407,7 @@ class Saves:
         """Forget the saves that were not sent yet, and give up their blocks; returns them."""
         dropped, self.unsent = self.unsent, []
         for order in dropped:
-            self._planner.cancel(order)
+            self._book.cancel(order)
             self._give_up(order.blocks)
             self._used_by.pop(order.order_id, None)
         return [order.order_id for order in dropped]
@@ -428,7 +417,7 @@ class Saves:
         whose copies may go on while others write into the blocks."""
         self.drop_unsent()
         self._used_by.clear()
-        abandoned = self._planner.abandon_saves()
+        abandoned = self._book.abandon_saves()
         for order in abandoned:
             self._give_up(order.blocks)
         return [order.order_id for order in abandoned]
@@ -461,7 +450,7 @@ class Saves:
         self.capture([self._worth_a_slot(pages) for pages in filled])
 
     def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
-        book, index = self._planner, self._planner.index
+        book, index = self._book, self._book.index
         if len(book.stored_nowhere(pages)) == len(pages):  # mostly so
             return pages
         unknown = index.unknown(pages)
@@ -471,7 +460,7 @@ class Saves:
         """Order saves of pages, by group, worth a slot or not; as many as have room."""
         orders = list[SaveOrder]()
         for at, pages in enumerate(filled):
-            order = self._planner.plan_save(pages, at) if pages else None
+            order = self._book.plan_save(pages, at) if pages else None
             if order is not None:
                 self._pool.hold([self._pool.blocks[block] for block in order.blocks])
                 self.unsent.append(order)

@@ -5,20 +5,17 @@ Others wait for a pin while something runs, if it is worth that; where jobs are 
 order, older ones for the worthiest alone. They would be the next to lose their KV to the one that
 returns, or compute theirs again beside it.
 
-The three places of vLLM's step at which blocks are found missing, in its order: a running
-request cannot grow (``for_running``), a waiting one asks to be admitted (``for_waiting``),
-a restored one cannot be scheduled and never asks again (``for_restored``).
-
-Waits for blocks that others hold: who waits rather than take those under a pin, and for how long
-saves are waited for before somebody is preempted. Pure.
+vLLM's step finds blocks missing in three places, in this order: a running request cannot grow
+(``for_running``), a waiting one asks to be admitted (``for_waiting``), a restored one cannot be
+scheduled and never asks again (``for_restored``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.fairness import Fairness
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.turn import Turn, job_started_at
@@ -96,7 +93,6 @@ class PinPressure:
     Args:
         fairness: waits and shares of the live requests.
         saves: saves; those under way hold blocks, which are free when they are over.
-        clock: monotonic seconds.
 
     Attributes:
         in_job_order: True if the engine is given waiting requests in the order of their jobs.
@@ -104,22 +100,20 @@ class PinPressure:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        engine: EngineState,
         pins: PinTable,
         fairness: Fairness,
         boundaries: BoundaryBlocks,
         saves: Saves,
-        pool: BlockPool,
-        clock: Callable[[], float],
     ) -> None:
         self.in_job_order = False
-        self._facts = facts
+        self._facts = engine.facts
         self._pins = pins
         self._fairness = fairness
         self._boundaries = boundaries
         self._saves = saves
-        self._pool = pool
-        self._clock = clock
+        self._pool = engine.pool
+        self._clock = engine.clock
         self.defer_new = False
         """Set when pins were released for running requests, or are spared for blocks on their way:
         vLLM ends its loop over them, and the waiting loop of the same step must not take what is
@@ -130,6 +124,13 @@ class PinPressure:
         self._waited_at: int | None = None
         self._holding: tuple[int, frozenset[Turn]] | None = None
         self._held_back = 0  # blocks that those need
+
+    def on_ended(self, turn: Turn, step: int) -> None:
+        """Count the blocks of a turn that ended while a step was scheduled ahead of its end."""
+        if self._facts.ahead and turn.request.num_in_flight_tokens > 0:
+            own = self._pool.blocks_of(turn.request_id)
+            late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
+            self.freed_late(late, step)
 
     def freed_late(self, blocks: int, step: int) -> None:
         """Count blocks of a turn that has ended and that are free only once the step scheduled

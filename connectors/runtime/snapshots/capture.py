@@ -21,17 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
-from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
+from tiered_kv.connectors.runtime.base import Block
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.job_table import Job
-from tiered_kv.connectors.runtime.pages.hits import HitFinder, run_of
-from tiered_kv.connectors.runtime.pages.promotions import Promotions
-from tiered_kv.connectors.runtime.pages.saves import Saves, kept_tokens
+from tiered_kv.connectors.runtime.pages.hits import run_of
+from tiered_kv.connectors.runtime.pages.saves import kept_tokens
+from tiered_kv.connectors.runtime.parts import Pages
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.orders import ContextPage
 from tiered_kv.pages.held_pages import HeldPages
-from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.base import JobKey
 from tiered_kv.snapshot.manifest import SnapshotError
 
@@ -72,37 +71,30 @@ class Captures:
     """Captures contexts. One thread, the scheduler's.
 
     Args:
-        finder, promotions, tiers: the components that restores use.
         group_of: gives the group of a page; None if that is not known.
         names: names contexts, on a thread of ``files``.
     """
 
     def __init__(
         self,
-        facts: EngineFacts,
-        pool: BlockPool,
-        book: OrderBook,
-        saves: Saves,
-        finder: HitFinder,
-        promotions: Promotions,
-        tiers: Tiers,
+        engine: EngineState,
+        pages: Pages,
         group_of: Callable[[PageKey], int | None],
         names: ContextNames,
         files: Executor,
-        clock: Callable[[], float],
     ) -> None:
-        self._facts = facts
-        self._pool = pool
-        self._book = book
-        self._index = book.index
-        self._saves = saves
-        self._finder = finder
-        self._promotions = promotions
-        self._tiers = tiers
+        self._facts = engine.facts
+        self._pool = engine.pool
+        self._book = pages.book
+        self._index = pages.index
+        self._saves = pages.saves
+        self._finder = pages.finder
+        self._promotions = pages.promotions
+        self._tiers = pages.tiers
         self._group_of = group_of
         self._names = names
         self._files = files
-        self._clock = clock
+        self._clock = engine.clock
         self._in_use: dict[int, list[Block]] = {}  # held blocks of VRAM, by the list's id
 
     def hold_nothing(self) -> HeldPages:

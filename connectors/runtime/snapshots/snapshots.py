@@ -14,19 +14,17 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.runtime.build import EngineState, GapGroup, Pages
+from tiered_kv.connectors.runtime.build import GapGroup
 from tiered_kv.connectors.runtime.dependencies import Dependencies
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.job_table import Job
+from tiered_kv.connectors.runtime.parts import Pages
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import ContextPage
-from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.held_pages import HeldPages
-from tiered_kv.pages.partial_blocks import TailIndex
-from tiered_kv.pages.snapshot_orders import SnapshotFlight, SnapshotOrders
+from tiered_kv.pages.snapshot_orders import SnapshotFlight
 from tiered_kv.policies.base import JobKey, TurnEnd, job_scope
 from tiered_kv.snapshot.manifest import SnapshotError
 
@@ -109,7 +107,7 @@ class Snapshots:
 
     Args:
         manager: gaps and jobs.
-        clock: monotonic seconds. wall: seconds since the epoch.
+        wall: seconds since the epoch.
 
     Attributes:
         operations: those under way, and what came of others.
@@ -119,29 +117,25 @@ class Snapshots:
 
     def __init__(
         self,
-        facts: EngineFacts,
-        index: PageIndex,
-        tails: TailIndex,
+        engine: EngineState,
+        pages: Pages,
         manager: GapManager,
         captures: JobCaptures,
         files: SnapshotFiles,
-        orders: SnapshotOrders,
-        counters: Counters,
-        clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self.operations = Operations(clock)
+        self.operations = Operations(engine.clock)
         self.contexts = captures.contexts
         manager.jobs.on_forgotten = self.contexts.forget
-        self.orders = orders
-        self._facts = facts
-        self._index = index
-        self._tails = tails
+        self.orders = pages.dispatch.snapshots
+        self._facts = engine.facts
+        self._index = pages.index
+        self._tails = pages.tails
         self._manager = manager
         self._captures = captures
         self._files = files
-        self._counters = counters
-        self._clock = clock
+        self._counters = engine.counters
+        self._clock = engine.clock
         self._wall = wall
 
     # -- what is asked for ------------------------------------------------------------
@@ -450,28 +444,7 @@ def build_snapshots(
     facts, fingerprints = given.facts, given.fingerprints
     names = ContextNames(facts, pages.names, given.make_request)
     files = SnapshotFiles(root, facts, fingerprints, names)
-    captures = Captures(
-        facts,
-        engine.pool,
-        pages.book,
-        pages.saves,
-        pages.finder,
-        pages.promotions,
-        pages.tiers,
-        fingerprints.group_of,
-        names,
-        files.thread,
-        given.clock,
+    captures = JobCaptures(
+        Captures(engine, pages, fingerprints.group_of, names, files.thread), engine.turns
     )
-    return Snapshots(
-        facts,
-        pages.index,
-        pages.tails,
-        gaps.manager,
-        JobCaptures(captures, engine.turns),
-        files,
-        pages.snapshots,
-        engine.counters,
-        given.clock,
-        given.wall,
-    )
+    return Snapshots(engine, pages, gaps.manager, captures, files, given.wall)

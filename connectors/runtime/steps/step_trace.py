@@ -1,8 +1,5 @@
-"""The trace of steps: who was preempted; and, if asked for, how full the engine was at each.
-
-Preemptions of the requests that live, for the trace.
-
-Prefills under way: how many of a step's tokens are of prompts.
+"""The trace of steps: who was preempted; and, if asked for, how full the engine was at each step,
+and how many of its tokens were of prompts.
 """
 
 from __future__ import annotations

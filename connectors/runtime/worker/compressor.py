@@ -2,9 +2,7 @@
 
 Packing yields to everything else on the machine. Restores do not, since a request waits for them:
 pages are decoded on several threads, into slots that are kept for this, and copied while the next
-ones are decoded.
-
-Restores of which some pages are compressed: two copies, whose results become that of one.
+ones are decoded. A restore with some cold pages is two copies, reported as one.
 """
 
 from __future__ import annotations

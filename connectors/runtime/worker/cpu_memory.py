@@ -1,8 +1,5 @@
-"""Memory for a rank's share of the CPU tier: of this engine alone, or a file that outlives it.
-
-Size of a rank's share of CPU memory, in pages.
-
-The engine's KV tensors: the allocation behind them, and what their type says of its speed.
+"""A rank's share of the CPU tier: its size in pages, its memory (of this engine alone, or a file
+that outlives it), and the allocation behind the engine's KV tensors.
 """
 
 from __future__ import annotations

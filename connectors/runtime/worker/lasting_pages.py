@@ -1,12 +1,9 @@
 """A rank's CPU memory that outlives its engine: whose pages a later engine may find in it.
 
 A page is found again only if the scheduler has said that it is whole on every rank, its bytes were
-hashed, and nothing was written to its slot since.
-
-Compressed pages in memory that outlives its engine: noted when they are packed, and found again.
-
-A page is noted if the scheduler has said that it is whole on every rank, hashed or not: the records
-of a bundle have digests of their own. Under pressure pages are packed as soon as they are saved.
+hashed, and nothing was written to its slot since. Compressed pages are noted when they are packed,
+hashed or not: the records of a bundle have digests of their own, and under pressure pages are
+packed as soon as they are saved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The port's ``Request`` over vLLM's requests.
-
-Requests of vLLM that never run: they are made to name a context, as vLLM would.
-
-Sampling parameters of vLLM, told as JSON, and whether they allow an exact continuation.
+"""The port's ``Request`` over vLLM's requests; requests that never run, made to name a context as
+vLLM would; and sampling parameters as JSON.
 """
 
 from __future__ import annotations

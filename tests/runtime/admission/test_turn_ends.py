@@ -136,7 +136,7 @@ def test_a_turn_whose_end_fails_does_not_run_for_ever(
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.pages.saves, "finish", broken)
+        patch.setattr(rig.pages.saves, "on_ended", broken)
         rig.ask("t2", text(150, seed=2), params={"job_id": "j"})
     assert rig.count("hook_errors") == 1
     assert len(rig.gate.jobs) == 0

@@ -13,6 +13,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.below.demotion import FIRST_PAUSE_S
 from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages
@@ -373,17 +374,21 @@ def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_pat
 
 def test_only_pages_of_every_rank_are_on_ssd(rig: Rig) -> None:
     a, b, c = (PageKey(bytes([n]) * 48) for n in range(3))
-    facts, book = replace(rig.half.facts, ranks=2), rig.pages.book
-    counters = rig.half.counters.of_tier(SSD)
+    book = rig.pages.book
+    engine = EngineState(
+        facts=replace(rig.half.facts, ranks=2),
+        pool=rig.half.pool,
+        turns=rig.half.turns,
+        counters=rig.half.counters,
+        clock=lambda: 0.0,
+    )
     tier = LowerTier(
         SSD,
         TierSpec(SSD.tier),
-        facts,
+        engine,
         book,
-        counters,
         chance=lambda _: 0.0,
         group_of=lambda _: SSD.group,
-        clock=lambda: 0.0,
         lasting=True,
     )
     tier.on_handshake({0: StoredPages((a, b), 2e9), 1: StoredPages((b, c), 1e9)})

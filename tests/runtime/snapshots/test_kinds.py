@@ -15,7 +15,7 @@ from tests.runtime.conftest import MakeRig
 from tests.runtime.groups.kinds import ANSWER, JOB, MODELS, PROMPT, cpu_tokens
 from tests.runtime.snapshots.asking import ask, fork, restore, result, step, take, why
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
-from tiered_kv.page_group import KvKind
+from tiered_kv.page_group import CONTEXT, KvKind
 from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.engine import halves
@@ -189,4 +189,20 @@ def test_forks_of_a_model_with_states_wait_for_a_turn_end(make: MakeOne) -> None
     for child in "ab":
         turn_2 = PROMPT + answer + text(30, seed=ord(child))
         assert rig.ask(child, turn_2, params={"job_id": child}) == expected(turn_2, 4)
+    clean(rig)
+
+
+def test_a_turn_whose_block_has_left_the_window_is_not_captured(make: MakeOne) -> None:
+    """The engine puts a placeholder where a block was."""
+    rig = make()
+    rig.add("t1", PROMPT, max_tokens=60, params=JOB)
+    while len(rig.outputs["t1"]) < 5:
+        step(rig)
+    table: Any = rig.half.pool.tables[CONTEXT]["t1"]
+    block, table[2] = table[2], rig.pool.null_block
+    try:
+        begun = take(rig, JOB["job_id"], "night", exact=True)
+        assert "lost its blocks" in why(rig, begun)
+    finally:
+        table[2] = block
     clean(rig)

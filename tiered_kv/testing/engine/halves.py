@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
-from tiered_kv.connectors.runtime.gaps.policy_state import PolicyState
-from tiered_kv.connectors.runtime.gaps.tool_reader import NoTools
 from tiered_kv.connectors.runtime.observe.observing_half import (
     make_scheduler_half,
     make_worker_half,
 )
+from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.step_timer import StepTimer
+from tiered_kv.connectors.runtime.tool_reader import NoTools
 from tiered_kv.messages import Orders
 from tiered_kv.policies import registry
 from tiered_kv.policies.admission.working_set import JobForecast

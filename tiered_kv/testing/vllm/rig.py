@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.connectors.runtime.dependencies import Dependencies
-from tiered_kv.connectors.runtime.gaps.tool_reader import ToolCalls
+from tiered_kv.connectors.runtime.tool_reader import ToolCalls
 from tiered_kv.testing.checked_kv import CELL, VOCABULARY, Cells
 from tiered_kv.testing.fairness import FairnessWatch
 from tiered_kv.testing.policies import FixedPin, SwitchedPolicy

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.policies.tools.adversary import MARKERS, soups
 from tests.policies.tools.test_calls import FORMATS
-from tiered_kv.connectors.runtime.gaps import tool_reader
-from tiered_kv.connectors.runtime.gaps.tool_reader import (
+from tiered_kv.connectors.runtime import tool_reader
+from tiered_kv.connectors.runtime.tool_reader import (
     MAX_TOKENS,
     MAX_TOKENS_AGAIN,
     THREAD_NAME,
@@ -206,7 +206,7 @@ def test_closing_stops_the_thread_whatever_is_queued(
 
 def test_importing_the_reader_imports_no_engine() -> None:
     code = (
-        "import sys, tiered_kv.connectors.runtime.gaps.tool_reader\n"
+        "import sys, tiered_kv.connectors.runtime.tool_reader\n"
         "assert not any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules)"
     )
     import subprocess

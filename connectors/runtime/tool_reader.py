@@ -1,7 +1,4 @@
-"""Reads the tool calls of finished turns on a thread of its own.
-
-The contract of readers of tool calls, and the reader that reads none.
-"""
+"""Reads the tool calls of finished turns, on a thread of its own."""
 
 from __future__ import annotations
 

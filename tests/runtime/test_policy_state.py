@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.connectors.runtime.gaps.policy_state import SAVE_EVERY_S, PolicyState
+from tiered_kv.connectors.runtime.policy_state import SAVE_EVERY_S, PolicyState
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 
