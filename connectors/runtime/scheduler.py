@@ -210,9 +210,9 @@ class SchedulerHalf:
         if not turn.may_restore:
             return 0, False
         fits = partial(admission.pressure.fits, turn, num_computed, self.step)
-        prefill = self.gaps.prefills.fit
+        fit = self.gaps.prefills.fit
         later = patient and restores.comes_later(turn, num_computed)
-        if later or promotions.still_coming(turn, prefill, fits):
+        if later or promotions.still_coming(turn, fit, fits):
             if patient:
                 return None, False
             promotions.stop_all_waits([turn])

@@ -217,14 +217,14 @@ class HoldState:
         refused: True if it was held at least once.
         let_in_at: when its job was let in, seconds; None before that, or if that was not asked.
         was_dormant: True if its job was taken to have ended.
-        ended_at: end of that time, when it had its first blocks; seconds.
+        admitted_at: when it had its first blocks, seconds.
     """
 
     new: bool = False
     refused: bool = False
     let_in_at: float | None = None
     was_dormant: bool = False
-    ended_at: float = 0.0
+    admitted_at: float = 0.0
 
 
 @dataclass(slots=True)

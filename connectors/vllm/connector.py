@@ -48,7 +48,6 @@ from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.storage.notebook import folder_for_notes, open_notebook
 from tiered_kv.vllm_versions import parse_version
 
-from .beside import connector_class, refuse_company
 from .block_pool import Resets, VllmBlockPool, kept_states, scheduled_step, watch_resets
 from .engine_config import (
     check_version,
@@ -60,6 +59,7 @@ from .engine_config import (
 from .envelopes import TieredHandshake, TieredMetadata, TieredWorkerMetadata
 from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
+from .other_connectors import connector_class, refuse_company
 from .plugin import share_logging
 from .stats import TieredPromMetrics, TieredStats
 from .weights import WeightCalls, install

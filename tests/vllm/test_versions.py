@@ -23,7 +23,7 @@ CONTRACT = [
     "runtime/test_weights.py",
     "vllm/test_hooks.py",
     "runtime/admission/test_gate.py",
-    "vllm/test_beside.py",
+    "vllm/test_other_connectors.py",
     "runtime/pins/test_preemption.py",
     "runtime/groups/test_turns.py",
     "vllm/test_kv_reach.py",

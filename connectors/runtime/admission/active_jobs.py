@@ -296,7 +296,7 @@ class ActiveJobs:
         if not member.running:
             member.blocks = blocks
         self._output.observe(turn.request.num_output_tokens * self._facts.blocks_per_token)
-        self.pace.on_turn(now - turn.arrived_at, now - turn.hold.ended_at)
+        self.pace.on_turn(now - turn.arrived_at, now - turn.hold.admitted_at)
         if turn.job is None or (over and not member.running):
             self.on_over(job)
         elif gone and not member.running:

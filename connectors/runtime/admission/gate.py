@@ -252,7 +252,7 @@ class Admission:
     def on_started(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
         self._settled(turn)
-        turn.hold.ended_at = self._clock()
+        turn.hold.admitted_at = self._clock()
         job, unit = _job_of(turn), self._facts.hit_tokens
         if job not in self.jobs:
             self.jobs.on_started(job, turn)

@@ -135,20 +135,20 @@ class Tiers(Mapping[StoreId, LowerTier]):
 
     def by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
         """Pages by the fastest tier that has them and answers, fastest first."""
-        usable = [(name, tier) for name, tier in self._tiers.items() if tier.answers]
-        split: dict[StoreId, list[PageKey]] = {name: [] for name, _ in usable}
+        usable = [(store, tier) for store, tier in self._tiers.items() if tier.answers]
+        split: dict[StoreId, list[PageKey]] = {store: [] for store, _ in usable}
         for key in keys:
-            for name, tier in usable:
+            for store, tier in usable:
                 if tier.has(key):
-                    split[name].append(key)
+                    split[store].append(key)
                     break
-        return {name: found for name, found in split.items() if found}
+        return {store: found for store, found in split.items() if found}
 
     def somewhere(self) -> Callable[[PageKey], bool]:
         """A test whether a page is in CPU memory, on its way there, or in a tier that answers."""
         readable, coming = self._book.index.readable, self._book.promoting
         indices = [tier.pages.index for tier in self._tiers.values() if tier.answers]
-        silent = {name for name, tier in self._tiers.items() if not tier.answers}
+        silent = {store for store, tier in self._tiers.items() if not tier.answers}
 
         def on_its_way(key: PageKey) -> bool:
             return key in coming and self._book.store_of(coming[key]) not in silent

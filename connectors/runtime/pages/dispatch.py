@@ -160,8 +160,8 @@ class OrderDispatch:
             if len(book.index):
                 logger.info("CPU memory has %d pages from before", len(book.index))
         self._compression.on_handshake(said)
-        for name, tier in self._tiers.items():
-            there = {rank: one.stored[name] for rank, one in said.items() if name in one.stored}
+        for store, tier in self._tiers.items():
+            there = {rank: one.stored[store] for rank, one in said.items() if store in one.stored}
             tier.on_handshake(there)
 
     def take(self) -> Orders:
@@ -178,7 +178,7 @@ class OrderDispatch:
             packs=self._compression.take(),
             failed_loads=self._restores.take_refused(),
             seen_failures=self.seen_failures,
-            stores={name: tier.take() for name, tier in self._tiers.items() if tier.unsent},
+            stores={store: tier.take() for store, tier in self._tiers.items() if tier.unsent},
             snapshots=self.snapshots.take(),
             settled=settled,
             reset=reset,
@@ -266,9 +266,9 @@ class OrderDispatch:
             self._no_orders = Orders(seen_failures=self.seen_failures)
         errors = list[Exception]()
         settled = self._book.settle(reports.orders)
-        for name, ranks in reports.stores.items():
-            if name in self._tiers:
-                self._tiers[name].on_reports(ranks)
+        for store, ranks in reports.stores.items():
+            if store in self._tiers:
+                self._tiers[store].on_reports(ranks)
         for done in settled:
             for listener in self._listeners[done.order.kind]:
                 try:

@@ -100,7 +100,7 @@ class Lookups:
         self._finder = finder
         self._clock = clock
 
-    def ask(self, turn: Turn, in_vram: Callable[[Turn, int], int], prefill: PrefillFit) -> bool:
+    def ask(self, turn: Turn, in_vram: Callable[[Turn, int], int], fit: PrefillFit) -> bool:
         """Ask for pages that are nowhere; True if the turn waits for an answer.
 
         Args:
@@ -114,10 +114,10 @@ class Lookups:
         vram, somewhere = in_vram(turn, turn.request.num_tokens - 1), self._tiers.somewhere()
         orders, waits = set[OrderId](), 0.0
         if beginning:
-            orders, waits = self._put(self._beginning(turn, vram, somewhere), prefill)
+            orders, waits = self._put(self._beginning(turn, vram, somewhere), fit)
             state.lookups += bool(orders)
         if ends and not orders:
-            orders, waits = self._put(self._ends(turn, vram, somewhere), prefill)
+            orders, waits = self._put(self._ends(turn, vram, somewhere), fit)
             state.ends_asked = bool(orders)
         if not orders:
             return False
@@ -126,14 +126,12 @@ class Lookups:
         state.answers_until = self._clock() + waits
         return True
 
-    def _put(
-        self, questions: Iterator[_Question], prefill: PrefillFit
-    ) -> tuple[set[OrderId], float]:
+    def _put(self, questions: Iterator[_Question], fit: PrefillFit) -> tuple[set[OrderId], float]:
         """Put the questions; gives the orders and the longest wait for their answers, seconds."""
         orders, waits = set[OrderId](), 0.0
         for tier, keys, context, start, tokens in questions:
-            compute_s = prefill.seconds(start, tokens)
-            wait_s = answer_wait_s(compute_s, measured=prefill.measured)
+            compute_s = fit.seconds(start, tokens)
+            wait_s = answer_wait_s(compute_s, measured=fit.measured)
             order = tier.ask(keys, context, wait_s)
             if order is not None:
                 orders.add(order)

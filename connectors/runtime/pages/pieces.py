@@ -201,8 +201,8 @@ class RestorePieces:
         pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
         found = self._tiers.by_tier(page.key for page in pages if not known(page.key))
         ordered = set[PageKey]()
-        for name, keys in found.items():
-            if (order := self._tiers[name].promote(keys, NOW, turn)) is not None:
+        for store, keys in found.items():
+            if (order := self._tiers[store].promote(keys, NOW, turn)) is not None:
                 ordered.update(order.keys)
         pages = list(takewhile(lambda page: known(page.key), pages))
         if not pages:

@@ -34,7 +34,7 @@ AHEAD_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Promotion:
+class PromotionCost:
     """Costs of a promotion that is about to be ordered.
 
     Attributes:
@@ -109,16 +109,16 @@ class Promotions:
         self._clock = engine.clock
         self._unclaimed = 0
 
-    def _promote(self, turn: Turn, prefill: PrefillFit, *, fits: bool) -> None:
+    def _promote(self, turn: Turn, fit: PrefillFit, *, fits: bool) -> None:
         """Order the pages up that the turn's prompt wants and only a lower tier has.
 
         Args:
-            prefill: time that computing their tokens takes instead.
+            fit: time that computing their tokens takes instead.
             fits: True if VRAM has room for the turn.
         """
         state, now = turn.tiers, self._clock()
         state.behind, state.in_pieces = 0, False
-        if self._lookups.ask(turn, self.in_vram, prefill):
+        if self._lookups.ask(turn, self.in_vram, fit):
             return
         if not any(len(tier.pages.index) for tier in self._tiers.values()):
             return
@@ -126,7 +126,7 @@ class Promotions:
         wanted, behind, tokens = self._find(turn)
         if not wanted:
             return
-        promotion, fresh = self._worth_it(wanted, behind, tokens, prefill, last=fits)
+        promotion, fresh = self._worth_it(wanted, behind, tokens, fit, last=fits)
         if promotion is None:
             self._counters.add("promotions_refused", fits)
             return
@@ -141,9 +141,9 @@ class Promotions:
             state.in_pieces = True
             del wanted[max(0, room) :]
             kept = set(wanted)
-            fresh = {name: [key for key in keys if key in kept] for name, keys in fresh.items()}
-        for name, keys in fresh.items():
-            self._tiers[name].promote(keys, NOW, turn)
+            fresh = {store: [key for key in keys if key in kept] for store, keys in fresh.items()}
+        for store, keys in fresh.items():
+            self._tiers[store].promote(keys, NOW, turn)
         book, coming = self._book, self._book.promoting
         claimed = [key for key in wanted if key in coming]
         orders = {coming[key] for key in claimed}
@@ -165,8 +165,8 @@ class Promotions:
         if room <= 0:
             return 0
         ordered = 0
-        for name, fresh in self._tiers.by_tier(keys[:room]).items():
-            order = self._tiers[name].promote(fresh, due)
+        for store, fresh in self._tiers.by_tier(keys[:room]).items():
+            order = self._tiers[store].promote(fresh, due)
             ordered += len(order.keys) if order is not None else 0
         self._counters.add("pages_promoted_ahead", ordered)
         return ordered
@@ -176,8 +176,8 @@ class Promotions:
         return max(1, self._index.num_slots // TURNS_SHARE) - self._unclaimed
 
     def _worth_it(
-        self, wanted: list[PageKey], behind: int, tokens: int, prefill: PrefillFit, *, last: bool
-    ) -> tuple[Promotion | None, dict[StoreId, list[PageKey]]]:
+        self, wanted: list[PageKey], behind: int, tokens: int, fit: PrefillFit, *, last: bool
+    ) -> tuple[PromotionCost | None, dict[StoreId, list[PageKey]]]:
         """The promotion that is worth its time, and the pages to order for it, by tier.
 
         ``wanted`` is cut before the first page of a tier that is too slow, until what is left is
@@ -192,13 +192,13 @@ class Promotions:
             involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
             # The tiers work side by side.
             seconds = {
-                name: self._tiers[name].promote_seconds(len(fresh.get(name, ())))
-                for name in involved
+                store: self._tiers[store].promote_seconds(len(fresh.get(store, ())))
+                for store in involved
             }
-            promotion = Promotion(
+            promotion = PromotionCost(
                 promote_s=max(seconds.values(), default=0.0),
                 # An estimate is no reason to leave pages where they are.
-                recompute_s=prefill.seconds(behind, tokens) if prefill.measured else 0.0,
+                recompute_s=fit.seconds(behind, tokens) if fit.measured else 0.0,
             )
             if promotion.worth_it:
                 return promotion, fresh
@@ -278,7 +278,7 @@ class Promotions:
             return False
         return any(map(self._book.under_way, state.awaits))
 
-    def still_coming(self, turn: Turn, prefill: PrefillFit, fits: Callable[[], bool]) -> bool:
+    def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote for a turn that is asked for, and tell whether the engine shall ask again later:
         pages worth waiting for, slots for them, or answers, are on their way.
 
@@ -299,7 +299,7 @@ class Promotions:
             if left_s is not None and left_s <= 0:
                 state.behind, state.in_pieces = 0, False
             elif awaited or self._worth_a_look(turn, now, fits=has_room):
-                self._promote(turn, prefill, fits=has_room)
+                self._promote(turn, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
         waits = has_room and bool(state.awaits or state.behind)
@@ -342,7 +342,7 @@ class Promotions:
             store: where it came from; None if it is to come up in pieces.
         """
         if store is None:
-            having = (name for name, tier in self._tiers.items() if tier.has(key))
+            having = (one for one, tier in self._tiers.items() if tier.has(key))
             store = next(having, None)
         return store is not None and self._tiers[store].spec.shared
 

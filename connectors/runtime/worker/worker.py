@@ -205,7 +205,7 @@ class WorkerHalf:
             slots=self._slots(),
             page_bytes=tuple(group.page_bytes for group in self._facts.groups),
             compresses=tuple(self.compressor.groups) if self.compressor is not None else (),
-            stored={name: tier.stored for name, tier in self.stores.items()},
+            stored={store: tier.stored for store, tier in self.stores.items()},
             adopted=self.lasting.offer(),
         )
 
@@ -221,11 +221,11 @@ class WorkerHalf:
         if self.pool is None:
             return
         self.lasting.on_orders(orders)
-        for name, tier_orders in orders.stores.items():
+        for store, tier_orders in orders.stores.items():
             for promote in tier_orders.promotes:
                 self._overwrite(promote.slots, promote)
-            if name in self.stores:
-                self.stores[name].carry_out(tier_orders)
+            if store in self.stores:
+                self.stores[store].carry_out(tier_orders)
         for snapshot in orders.snapshots:
             if isinstance(snapshot, ImportOrder):
                 self._overwrite(snapshot.slots)
@@ -316,11 +316,11 @@ class WorkerHalf:
     def take_reports(self) -> Reports | None:
         """Results of orders since the last call; None if there are none."""
         news: dict[StoreId, dict[int, TierReport]] = {}
-        for name, tier in self.stores.items():
+        for store, tier in self.stores.items():
             settled, report = tier.take_reports()
             self._reports.update(settled)
             if report is not None:
-                news[name] = {self._rank: report}
+                news[store] = {self._rank: report}
         if self.compressor is not None:
             self._reports.update(self.compressor.take_reports())
         if self.snapshots is not None:
@@ -350,8 +350,8 @@ class WorkerHalf:
         result, order = whole, self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
-            for name, tier in self.stores.items():
-                if name.group == order.group:
+            for store, tier in self.stores.items():
+                if store.group == order.group:
                     tier.saved(order, result.failed)
             return
         bad = [order.blocks[i] for i in result.failed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.runtime.pages.promotions import UNKNOWN_WAIT_S, Promotion
+from tiered_kv.connectors.runtime.pages.promotions import UNKNOWN_WAIT_S, PromotionCost
 
 
 @pytest.mark.parametrize(
@@ -15,12 +15,12 @@ from tiered_kv.connectors.runtime.pages.promotions import UNKNOWN_WAIT_S, Promot
 def test_a_promotion_slower_than_computing_is_not_made(
     promote_s: float, recompute_s: float, worth: bool
 ) -> None:
-    assert Promotion(promote_s, recompute_s).worth_it is worth
+    assert PromotionCost(promote_s, recompute_s).worth_it is worth
 
 
 def test_nobody_waits_longer_than_computing_would_take() -> None:
-    assert Promotion(0.1, 2.0).longest_wait_s == 2.0
-    assert Promotion(0.1, 0.0).longest_wait_s == UNKNOWN_WAIT_S
+    assert PromotionCost(0.1, 2.0).longest_wait_s == 2.0
+    assert PromotionCost(0.1, 0.0).longest_wait_s == UNKNOWN_WAIT_S
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_nobody_waits_longer_than_computing_would_take() -> None:
 def test_a_turn_waits_for_slots_that_others_give_back(
     mine: int, others: int, left_s: float | None, waits: bool
 ) -> None:
-    promotion = Promotion(0.5, 2.0)
+    promotion = PromotionCost(0.5, 2.0)
     assert promotion.waits_for_slots(mine=mine, others=others, left_s=left_s) is waits

@@ -19,7 +19,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, DPAsyncMPClient, DPLBAsync
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.runtime.conftest import MakeRig
-from tests.vllm.test_beside import inside, other
+from tests.vllm.test_other_connectors import inside, other
 from tiered_kv.connectors.vllm import plugin
 from tiered_kv.connectors.vllm.routes import core_method
 from tiered_kv.connectors.vllm.routes.core_method import METHOD, half_of
