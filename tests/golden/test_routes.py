@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import vllm
 
 from tests.golden.answers import shape
 from tests.golden.conftest import NAMES, Compare
 from tests.vllm.routes.test_endpoints import Ask, serve
 from tiered_kv.connectors.runtime.views.questions import answer
+from tiered_kv.connectors.vllm.routes import endpoints
 from tiered_kv.connectors.vllm.routes.core_method import METHOD
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
@@ -131,6 +134,37 @@ def test_every_answer_has_the_fields_that_clients_know(
     asked: dict[str, Any], compare: Compare
 ) -> None:
     compare("routes", asked)
+
+
+def test_status_and_jobs_are_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Compare
+) -> None:
+    """The order of the fields and the form of each number included. Other tests have the names of
+    counters and gauges, and the number of steps depends on how fast copies are."""
+    monkeypatch.setattr(endpoints, "__version__", "0.1.0")
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    found = dict[str, str]()
+    with engine(tmp_path) as rig:
+        _, ask = serve(monkeypatch, RigCore(rig))
+        rig.ask("1", text(300, seed=1), params={"job_id": "pinned"})
+        rig.now += 5
+        rig.ask("2", text(50, seed=2), params=HINTS)
+        rig.now += 2
+        rig.ask("3", text(50, seed=3), params={"job_id": "over", "is_last_step": True})
+        rig.add("4", text(300, seed=4), 80, params={"job_id": "runs"})
+        for _ in range(3):
+            rig.step()
+            rig.wait_for_worker()
+        rig.now += 1.5
+        for path in ("status", "jobs", "jobs?limit=1", "jobs/pinned", "jobs/waits", "jobs/runs"):
+            found[f"GET {path}"] = ask(f"/tiered_kv/{path}").text
+        rig.run()
+    with engine(tmp_path / "observed", mode="observe", snapshot_path="") as rig:
+        _, ask = serve(monkeypatch, RigCore(rig))
+        rig.ask("1", text(300, seed=1), params={"job_id": "pinned"})
+        found["GET status of an engine that observes"] = ask("/tiered_kv/status").text
+    varies = re.compile(r'("counters"|"gauges"|"steps"): (\{[^}]*\}|\d+)')
+    compare("texts", {path: varies.sub(r"\1: 0", one) for path, one in found.items()})
 
 
 @pytest.mark.parametrize("path", [SNAPSHOTS, RESTORES, FORKS])
