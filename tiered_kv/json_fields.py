@@ -164,7 +164,8 @@ def _reader(hint: Any, real: Read) -> Read:
     kind: type[Any] = hint
     if issubclass(kind, Enum):
         return _Values(kind)
-    return lambda value: read(kind, value)
+    own: Read | None = getattr(kind, "from_json", None)
+    return own or (lambda value: read(kind, value))
 
 
 class _Values:

@@ -26,13 +26,13 @@ from tiered_kv.codecs.out_of_tree import OUT_OF_TREE_ID
 from tiered_kv.codecs.registry import CODECS, parse
 from tiered_kv.codecs.section_table import ELEMENTS
 from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, Mode, TierConfig
-from tiered_kv.connectors.runtime.views.job_view import JobState, Where
 from tiered_kv.keys import FORMAT_VERSION, Fingerprint, page_keys, rekeyed, tail_key
 from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import OrderKind
 from tiered_kv.policies.base import GapClass, Tier
 from tiered_kv.policies.registry import EVICTION, POLICIES
 from tiered_kv.remote.address import SCHEMES
+from tiered_kv.status import JobState, Where
 from tiered_kv.storage.remote_pages import PAGE_PREFIX, TABLE_PREFIX
 from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_header import SCHEMA, TraceHeader

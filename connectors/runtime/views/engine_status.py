@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.policies.base import GapClass
+from tiered_kv.status import (
+    Cpu,
+    DecisionCount,
+    Decisions,
+    EngineStatus,
+    JobCounts,
+    LowerTier,
+    Pins,
+    Queues,
+    Tiers,
+    Transfers,
+    Vram,
+)
 
 
 class Moments:
@@ -40,43 +54,39 @@ MOST_ORDERS = 1_000
 """Orders in flight that are told by their kinds: the oldest of more."""
 
 
-def status(half: SchedulerHalf) -> dict[str, Any]:
+def status(half: SchedulerHalf) -> EngineStatus:
     """All of it. Takes time that does not grow with pages, blocks, jobs or requests."""
     config, turns, admission, gaps = half.given.config, half.turns, half.admission, half.gaps
     held = len(admission.gate.held)
-    return {
-        "engine": half.facts.replica,
-        "now": round(half.given.wall(), 3),
-        "steps": half.step,
-        "mode": _mode(half),
-        "policy": config.policy,
-        "eviction": config.eviction,
-        "admission": config.admission,
-        "tiers": [_vram(half), _cpu(half), *_below(half)],
-        "pins": {
-            "jobs": len(admission.pins),
-            "blocks": admission.pins.held_blocks,
-            "most_blocks": admission.pins.budget,
-        },
-        "jobs": {
-            "known": len(gaps.manager.jobs),
-            "begun": admission.gate.num_active,
-            "waiting": len(gaps.manager.open),
-            "held": held,
-        },
-        "queues": {
-            "running": turns.running,
-            "queued": len(turns) - turns.running - held,
-            "held": held,
-            "orders_in_flight": half.pages.book.in_flight,
-            "prefetches": len(gaps.manager.prefetch),
-        },
-        "transfers": _transfers(half),
-        "decisions": _decisions(half),
-        "counters": half.stats.totals(),
-        "gauges": half.stats.gauges(),
-        **_would_have_saved(half),
-    }
+    return EngineStatus(
+        engine=half.facts.replica,
+        now=round(half.given.wall(), 3),
+        steps=half.step,
+        mode=_mode(half),
+        policy=config.policy,
+        eviction=config.eviction,
+        admission=config.admission,
+        tiers=Tiers(_vram(half), _cpu(half), tuple(_lower(half))),
+        pins=Pins(len(admission.pins), admission.pins.held_blocks, admission.pins.budget),
+        jobs=JobCounts(
+            known=len(gaps.manager.jobs),
+            begun=admission.gate.num_active,
+            waiting=len(gaps.manager.open),
+            held=held,
+        ),
+        queues=Queues(
+            running=turns.running,
+            queued=len(turns) - turns.running - held,
+            held=held,
+            orders_in_flight=half.pages.book.in_flight,
+            prefetches=len(gaps.manager.prefetch),
+        ),
+        transfers={kind: Transfers(**one) for kind, one in _transfers(half).items()},
+        decisions=_decisions(half),
+        counters=half.stats.totals(),
+        gauges=half.stats.gauges(),
+        would_have_saved=half.would_have_saved if isinstance(half, ObservingHalf) else None,
+    )
 
 
 def _mode(half: SchedulerHalf) -> str:
@@ -85,54 +95,43 @@ def _mode(half: SchedulerHalf) -> str:
     return "offload" if half.pages.index.num_slots else "vram"
 
 
-def _would_have_saved(half: SchedulerHalf) -> dict[str, Any]:
-    """Prompt tokens that an engine which is only observed would have been spared, by tier."""
-    if not isinstance(half, ObservingHalf):
-        return {}
-    return {"would_have_saved": dict(half.would_have_saved)}
-
-
-def _vram(half: SchedulerHalf) -> dict[str, Any]:
+def _vram(half: SchedulerHalf) -> Vram:
     facts = half.facts
-    return {
-        "tier": "vram",
-        "blocks": facts.usable_blocks,
-        "free_blocks": half.pool.num_free(),
-        "cached_blocks": half.pool.num_cached(),
-        "pinned_blocks": half.admission.pins.held_blocks,
-        "block_tokens": facts.block_size,
-        "bytes": facts.usable_blocks * facts.slot_bytes * facts.ranks,
-    }
+    return Vram(
+        blocks=facts.usable_blocks,
+        free_blocks=half.pool.num_free(),
+        cached_blocks=half.pool.num_cached(),
+        pinned_blocks=half.admission.pins.held_blocks,
+        block_tokens=facts.block_size,
+        bytes=facts.usable_blocks * facts.slot_bytes * facts.ranks,
+    )
 
 
-def _cpu(half: SchedulerHalf) -> dict[str, Any]:
+def _cpu(half: SchedulerHalf) -> Cpu:
     index, slot_bytes = half.pages.index, half.facts.slot_bytes * half.facts.ranks
     pages = len(index)
-    return {
-        "tier": "cpu",
-        "pages": pages,
-        "slots": index.num_slots,
-        "free_slots": index.free_slots,
-        "bytes": index.num_slots * slot_bytes,
-        "used_bytes": (index.num_slots - index.free_slots) * slot_bytes,
-        "compressed_pages": len(index.cold),
-        "compressed_slots": index.cold.num_slots,
-        "compressed_share": round(len(index.cold) / pages, 4) if pages else 0.0,
-    }
+    return Cpu(
+        pages=pages,
+        slots=index.num_slots,
+        free_slots=index.free_slots,
+        bytes=index.num_slots * slot_bytes,
+        used_bytes=(index.num_slots - index.free_slots) * slot_bytes,
+        compressed_pages=len(index.cold),
+        compressed_slots=index.cold.num_slots,
+        compressed_share=round(len(index.cold) / pages, 4) if pages else 0.0,
+    )
 
 
-def _below(half: SchedulerHalf) -> list[dict[str, Any]]:
-    return [
-        {
-            "tier": tier,
-            "pages": found.pages,
-            "bytes": found.capacity_bytes,
-            "used_bytes": found.stored_bytes,
-            "promoting_pages": found.promoting,
-            "demoting_pages": found.demoting,
-        }
-        for tier, found in half.pages.tiers.totals().items()
-    ]
+def _lower(half: SchedulerHalf) -> Iterator[LowerTier]:
+    for tier, found in half.pages.tiers.totals().items():
+        yield LowerTier(
+            tier=tier,
+            pages=found.pages,
+            bytes=found.capacity_bytes,
+            used_bytes=found.stored_bytes,
+            promoting_pages=found.promoting,
+            demoting_pages=found.demoting,
+        )
 
 
 def _transfers(half: SchedulerHalf) -> dict[str, dict[str, int]]:
@@ -145,19 +144,20 @@ def _transfers(half: SchedulerHalf) -> dict[str, dict[str, int]]:
     return {kind: {"orders": orders[kind], "pages": pages[kind]} for kind in orders}
 
 
-def _decisions(half: SchedulerHalf) -> dict[str, Any]:
+def _decisions(half: SchedulerHalf) -> Decisions:
     """The last decisions, by class and tier."""
     decided = half.gaps.manager.decided
     since = decided.since
-    return {
-        "last": len(decided),
-        "since": Moments(half.given).since_epoch(since) if since is not None else None,
-        "counts": [
-            {
-                "class": kind.gap_class.value if kind.gap_class is not None else None,
-                "tier": kind.tier.value,
-                "count": times,
-            }
+    return Decisions(
+        last=len(decided),
+        since=Moments(half.given).since_epoch(since) if since is not None else None,
+        counts=tuple(
+            DecisionCount(gap_class_name(kind.gap_class), kind.tier.value, times)
             for kind, times in decided.counts()
-        ],
-    }
+        ),
+    )
+
+
+def gap_class_name(gap_class: GapClass | None) -> str | None:
+    """Name of a class of gaps in answers; None without classes."""
+    return gap_class.value if gap_class is not None else None

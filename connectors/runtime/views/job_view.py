@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from itertools import islice
-from typing import Any
 
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGap
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.base import Decision, Tier
-from tiered_kv.policies.distribution import Forecast
+from tiered_kv.status import (
+    AllQuantiles,
+    GapStatus,
+    JobDecision,
+    JobDetail,
+    JobKv,
+    JobState,
+    JobStatus,
+    Quantiles,
+    TurnStatus,
+    Where,
+)
 
-from .engine_status import Moments, finite
+from .engine_status import Moments, finite, gap_class_name
 
 MOST_TURNS = 100
 """Live turns that are told of one job."""
-QUANTILES = {"q10_s": 0.1, "q50_s": 0.5, "q90_s": 0.9, "q99_s": 0.99}
-"""Quantiles of a forecast that are told of one job."""
-SHORT_QUANTILES = {name: QUANTILES[name] for name in ("q50_s", "q90_s")}
-"""Quantiles that are told of each job in a list."""
-
-
-class JobState(Enum):
-    """State of a job, or of one of its turns."""
-
-    RUNNING = "running"
-    """A turn has blocks, or had before it was preempted."""
-    QUEUED = "queued"
-    """A turn has come and waits for blocks, or for its pages."""
-    HELD = "held"
-    """A turn has come; the job is new and waits for room."""
-    WAITING = "waiting"
-    """Between two turns: its tool runs, and the next turn is expected."""
-    SILENT = "silent"
-    """Between two turns, of which the next is not expected any more."""
-
-
-class Where(Enum):
-    """Place of a job's KV, as far as it was decided: what was evicted since is not known by job."""
-
-    VRAM = "vram"
-    """VRAM: a turn is running there, or it is pinned."""
-    CPU = "cpu"
-    """CPU memory."""
-    STORE = "store"
-    """The tiers below CPU memory."""
-    NOWHERE = "nowhere"
-    """Given no place: VRAM may have it until it reuses the blocks."""
 
 
 class JobView:
@@ -59,7 +36,7 @@ class JobView:
         self._half = half
         self._moments = Moments(half.given)
 
-    def page(self, after: int, most: int) -> list[dict[str, Any]]:
+    def page(self, after: int, most: int) -> list[JobStatus]:
         """Jobs in the order in which they were first seen.
 
         Args:
@@ -68,39 +45,40 @@ class JobView:
         """
         return [self._row(job) for job in self._half.gaps.manager.jobs.after(after, most)]
 
-    def named(self, name: str, most: int) -> list[dict[str, Any]]:
+    def named(self, name: str, most: int) -> list[JobDetail]:
         """All that is known of the jobs of that name. Clients with different cache salts may use
         the same one; ``most`` of them are told."""
         return [self._full(job) for job in self._half.gaps.manager.jobs.named(name, most)]
 
-    def _row(self, job: Job, quantiles: dict[str, float] = SHORT_QUANTILES) -> dict[str, Any]:
+    def _row(self, job: Job) -> JobStatus:
         turns, gap = self._turns(job), self._half.gaps.manager.open.get(job.key)
         decision = gap.decision if gap is not None else job.decided
-        return {
-            "id": job.key.name,
-            "engine": self._half.facts.replica,
-            "number": job.number,
-            "salted": bool(job.key.salt),
-            "turn": job.turns,
-            "state": self._state(turns, gap).value,
-            "began": self._moments.since_epoch(job.started_at),
-            "since": self._since(turns, gap),
-            "context_tokens": _context_tokens(turns, gap),
-            "kv": self._kv(job, turns, gap),
-            "forecast": _forecast(gap, quantiles),
-            "decision": _decision(decision),
-        }
+        return JobStatus(
+            id=job.key.name,
+            engine=self._half.facts.replica,
+            number=job.number,
+            salted=bool(job.key.salt),
+            turn=job.turns,
+            state=self._state(turns, gap),
+            began=self._moments.since_epoch(job.started_at),
+            since=self._since(turns, gap),
+            context_tokens=_context_tokens(turns, gap),
+            kv=self._kv(job, turns, gap),
+            forecast=_quantiles(gap),
+            decision=_decision(decision) if decision is not None else None,
+        )
 
-    def _full(self, job: Job) -> dict[str, Any]:
+    def _full(self, job: Job) -> JobDetail:
         live = sorted(self._turns(job), key=lambda turn: turn.number)
         gap = self._half.gaps.manager.open.get(job.key)
-        return {
-            **self._row(job, QUANTILES),
-            "live_turns": len(live),
-            "turns": [self._turn(turn) for turn in islice(live, MOST_TURNS)],
-            "gap": self._gap(gap) if gap is not None else None,
-            "parents": list(self._half.snapshots.parents(job.key)),
-        }
+        return JobDetail(
+            row=self._row(job),
+            forecast=_all_quantiles(gap),
+            live_turns=len(live),
+            turns=tuple(self._turn(turn) for turn in islice(live, MOST_TURNS)),
+            gap=self._gap(gap) if gap is not None else None,
+            parents=tuple(self._half.snapshots.parents(job.key)),
+        )
 
     def _turns(self, job: Job) -> Sequence[Turn]:
         found = map(self._half.turns.by_id.get, job.running)
@@ -123,7 +101,7 @@ class JobView:
         begins = [gap.since] if gap is not None else [turn.arrived_at for turn in turns]
         return self._moments.since_epoch(min(begins)) if begins else None
 
-    def _kv(self, job: Job, turns: Sequence[Turn], gap: OpenGap | None) -> dict[str, Any]:
+    def _kv(self, job: Job, turns: Sequence[Turn], gap: OpenGap | None) -> JobKv:
         """Where a job's KV is, and until when."""
         pin = self._half.admission.pins.look(job.key)
         runs = any(turn.source.admitted for turn in turns)
@@ -135,56 +113,55 @@ class JobView:
             where = _outside(job.decided, saved=any(turn.gap.saved for turn in turns))
         until = pin.deadline if pin is not None and not runs else float("inf")
         back_s = gap.decision.back_s if gap is not None else None
-        return {
-            "where": where.value,
-            "pinned_blocks": pin.blocks if pin is not None else 0,
-            "until": self._moments.since_epoch(until),
-            "back_at": None
-            if gap is None or back_s is None
-            else self._moments.since_epoch(gap.since + back_s),
-        }
+        back_at = None if gap is None or back_s is None else gap.since + back_s
+        return JobKv(
+            where=where,
+            pinned_blocks=pin.blocks if pin is not None else 0,
+            until=self._moments.since_epoch(until),
+            back_at=self._moments.since_epoch(back_at) if back_at is not None else None,
+        )
 
-    def _turn(self, turn: Turn) -> dict[str, Any]:
+    def _turn(self, turn: Turn) -> TurnStatus:
         request, source = turn.request, turn.source
-        return {
-            "number": turn.number,
-            "request_id": request.request_id,
-            "state": self._turn_state(turn).value,
-            "arrived": self._moments.since_epoch(turn.arrived_at),
-            "is_last_step": turn.hints.is_last_step,
-            "loading": turn.loading,
-            "prompt_tokens": request.num_prompt_tokens,
-            "computed_tokens": request.num_computed_tokens,
-            "output_tokens": request.num_output_tokens,
-            "vram_tokens": source.vram_tokens,
-            "cpu_tokens": source.cpu_tokens,
-            "ssd_tokens": source.ssd_tokens,
-        }
+        return TurnStatus(
+            number=turn.number,
+            request_id=request.request_id,
+            state=self._turn_state(turn),
+            arrived=self._moments.since_epoch(turn.arrived_at),
+            is_last_step=turn.hints.is_last_step,
+            loading=turn.loading,
+            prompt_tokens=request.num_prompt_tokens,
+            computed_tokens=request.num_computed_tokens,
+            output_tokens=request.num_output_tokens,
+            vram_tokens=source.vram_tokens,
+            cpu_tokens=source.cpu_tokens,
+            ssd_tokens=source.ssd_tokens,
+        )
 
-    def _gap(self, gap: OpenGap) -> dict[str, Any]:
+    def _gap(self, gap: OpenGap) -> GapStatus:
         end, costs = gap.end, gap.costs
-        return {
-            "since": self._moments.since_epoch(gap.since),
-            "turn": end.turn,
-            "aborted": end.aborted,
-            "tool": list(end.tool.path) if end.tool is not None else None,
-            "tool_unread": gap.unread,
-            "expected_tool_s": end.tool.expected_s if end.tool is not None else None,
-            "new_tokens": end.new_tokens,
-            "output_tokens": end.output_tokens,
-            "saved": gap.saved,
-            "benefit_s": finite(costs.benefit_s),
-            "restore_s": finite(costs.restore_s),
-            "recompute_s": finite(costs.recompute_s),
-            "cpu_s": finite(costs.cpu_s) if costs.cpu_s is not None else None,
-            "tiers_s": {tier: finite(seconds) for tier, seconds in costs.tiers_s.items()},
-            "cpu_stay_s": finite(costs.cpu_stay_s),
-            "survival": finite(costs.survival),
-            "queue_s": finite(costs.queue_s),
-            "memoryfulness": finite(costs.memoryfulness),
-            "vram_price": finite(costs.vram_price),
-            "held_up": finite(costs.held_up),
-        }
+        return GapStatus(
+            since=self._moments.since_epoch(gap.since),
+            turn=end.turn,
+            aborted=end.aborted,
+            tool=tuple(end.tool.path) if end.tool is not None else None,
+            tool_unread=gap.unread,
+            expected_tool_s=end.tool.expected_s if end.tool is not None else None,
+            new_tokens=end.new_tokens,
+            output_tokens=end.output_tokens,
+            saved=gap.saved,
+            benefit_s=finite(costs.benefit_s),
+            restore_s=finite(costs.restore_s),
+            recompute_s=finite(costs.recompute_s),
+            cpu_s=finite(costs.cpu_s) if costs.cpu_s is not None else None,
+            tiers_s={tier: finite(seconds) for tier, seconds in costs.tiers_s.items()},
+            cpu_stay_s=finite(costs.cpu_stay_s),
+            survival=finite(costs.survival),
+            queue_s=finite(costs.queue_s),
+            memoryfulness=finite(costs.memoryfulness),
+            vram_price=finite(costs.vram_price),
+            held_up=finite(costs.held_up),
+        )
 
 
 def _context_tokens(turns: Sequence[Turn], gap: OpenGap | None) -> int:
@@ -200,20 +177,23 @@ def _outside(decision: Decision | None, *, saved: bool) -> Where:
     return Where.STORE if decision.tier is Tier.STORE else Where.CPU
 
 
-def _decision(decision: Decision | None) -> dict[str, Any] | None:
-    if decision is None:
-        return None
-    return {
-        "tier": decision.tier.value,
-        "ttl_s": finite(decision.ttl_s),
-        "class": decision.gap_class.value if decision.gap_class is not None else None,
-    }
+def _decision(decision: Decision) -> JobDecision:
+    return JobDecision(
+        tier=decision.tier.value,
+        ttl_s=finite(decision.ttl_s),
+        gap_class=gap_class_name(decision.gap_class),
+    )
 
 
-def _forecast(gap: OpenGap | None, quantiles: dict[str, float]) -> dict[str, float | None] | None:
-    """Quantiles of an open gap's length, from its begin, seconds; None beyond the last that a
-    forecast can tell."""
-    forecast: Forecast | None = gap.decision.forecast if gap is not None else None
+def _quantiles(gap: OpenGap | None) -> Quantiles | None:
+    forecast = gap.decision.forecast if gap is not None else None
     if forecast is None:
         return None
-    return {name: finite(forecast.quantile(q)) for name, q in quantiles.items()}
+    return Quantiles(finite(forecast.quantile(0.5)), finite(forecast.quantile(0.9)))
+
+
+def _all_quantiles(gap: OpenGap | None) -> AllQuantiles | None:
+    forecast = gap.decision.forecast if gap is not None else None
+    if forecast is None:
+        return None
+    return AllQuantiles(*(finite(forecast.quantile(q)) for q in (0.1, 0.5, 0.9, 0.99)))

@@ -40,13 +40,13 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
     """
     match question["ask"]:
         case "status":
-            return status(half)
+            return dict(status(half).to_json())
         case "jobs":
             known = len(half.gaps.manager.jobs)
             return {**_now(half), "known": known, "jobs": _jobs(half, question)}
         case "job":
             jobs = JobView(half).named(str(question["id"]), MOST_NAMESAKES)
-            return {**_now(half), "jobs": jobs}
+            return {**_now(half), "jobs": [job.to_json() for job in jobs]}
         case "snapshot" | "restore" | "fork" | "operation":
             engine = half.facts.replica
             if question.get("engine", engine) != engine:  # another one's operation
@@ -98,4 +98,4 @@ def _jobs(half: SchedulerHalf, question: Mapping[str, Any]) -> list[dict[str, An
     if half.facts.replica < engine or most < 1:
         return []
     after = number if half.facts.replica == engine else 0
-    return JobView(half).page(after, most)
+    return [job.to_json() for job in JobView(half).page(after, most)]

@@ -1,0 +1,532 @@
+"""Answers of the routes under ``/tiered_kv``: a dataclass for each object in them.
+
+The engine builds them, and ``to_json`` writes their fields in order. Clients, such as
+``tiered-kv top``, read them with ``from_json``, which ignores fields that it does not know.
+
+Moments are seconds since the epoch. They are None where JSON has null: for a moment that never
+comes, and for seconds without a known end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+
+from tiered_kv.json_fields import read
+
+
+class Answer:
+    """A dataclass that is an object in JSON.
+
+    Fields with a default are left out of it while they are None.
+
+    Attributes:
+        signed: tells ``json_fields`` that numbers may be below 0, except whole numbers.
+        renamed: names in JSON that a field of Python cannot have, by field.
+    """
+
+    __slots__ = ()
+    signed: ClassVar[bool] = True
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    def to_json(self) -> Any:
+        """Convert it to what the ``json`` module writes."""
+        form = _form(type(self))
+        found = {name: getattr(self, field) for field, name in form.names}
+        for name in form.nested:
+            found[name] = _plain(found[name])
+        for name in form.optional:
+            if found[name] is None:
+                del found[name]
+        return found
+
+    @classmethod
+    def from_json(cls, found: object) -> Self:
+        """Read it from what the ``json`` module parsed.
+
+        Raises:
+            ValueError: a field is missing or of another type; the message names it.
+        """
+        if isinstance(found, dict):
+            more = {field: found[name] for field, name in cls.renamed.items() if name in found}
+            found = {**found, **more} if more else found
+        return read(cls, found)
+
+
+class _Form(NamedTuple):
+    """Fields of an answer.
+
+    Attributes:
+        names: each field and its name in JSON.
+        nested: names of fields that JSON has no values for.
+        optional: names of fields that may be left out.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    nested: tuple[str, ...]
+    optional: tuple[str, ...]
+
+
+@cache
+def _form(kind: Any) -> _Form:
+    hints = get_type_hints(kind)
+    names = {field.name: kind.renamed.get(field.name, field.name) for field in fields(kind)}
+    nested = [name for field, name in names.items() if hints[field] not in _PLAIN]
+    optional = [names[field.name] for field in fields(kind) if field.default is None]
+    return _Form(tuple(names.items()), tuple(nested), tuple(optional))
+
+
+_PLAIN = (str, int, float, bool, str | None, int | None, float | None)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Answer):
+        return value.to_json()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value]
+
+
+# -- engines ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Vram(Answer):
+    """The pool of VRAM.
+
+    Attributes:
+        free_blocks: blocks without a reference, whether prompts can find them or not.
+        cached_blocks: blocks that prompts can find, in use or not.
+        block_tokens: tokens in a block.
+    """
+
+    blocks: int
+    free_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    block_tokens: int
+    bytes: int
+
+    @property
+    def running_blocks(self) -> int:
+        """Blocks of running requests."""
+        return max(0, self.blocks - self.free_blocks - self.pinned_blocks)
+
+    @property
+    def reusable_blocks(self) -> int:
+        """Free blocks that prompts can find, about: all blocks in use count as cached, although the
+        last block of each request is not."""
+        cached = self.cached_blocks - self.running_blocks - self.pinned_blocks
+        return min(self.free_blocks, max(0, cached))
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu(Answer):
+    """CPU memory; without it there are no slots.
+
+    Attributes:
+        compressed_slots: slots that hold compressed pages.
+        compressed_share: fraction of the pages that are compressed.
+    """
+
+    pages: int
+    slots: int
+    free_slots: int
+    bytes: int
+    used_bytes: int
+    compressed_pages: int
+    compressed_slots: int
+    compressed_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class LowerTier(Answer):
+    """A tier below CPU memory.
+
+    Attributes:
+        tier: its name.
+        bytes: its size; None if that is not known.
+        promoting_pages, demoting_pages: pages on their way from it and to it.
+    """
+
+    tier: str
+    pages: int
+    bytes: int | None
+    used_bytes: int
+    promoting_pages: int
+    demoting_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers(Answer):
+    """All tiers, the fastest first. In JSON a list, in which each has its name as ``tier``."""
+
+    vram: Vram
+    cpu: Cpu
+    lower: tuple[LowerTier, ...]
+
+    def to_json(self) -> Any:
+        """Convert it to a list."""
+        first = ({"tier": "vram", **self.vram.to_json()}, {"tier": "cpu", **self.cpu.to_json()})
+        return [*first, *(one.to_json() for one in self.lower)]
+
+    @classmethod
+    def from_json(cls, found: object) -> Self:
+        """Read it from a list."""
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise ValueError("it is no list of objects")
+        named = {name: one for one in found if (name := one.get("tier")) in ("vram", "cpu")}
+        lower = [one for one in found if one.get("tier") not in named]
+        return read(cls, {**named, "lower": lower})
+
+
+@dataclass(frozen=True, slots=True)
+class Pins(Answer):
+    """Pins between turns: jobs that have one, their blocks, and how many may be pinned."""
+
+    jobs: int
+    blocks: int
+    most_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobCounts(Answer):
+    """Numbers of jobs.
+
+    Attributes:
+        known: jobs that are remembered.
+        begun: jobs that admission counts as started.
+        waiting: jobs between two turns.
+        held: new jobs that are held back.
+    """
+
+    known: int
+    begun: int
+    waiting: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queues(Answer):
+    """Numbers of turns, of orders in flight, and of contexts that are to be promoted in time."""
+
+    running: int
+    queued: int
+    held: int
+    orders_in_flight: int
+    prefetches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers(Answer):
+    """Orders in flight of one kind, and their pages."""
+
+    orders: int = 0
+    pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionCount(Answer):
+    """Number of decisions of one kind.
+
+    Attributes:
+        gap_class: class of their gaps; None for policies without classes.
+        tier: their tier.
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = {"gap_class": "class"}
+    gap_class: str | None
+    tier: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions(Answer):
+    """The last decisions.
+
+    Attributes:
+        last: their number.
+        since: when the oldest was made; None without any.
+        counts: the most frequent kind first.
+    """
+
+    last: int
+    since: float | None
+    counts: tuple[DecisionCount, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus(Answer):
+    """The status of an engine.
+
+    Attributes:
+        engine: its rank.
+        transfers: orders in flight, by kind.
+        counters: totals since it started, as in ``/metrics``.
+        would_have_saved: prompt tokens that the connector would have saved, by tier; None unless
+            the engine observes only.
+    """
+
+    engine: int
+    now: float
+    steps: int
+    mode: str
+    policy: str
+    eviction: str
+    admission: str
+    tiers: Tiers
+    pins: Pins
+    jobs: JobCounts
+    queues: Queues
+    transfers: Mapping[str, Transfers]
+    decisions: Decisions
+    counters: Mapping[str, float]
+    gauges: Mapping[str, float]
+    would_have_saved: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus(Answer):
+    """The answer of ``/tiered_kv/status``."""
+
+    version: str
+    vllm_version: str
+    engines: tuple[EngineStatus, ...]
+
+
+# -- jobs ---------------------------------------------------------------------------------
+
+
+class JobState(Enum):
+    """State of a job, or of one of its turns."""
+
+    RUNNING = "running"
+    """A turn has blocks, or had before it was preempted."""
+    QUEUED = "queued"
+    """A turn has arrived and waits for blocks, or for its pages."""
+    HELD = "held"
+    """A turn has arrived; the job is new and is held back."""
+    WAITING = "waiting"
+    """Between two turns: its tool runs, and the next turn is expected."""
+    SILENT = "silent"
+    """Between two turns, of which the next is not expected any more."""
+
+
+class Where(Enum):
+    """Place of a job's KV, as decided: later evictions are not recorded by job."""
+
+    VRAM = "vram"
+    """VRAM: a turn is running there, or it is pinned."""
+    CPU = "cpu"
+    """CPU memory."""
+    STORE = "store"
+    """The tiers below CPU memory."""
+    NOWHERE = "nowhere"
+    """No place: VRAM may have it until it reuses the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobKv(Answer):
+    """The KV of a job.
+
+    Attributes:
+        until: the end of its pin.
+        back_at: when its pages are to be in CPU memory again.
+    """
+
+    where: Where
+    pinned_blocks: int
+    until: float | None
+    back_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles(Answer):
+    """Quantiles of the length of a job's open gap, seconds from its start; None beyond the longest
+    that a forecast covers."""
+
+    q50_s: float | None
+    q90_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AllQuantiles(Answer):
+    """The same quantiles and others, for one job."""
+
+    q10_s: float | None
+    q50_s: float | None
+    q90_s: float | None
+    q99_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobDecision(Answer):
+    """The last decision for a job."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"gap_class": "class"}
+    tier: str
+    ttl_s: float | None
+    gap_class: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus(Answer):
+    """A job in a list.
+
+    Attributes:
+        number: its place in the list of its engine's jobs.
+        salted: True if its client uses a cache salt.
+        turn: number of turns so far.
+        began: when its first turn arrived.
+        since: when its gap started, or the first of its live turns arrived.
+        forecast: quantiles of its open gap; None without a forecast.
+    """
+
+    id: str
+    engine: int
+    number: int
+    salted: bool
+    turn: int
+    state: JobState
+    began: float | None
+    since: float | None
+    context_tokens: int
+    kv: JobKv
+    forecast: Quantiles | None
+    decision: JobDecision | None
+
+    @property
+    def expected_at(self) -> float | None:
+        """Time by which its next turn arrives as likely as not; None without a forecast."""
+        q50_s = self.forecast.q50_s if self.forecast is not None else None
+        if self.state is not JobState.WAITING or self.since is None or q50_s is None:
+            return None
+        return self.since + q50_s
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStatus(Answer):
+    """A turn that has not ended.
+
+    Attributes:
+        loading: True while it waits for its pages.
+        vram_tokens, cpu_tokens, ssd_tokens: prompt tokens whose KV came from there.
+    """
+
+    number: int
+    request_id: str
+    state: JobState
+    arrived: float | None
+    is_last_step: bool
+    loading: bool
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    vram_tokens: int
+    cpu_tokens: int
+    ssd_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GapStatus(Answer):
+    """The gap after a job's last turn, and the costs that its decision rests on."""
+
+    since: float | None
+    turn: int
+    aborted: bool
+    tool: tuple[str, ...] | None
+    tool_unread: bool
+    expected_tool_s: float | None
+    new_tokens: int
+    output_tokens: int
+    saved: bool
+    benefit_s: float | None
+    restore_s: float | None
+    recompute_s: float | None
+    cpu_s: float | None
+    tiers_s: Mapping[str, float | None]
+    cpu_stay_s: float | None
+    survival: float | None
+    queue_s: float | None
+    memoryfulness: float | None
+    vram_price: float | None
+    held_up: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobDetail(Answer):
+    """All that is known of a job. In JSON one object, with the fields of ``row``.
+
+    Attributes:
+        live_turns: number of its turns that have not ended.
+        turns: the first of these.
+        gap: None while a turn runs, and once no turn is expected any more.
+        parents: names of the jobs that it was forked or restored from, the nearest last.
+    """
+
+    row: JobStatus
+    forecast: AllQuantiles | None
+    live_turns: int
+    turns: tuple[TurnStatus, ...]
+    gap: GapStatus | None
+    parents: tuple[str, ...]
+
+    def to_json(self) -> Any:
+        """Convert it to one object."""
+        found = Answer.to_json(self)
+        return {**found.pop("row"), **found}
+
+    @classmethod
+    def from_json(cls, found: object) -> Self:
+        """Read it from one object."""
+        return read(cls, {**found, "row": found} if isinstance(found, dict) else found)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cursor(Answer):
+    """Place of a job in the list of all jobs: the engine's rank, then the job's number there. In
+    JSON a text, such as "0.57"."""
+
+    engine: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.engine}.{self.number}"
+
+    def to_json(self) -> Any:
+        """Convert it to a text."""
+        return str(self)
+
+    @classmethod
+    def from_json(cls, found: object) -> Self:
+        """Read it from a text."""
+        matched = _CURSOR.fullmatch(found) if isinstance(found, str) else None
+        if matched is None:
+            raise ValueError("it is no place in a list of jobs")
+        return cls(int(matched[1]), int(matched[2]))
+
+
+_CURSOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,18})")
+
+
+@dataclass(frozen=True, slots=True)
+class JobPage(Answer):
+    """The answer of ``/tiered_kv/jobs``: jobs of all engines, in the order of the list.
+
+    Attributes:
+        known: number of all jobs.
+        next: place of the last of these jobs if there may be more.
+    """
+
+    now: float
+    known: int
+    jobs: tuple[JobStatus, ...]
+    next: Cursor | None
