@@ -16,7 +16,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
-from tiered_kv.json_fields import read
+from .json_fields import read
 
 
 class Answer:
@@ -35,7 +35,8 @@ class Answer:
 
     def to_json(self) -> Any:
         """Convert it to what the ``json`` module writes."""
-        form = _form(type(self))
+        kind: Any = type(self)
+        form = _form(kind)
         found = {name: getattr(self, field) for field, name in form.names}
         for name in form.nested:
             found[name] = _plain(found[name])
@@ -183,9 +184,9 @@ class Tiers(Answer):
         """Read it from a list."""
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise ValueError("it is no list of objects")
-        named = {name: one for one in found if (name := one.get("tier")) in ("vram", "cpu")}
-        lower = [one for one in found if one.get("tier") not in named]
-        return read(cls, {**named, "lower": lower})
+        lower = [one for one in found if one.get("tier") not in ("vram", "cpu")]
+        upper = {one["tier"]: one for one in found if one.get("tier") in ("vram", "cpu")}
+        return read(cls, {**upper, "lower": lower})
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +331,7 @@ class Where(Enum):
     STORE = "store"
     """The tiers below CPU memory."""
     NOWHERE = "nowhere"
-    """No place: VRAM may have it until it reuses the blocks."""
+    """Without a place: VRAM may have it until it reuses the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,3 +531,56 @@ class JobPage(Answer):
     known: int
     jobs: tuple[JobStatus, ...]
     next: Cursor | None
+
+
+# -- snapshots ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMade(Answer):
+    """The answer to a request for a snapshot.
+
+    Attributes:
+        tokens, kv_tokens: tokens of the job's context, and those of them with KV.
+        stored_bytes, shared_bytes: size of its pages, and the part that other snapshots share.
+        capture_ms, durable_ms: time for which the job paused, and until all was on disk.
+        cache_salt: cache salt that the job's next turns must send; None if they need none.
+    """
+
+    engine: int
+    job: str
+    tokens: int
+    kv_tokens: int
+    pages: int
+    stored_bytes: int
+    shared_bytes: int
+    exact: bool
+    capture_ms: float
+    durable_ms: float
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRestored(Answer):
+    """The answer to a request for a restore: what the first engine restored, and ``others``."""
+
+    engine: int
+    job: str
+    tokens: int
+    kv_tokens: int
+    pages: int
+    cache_salt: str | None
+    ms: float
+    others: tuple[JobRestored, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobForked(Answer):
+    """The answer to a request for forks: the new jobs, and the pages that were saved for them."""
+
+    engine: int
+    jobs: tuple[str, ...]
+    tokens: int
+    kv_tokens: int
+    cache_salt: str | None
+    extra_pages: int

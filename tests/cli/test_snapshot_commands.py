@@ -19,7 +19,7 @@ from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.snapshot.pack import pack
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
-from tiered_kv.top.fetch.route_client import NO_ROUTES, NO_TOKEN
+from tiered_kv.top.route_client import NO_ROUTES, NO_TOKEN
 
 SNAPSHOTS, RESTORES, FORKS = "/tiered_kv/snapshots", "/tiered_kv/restores", "/tiered_kv/forks"
 MADE = {

@@ -12,7 +12,7 @@ from tests.top.recorded import busy_rig, record
 from tests.top.route_server import RouteServer
 from tiered_kv.cli.app import app
 from tiered_kv.config import ADMIN_TOKEN
-from tiered_kv.top.fetch.route_client import NO_ROUTES
+from tiered_kv.top.route_client import NO_ROUTES
 
 __all__ = ["make_rig"]
 

@@ -1,4 +1,4 @@
-"""Snapshots that tests make."""
+"""States of servers that tests make."""
 
 from __future__ import annotations
 
@@ -7,59 +7,80 @@ from dataclasses import replace
 from rich.console import Console
 
 from tiered_kv.metrics import COUNTERS
-from tiered_kv.top.readings import (
-    CpuReading,
-    Decided,
-    EngineReading,
+from tiered_kv.status import (
+    Cpu,
+    DecisionCount,
+    Decisions,
+    EngineStatus,
     JobCounts,
-    JobReading,
-    Kind,
-    LowerReading,
-    Place,
-    State,
-    Transfer,
-    VramReading,
+    JobDecision,
+    JobKv,
+    JobState,
+    JobStatus,
+    LowerTier,
+    Pins,
+    Quantiles,
+    Queues,
+    Tiers,
+    Transfers,
+    Vram,
+    Where,
 )
-from tiered_kv.top.render.screen import frame, printed, rows_of
-from tiered_kv.top.render.wording import Canvas
-from tiered_kv.top.view import Growth, Snapshot, View
+from tiered_kv.top.screen import frame, printed, rows_of
+from tiered_kv.top.server_state import Growth, ServerState
+from tiered_kv.top.view import View
+from tiered_kv.top.wording import Canvas
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30
 URL = "http://127.0.0.1:8000"
-FAST, SLOW = Kind("fast", "pin"), Kind("slow", "store")
-NO_CPU = CpuReading(0, 0, 0, 0, 0, 0)
+FAST = JobDecision("pin", 30.0, "fast")
+VRAM = Vram(
+    blocks=1000,
+    free_blocks=500,
+    cached_blocks=700,
+    pinned_blocks=100,
+    block_tokens=16,
+    bytes=57 * GIB,
+)
+CPU = Cpu(
+    pages=3400,
+    slots=4000,
+    free_slots=1000,
+    bytes=32 * GIB,
+    used_bytes=24 * GIB,
+    compressed_pages=1200,
+    compressed_slots=800,
+    compressed_share=0.35,
+)
+SSD = LowerTier("ssd", 12_345, 200 * GIB, 50 * GIB, promoting_pages=64, demoting_pages=0)
+NO_LOWER = Tiers(VRAM, Cpu(0, 0, 0, 0, 0, 0, 0, 0.0), ())
 
 
-def engine(rank: int = 0, **changes: object) -> EngineReading:
+def engine(rank: int = 0, **changes: object) -> EngineStatus:
     """An engine in the middle of its work."""
-    made = EngineReading(
+    made = EngineStatus(
         engine=rank,
         now=NOW,
+        steps=1000,
+        mode="offload",
         policy="tiered",
-        vram=VramReading(blocks=1000, free=500, findable=700, pinned=100, nbytes=57 * GIB),
-        cpu=CpuReading(
-            slots=4000,
-            free_slots=1000,
-            compressed_slots=800,
-            pages=3400,
-            compressed_pages=1200,
-            nbytes=32 * GIB,
+        eviction="worth",
+        admission="auto",
+        tiers=Tiers(VRAM, CPU, (SSD,)),
+        pins=Pins(jobs=2, blocks=100, most_blocks=900),
+        jobs=JobCounts(known=12, begun=4, waiting=6, held=2),
+        queues=Queues(running=3, queued=1, held=2, orders_in_flight=3, prefetches=1),
+        transfers={"save": Transfers(2, 31), "promote": Transfers(1, 64)},
+        decisions=Decisions(
+            16,
+            NOW - 300,
+            (
+                DecisionCount("fast", "pin", 12),
+                DecisionCount("slow", "store", 3),
+                DecisionCount(None, "cpu", 1),
+            ),
         ),
-        below=(LowerReading("ssd", 12_345, 200 * GIB, 50 * GIB),),
-        jobs=JobCounts(
-            known=12,
-            waiting=6,
-            running=3,
-            queued=1,
-            held=2,
-            pins=2,
-            pinned_blocks=100,
-            most_pinned=900,
-            expected_up=1,
-        ),
-        transfers={"save": Transfer(2, 31), "promote": Transfer(1, 64)},
-        decided=Decided(NOW - 300, {FAST: 12, SLOW: 3, Kind(None, "cpu"): 1}),
         counters={
             **dict.fromkeys(COUNTERS, 0),
             "prompt_tokens_vram": 5_000,
@@ -67,50 +88,61 @@ def engine(rank: int = 0, **changes: object) -> EngineReading:
             "prompt_tokens_ssd": 1_000,
             "prompt_tokens_recomputed": 2_000,
         },
+        gauges={},
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def new_engine(rank: int = 0) -> EngineReading:
-    """An engine to which nobody has come yet."""
+def new_engine(rank: int = 0) -> EngineStatus:
+    """An engine that has had no request yet."""
     return engine(
         rank,
-        vram=VramReading(blocks=1000, free=1000, findable=0, pinned=0, nbytes=57 * GIB),
-        cpu=CpuReading(4000, 4000, 0, 0, 0, 32 * GIB),
-        below=(LowerReading("ssd", 0, 200 * GIB, 0),),
-        jobs=JobCounts(0, 0, 0, 0, 0, 0, 0, 900, 0),
+        tiers=Tiers(
+            replace(VRAM, free_blocks=1000, cached_blocks=0, pinned_blocks=0),
+            Cpu(0, 4000, 4000, 32 * GIB, 0, 0, 0, 0.0),
+            (replace(SSD, pages=0, used_bytes=0),),
+        ),
+        pins=Pins(0, 0, 900),
+        jobs=JobCounts(0, 0, 0, 0),
+        queues=Queues(0, 0, 0, 0, 0),
         transfers={},
-        decided=Decided(None, {}),
+        decisions=Decisions(0, None, ()),
         counters=dict.fromkeys(COUNTERS, 0),
     )
 
 
-def job(number: int = 1, **changes: object) -> JobReading:
+def job(
+    number: int = 1,
+    *,
+    where: Where = Where.VRAM,
+    until: float | None = NOW + 28.0,
+    back_at: float | None = None,
+    gap: Quantiles | None = Quantiles(5.0, 30.0),  # noqa: B008 - frozen
+    **changes: object,
+) -> JobStatus:
     """A job that waits pinned and is expected back in three seconds."""
-    made = JobReading(
-        name=f"job-{number}",
+    made = JobStatus(
+        id=f"job-{number}",
         engine=0,
         number=number,
+        salted=False,
         turn=3,
-        state=State.WAITING,
+        state=JobState.WAITING,
+        began=NOW - 100.0,
         since=NOW - 2.0,
         context_tokens=12_345,
-        place=Place.VRAM,
-        pinned_blocks=50,
-        until=NOW + 28.0,
-        back_at=None,
-        q50_s=5.0,
-        q90_s=30.0,
-        kind=FAST,
+        kv=JobKv(where, 50, until, back_at),
+        forecast=gap,
+        decision=FAST,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def snapshot(*jobs: JobReading, engines: tuple[EngineReading, ...] = ()) -> Snapshot:
-    """A server with these jobs, seen for the second time."""
+def server(*jobs: JobStatus, engines: tuple[EngineStatus, ...] = ()) -> ServerState:
+    """A server with these jobs, polled for the second time."""
     found = engines or (engine(),)
     grown = Growth(10.0, {"prompt_tokens_vram": 30, "prompt_tokens_recomputed": 70})
-    return Snapshot(
+    return ServerState(
         url=URL,
         version="0.1.0",
         vllm_version="0.32.0",
@@ -123,7 +155,7 @@ def snapshot(*jobs: JobReading, engines: tuple[EngineReading, ...] = ()) -> Snap
 
 
 def shown(
-    seen: Snapshot,
+    seen: ServerState,
     width: int = 120,
     height: int | None = 40,
     view: View | None = None,

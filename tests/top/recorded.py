@@ -16,7 +16,7 @@ from tests.vllm.routes.test_endpoints import serve
 from tiered_kv.connectors.vllm import plugin
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
-from tiered_kv.top.fetch.route_client import PAGE
+from tiered_kv.top.route_client import PAGE
 
 HOSTILE = "\x1b[31mred\x1b[2J\r\n[bold]x[/] \u202e \u05e9 🎉 " + "y" * 300
 """Name of one of the jobs."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.top.made import NOW, engine
-from tiered_kv.top.fetch.watch import WINDOW_S, Flow
-from tiered_kv.top.readings import EngineReading
-from tiered_kv.top.view import Growth
+from tiered_kv.status import EngineStatus
+from tiered_kv.top.server_state import Growth
+from tiered_kv.top.watch import WINDOW_S, Flow
 
 
-def at(seconds: float, turns: int) -> EngineReading:
+def at(seconds: float, turns: int) -> EngineStatus:
     return engine(now=NOW + seconds, counters={"turns": turns})
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.top.made import job
-from tiered_kv.top.fetch import watch
-from tiered_kv.top.fetch.answers import Cursor, JobPage
-from tiered_kv.top.fetch.watch import FIRST_PAGES, JobSweep
-from tiered_kv.top.readings import JobReading
+from tiered_kv.status import Cursor, JobPage, JobStatus
+from tiered_kv.top import watch
+from tiered_kv.top.watch import FIRST_PAGES, JobSweep
 
 
 class Server:
@@ -30,10 +29,10 @@ class Server:
         self.asked += 1
         rest = [at for at in sorted(self.jobs) if at > after]
         more = rest[9] if len(rest) >= 10 else None
-        return JobPage(len(self.jobs), tuple(self.jobs[at] for at in rest[:10]), more)
+        return JobPage(1.0, len(self.jobs), tuple(self.jobs[at] for at in rest[:10]), more)
 
 
-def numbers(jobs: tuple[JobReading, ...]) -> list[int]:
+def numbers(jobs: tuple[JobStatus, ...]) -> list[int]:
     return [one.number for one in jobs]
 
 
@@ -82,7 +81,7 @@ def test_a_server_that_was_started_anew_leaves_no_job_behind() -> None:
 
 
 def test_a_list_that_leads_backwards_ends() -> None:
-    sweep = JobSweep(lambda after: JobPage(1, (job(5),), Cursor(0, 0)))
+    sweep = JobSweep(lambda after: JobPage(1.0, 1, (job(5),), Cursor(0, 0)))
     for _ in range(3):
         sweep.go_on()
         assert numbers(sweep.jobs()) == [5]

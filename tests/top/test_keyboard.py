@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.top.job_sorting import JobOrder
 from tiered_kv.top.keyboard import Keyboard, each_key_at_once
-from tiered_kv.top.view import Action
+from tiered_kv.top.view import Action, JobOrder
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Frames of made snapshots: what an operator sees in a terminal of some size."""
+"""Frames of made states: what an operator sees in a terminal of some size."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from tests.top.made import (
-    NO_CPU,
-    NOW,
-    engine,
-    job,
-    new_engine,
-    shown,
-    snapshot,
-)
-from tiered_kv.top.fetch.answers import harmless
-from tiered_kv.top.job_sorting import JobOrder
-from tiered_kv.top.readings import Place, State
-from tiered_kv.top.render.screen import ONCE_ROWS
-from tiered_kv.top.view import View
+from tests.top.made import NO_LOWER, NOW, engine, job, new_engine, server, shown
+from tiered_kv.status import JobState, Quantiles, Where
+from tiered_kv.top.safe_text import harmless
+from tiered_kv.top.screen import ONCE_ROWS
+from tiered_kv.top.view import JobOrder, View
 
 SIZES = [(60, 20), (60, 8), (80, 24), (99, 30), (100, 24), (120, 40), (200, 60), (20, 5), (400, 3)]
-HELD = job(2, state=State.HELD, since=NOW - 12, place=Place.NOWHERE, until=None, q50_s=None)
-AWAY = job(3, place=Place.STORE, until=None, back_at=NOW + 200, q50_s=240.0, q90_s=None)
+HELD = job(2, state=JobState.HELD, since=NOW - 12, where=Where.NOWHERE, until=None, gap=None)
+AWAY = job(3, where=Where.STORE, until=None, back_at=NOW + 200, gap=Quantiles(240.0, None))
 MANY = [job(n, since=NOW - n / 100, context_tokens=n) for n in range(1, 5001)]
 
 
@@ -39,12 +30,12 @@ def row(lines: list[str], name: str) -> str:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_frame_fills_the_terminal_and_never_wraps(width: int, height: int, unicode: bool) -> None:
     for seen in (
-        snapshot(engines=(new_engine(),)),
-        snapshot(job(), HELD, AWAY),
-        snapshot(*MANY),
-        snapshot(job(), job(1, engine=1), engines=(engine(0), engine(1))),
-        snapshot(job(), engines=(engine(cpu=NO_CPU, below=()),)),
-        replace(snapshot(job()), problem="The server does not answer: is it up?"),
+        server(engines=(new_engine(),)),
+        server(job(), HELD, AWAY),
+        server(*MANY),
+        server(job(), job(1, engine=1), engines=(engine(0), engine(1))),
+        server(job(), engines=(engine(tiers=NO_LOWER),)),
+        replace(server(job()), problem="The server does not answer: is it up?"),
     ):
         lines = shown(seen, width, height, unicode=unicode)
         assert len(lines) == height
@@ -52,7 +43,7 @@ def test_a_frame_fills_the_terminal_and_never_wraps(width: int, height: int, uni
 
 
 def test_a_new_server_is_empty_and_says_so() -> None:
-    lines = shown(snapshot(engines=(new_engine(),)), 120, 30)
+    lines = shown(server(engines=(new_engine(),)), 120, 30)
     assert "running 0% pinned 0% cached 0% free 100% of 57.0 GiB" in lines[1]
     assert lines[1].count("·") > 30
     assert "hot 0% compressed 0% free 100% of 32.0 GiB, 0 pages" in lines[2]
@@ -63,31 +54,31 @@ def test_a_new_server_is_empty_and_says_so() -> None:
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
     for width in (200, 120, 60):
-        vram, cpu, ssd = shown(snapshot(job()), width, 20)[1:4]
+        vram, cpu, ssd = shown(server(job()), width, 20)[1:4]
         cells = [vram.count(cell) for cell in "█▓▒·"]
         assert [share / sum(cells) for share in cells] == pytest.approx(
             [0.4, 0.1, 0.2, 0.3], abs=0.05
         )
         assert cpu.count("█") / sum(map(cpu.count, "█▓·")) == pytest.approx(0.55, abs=0.05)
         assert ssd.count("█") / sum(map(ssd.count, "█·")) == pytest.approx(0.25, abs=0.05)
-    vram = shown(snapshot(job()), 60, 20, unicode=False)[1]
+    vram = shown(server(job()), 60, 20, unicode=False)[1]
     assert vram.isascii()
     assert vram.count("#") > 2 * vram.count("=") > 0
 
 
 def test_a_job_s_row_says_where_its_kv_is_and_until_when() -> None:
-    lines = shown(snapshot(job(), HELD, AWAY), 200, 30)
+    lines = shown(server(job(), HELD, AWAY), 200, 30)
     pinned = "job-1 waiting VRAM pin 28 s in 3.0 s 2.0 s 12.3k 3 fast: VRAM - 5.0 s, 30 s"
     assert row(lines, "job-1") == pinned
     assert row(lines, "job-2").startswith("job-2 held nowhere - - 12 s 12.3k 3")
     away = "job-3 waiting SSD - in 4 min 2.0 s 12.3k 3 fast: VRAM 3 min 4 min, more"
     assert row(lines, "job-3") == away
-    late = shown(snapshot(job(since=NOW - 65)), 80, 24)
+    late = shown(server(job(since=NOW - 65)), 80, 24)
     assert "late 60 s" in row(late, "job-1")
 
 
 def test_the_panels_tell_hits_decisions_and_transfers() -> None:
-    text = re.sub(" +", " ", "\n".join(shown(snapshot(job()), 120, 40)))
+    text = re.sub(" +", " ", "\n".join(shown(server(job()), 120, 40)))
     for words in (
         "\nprompts 10 s since start 16 decisions in 5 min VRAM CPU SSD transfers",
         "\nVRAM 30% 50% fast 12 - - VRAM to CPU 2 31 -",
@@ -100,21 +91,21 @@ def test_the_panels_tell_hits_decisions_and_transfers() -> None:
 
 
 def test_without_room_they_are_a_line_each() -> None:
-    lines = shown(snapshot(job()), 60, 24)
+    lines = shown(server(job()), 60, 24)
     assert "prompts, 10 s VRAM 30%  CPU 0%  SSD 0%  computed 70%" in lines
     assert "decided fast: VRAM 12  slow: SSD 3  no class: CPU 1" in lines
     assert "moving save 31 pages  promote 64 pages" in lines
-    assert [line for line in shown(snapshot(job()), 60, 8) if line.startswith("job-1")]
+    assert [line for line in shown(server(job()), 60, 8) if line.startswith("job-1")]
 
 
 def test_without_cpu_memory_the_tier_is_off_and_why() -> None:
-    lines = shown(snapshot(job(), engines=(engine(cpu=NO_CPU, below=()),)), 100, 30)
+    lines = shown(server(job(), engines=(engine(tiers=NO_LOWER),)), 100, 30)
     assert lines[2].startswith("CPU memory   off: TIERED_KV_CPU_GIB is 0")
     assert lines[3].startswith("SSD          off: TIERED_KV_SSD_PATH is unset")
 
 
 def test_of_5000_jobs_a_page_is_shown() -> None:
-    seen = snapshot(*MANY)
+    seen = server(*MANY)
     lines = shown(seen, 80, 30)
     rows = [line for line in lines if line.startswith("job-")]
     assert rows[0].startswith("job-5000 "), "the first to come back"
@@ -126,15 +117,15 @@ def test_of_5000_jobs_a_page_is_shown() -> None:
 
 def test_the_order_is_the_one_that_is_asked_for() -> None:
     def first(order: JobOrder, *, backwards: bool = False) -> str:
-        lines = shown(snapshot(*jobs), 80, 30, View(order, backwards))
+        lines = shown(server(*jobs), 80, 30, View(order, backwards))
         assert any(line.startswith(f"job, by {order.value}"[:12]) for line in lines)
         return next(line for line in lines if re.match(r"(a|b|c|d)\d? ", line))[:1]
 
     jobs = (
-        job(1, name="b", context_tokens=5),
-        job(2, name="c", context_tokens=9, until=NOW + 1),
-        job(3, name="a", q50_s=2.5, until=None),
-        job(4, name="d", state=State.QUEUED, until=None, context_tokens=1, q50_s=None),
+        job(1, id="b", context_tokens=5),
+        job(2, id="c", context_tokens=9, until=NOW + 1),
+        job(3, id="a", gap=Quantiles(2.5, 30.0), until=None),
+        job(4, id="d", state=JobState.QUEUED, until=None, context_tokens=1, gap=None),
     )
     assert first(JobOrder.STATE) == "d"
     assert first(JobOrder.CONTEXT) == "a"
@@ -147,7 +138,7 @@ def test_the_order_is_the_one_that_is_asked_for() -> None:
 
 
 def test_several_engines_are_added_up_or_looked_at_one_by_one() -> None:
-    both = snapshot(job(1), job(1, engine=1, name="other"), engines=(engine(0), new_engine(1)))
+    both = server(job(1), job(1, engine=1, id="other"), engines=(engine(0), new_engine(1)))
     lines = shown(both, 120, 30)
     assert lines[1] == "2 engines, added up: e shows each alone."
     assert "running 20% pinned 5% cached 10% free 65% of 114 GiB" in lines[2]
@@ -161,7 +152,7 @@ def test_several_engines_are_added_up_or_looked_at_one_by_one() -> None:
 
 
 def test_a_problem_is_told_above_what_was_before() -> None:
-    gone = replace(snapshot(job()), problem="It does not answer: is the server up?")
+    gone = replace(server(job()), problem="It does not answer: is the server up?")
     lines = shown(gone, 60, 24)
     assert " ".join(line.strip() for line in lines[1:3]) == (
         "It does not answer: is the server up? What follows was before."
@@ -171,21 +162,21 @@ def test_a_problem_is_told_above_what_was_before() -> None:
 
 def test_failures_are_named() -> None:
     broken = engine(counters={**engine().counters, "save_failures": 3})
-    lines = shown(snapshot(job(), engines=(broken,)), 100, 30)
+    lines = shown(server(job(), engines=(broken,)), 100, 30)
     assert "save_failures 3: see tiered-kv doctor URL" in lines
-    assert not [line for line in shown(snapshot(job()), 100, 30) if "failures" in line]
+    assert not [line for line in shown(server(job()), 100, 30) if "failures" in line]
 
 
 def test_jobs_that_were_not_looked_at_yet_are_told() -> None:
-    part = replace(snapshot(job()), whole=False)
+    part = replace(server(job()), whole=False)
     assert shown(part, 100, 30)[-1].startswith("1-1 of 1 seen, 12 known ")
 
 
 def test_a_printed_frame_is_as_long_as_its_jobs_and_ends() -> None:
-    lines = shown(snapshot(*MANY), 100, None)
+    lines = shown(server(*MANY), 100, None)
     assert len([line for line in lines if line.startswith("job-")]) == ONCE_ROWS
     assert lines[-1] == f"The first {ONCE_ROWS} of 5,000. GET /tiered_kv/jobs lists all."
-    assert shown(snapshot(job()), 100, None)[-1].startswith("job-1 ")
+    assert shown(server(job()), 100, None)[-1].startswith("job-1 ")
 
 
 HOSTILE = [
@@ -204,8 +195,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_names_from_clients_do_no_harm(width: int) -> None:
-    jobs = [job(n, name=harmless(name)) for n, name in enumerate(HOSTILE, 1)]
-    lines = shown(snapshot(*jobs), width, 40)
+    jobs = [job(n, id=harmless(name)) for n, name in enumerate(HOSTILE, 1)]
+    lines = shown(server(*jobs), width, 40)
     assert len(lines) == 40
     for line in lines:
         assert cell_len(line) <= width

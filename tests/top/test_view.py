@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 
-from tests.top.made import engine, job, snapshot
-from tiered_kv.top.job_sorting import JobOrder
-from tiered_kv.top.view import Action, View
+from tests.top.made import engine, job, server
+from tiered_kv.top.view import Action, JobOrder, View
 
-TEN = snapshot(*(job(n) for n in range(10)))
+TEN = server(*(job(n) for n in range(10)))
 
 
 def test_pages_end_with_the_jobs() -> None:
@@ -37,7 +36,7 @@ def test_an_order_again_is_turned_round_from_its_top() -> None:
 
 
 def test_engines_are_looked_at_in_turn() -> None:
-    three = snapshot(job(1, engine=3), engines=(engine(0), engine(3), engine(5)))
+    three = server(job(1, engine=3), engines=(engine(0), engine(3), engine(5)))
     seen, view = [], View()
     for _ in range(5):
         view = view.moved(Action.NEXT_ENGINE, three, rows=4)

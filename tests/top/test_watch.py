@@ -13,8 +13,9 @@ from tests.top.made import shown
 from tests.top.recorded import busy_rig, record
 from tests.top.route_server import Answer, RouteServer, refusal
 from tiered_kv.connectors.vllm.routes.engine_calls import NOT_THERE
+from tiered_kv.status import DecisionCount, JobState, Where
 from tiered_kv.testing.checked_kv import text
-from tiered_kv.top.fetch.route_client import (
+from tiered_kv.top.route_client import (
     NO_ROUTES,
     NO_TOKEN,
     ODD_TOKEN,
@@ -22,8 +23,7 @@ from tiered_kv.top.fetch.route_client import (
     RouteClient,
     RouteError,
 )
-from tiered_kv.top.fetch.watch import Watch
-from tiered_kv.top.readings import Kind, Place, State
+from tiered_kv.top.watch import Watch
 
 STATUS = "/tiered_kv/status"
 
@@ -42,27 +42,29 @@ def test_a_snapshot_is_what_the_engine_holds(
     with RouteServer(record(monkeypatch, rig)).running() as server:
         seen = Watch(RouteClient(f"{server.url}/v1", None)).look()
     (engine,) = seen.engines
-    assert engine.vram.blocks == 127
-    assert engine.vram.pinned == rig.pins.held_blocks == 20 + 2
-    assert engine.vram.running == len(rig.half.pool.blocks_of("running 1")) == 4
-    assert engine.vram.running + engine.vram.pinned + engine.vram.free == 127
+    vram = engine.tiers.vram
+    assert vram.blocks == 127
+    assert vram.pinned_blocks == rig.pins.held_blocks == 20 + 2
+    assert vram.running_blocks == len(rig.half.pool.blocks_of("running 1")) == 4
+    assert vram.running_blocks + vram.pinned_blocks + vram.free_blocks == 127
     really_cached = sum(
         block.block_hash is not None and not block.ref_cnt and not block.is_null
         for block in rig.half.pool.blocks
     )
-    assert abs(engine.vram.cached - really_cached) <= 1, "but for the last block of the turn"
-    assert engine.cpu.pages == len(rig.index)
-    assert engine.decided.counts == {Kind("fast", "pin"): 1, Kind("slow", "store"): 1}
+    assert abs(vram.reusable_blocks - really_cached) <= 1, "but for the last block of the turn"
+    assert engine.tiers.cpu.pages == len(rig.index)
+    decided = {DecisionCount("fast", "pin", 1), DecisionCount("slow", "store", 1)}
+    assert set(engine.decisions.counts) == decided
     assert engine.counters["prompt_tokens_recomputed"] > 300
-    jobs = {job.name[:8]: job for job in seen.jobs}
-    assert jobs["pinned"].state is jobs["away"].state is State.WAITING
-    assert jobs["pinned"].place is Place.VRAM
-    assert jobs["pinned"].until is not None
+    jobs = {job.id[:8]: job for job in seen.jobs}
+    assert jobs["pinned"].state is jobs["away"].state is JobState.WAITING
+    assert jobs["pinned"].kv.where is Where.VRAM
+    assert jobs["pinned"].kv.until is not None
     assert jobs["pinned"].since is not None
     assert jobs["pinned"].expected_at == pytest.approx(jobs["pinned"].since + 50.0)
-    assert jobs["away"].place is Place.STORE
-    assert jobs["away"].back_at is not None
-    assert jobs["running"].state is State.RUNNING
+    assert jobs["away"].kv.where is Where.STORE
+    assert jobs["away"].kv.back_at is not None
+    assert jobs["running"].state is JobState.RUNNING
     assert seen.whole
     assert seen.growth == {}
     lines = shown(seen, 120, 30)
@@ -79,10 +81,10 @@ def test_of_two_engines_both_are_seen(
     with RouteServer(record(monkeypatch, first, second)).running() as server:
         seen = Watch(RouteClient(server.url, None)).look()
     assert seen.all_engines == (0, 1)
-    assert seen.total.vram.blocks == 127 + 63
-    assert [job.name for job in seen.of_engine(1).jobs] == ["other"]
+    assert seen.total.tiers.vram.blocks == 127 + 63
+    assert [job.id for job in seen.of_engine(1).jobs] == ["other"]
     assert len(seen.jobs) == 5
-    assert seen.of_engine(1).total.vram.blocks == 63
+    assert seen.of_engine(1).total.tiers.vram.blocks == 63
 
 
 def test_what_counters_have_grown_by_is_told_from_the_second_look_on(

@@ -17,12 +17,12 @@ from rich.console import Console
 from tiered_kv.cli import bench_commands, memory_commands, store_commands, trace_commands
 from tiered_kv.doctor.finding import Verdict, examine
 from tiered_kv.doctor.running_server import check_server
-from tiered_kv.top.fetch.route_client import RouteClient, RouteError
-from tiered_kv.top.fetch.watch import Watch
 from tiered_kv.top.live_loop import can_show_unicode, live
-from tiered_kv.top.render.screen import printed
-from tiered_kv.top.render.wording import Canvas
+from tiered_kv.top.route_client import RouteClient, RouteError
+from tiered_kv.top.screen import printed
 from tiered_kv.top.view import View
+from tiered_kv.top.watch import Watch
+from tiered_kv.top.wording import Canvas
 
 from .plan_command import plan_command
 from .snapshots import snapshot_commands

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from .job_sorting import JobOrder
-from .view import SORT_KEYS, Action
+from .view import SORT_KEYS, Action, JobOrder
 
 KEYS: dict[bytes, Action | JobOrder] = {
     b"q": Action.QUIT,

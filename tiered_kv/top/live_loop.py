@@ -12,31 +12,30 @@ from contextlib import ExitStack, contextmanager
 from rich.console import Console
 from rich.live import Live
 
-from tiered_kv.top.render.screen import frame, rows_of
-from tiered_kv.top.render.wording import Canvas
-
-from .job_sorting import JobOrder
 from .keyboard import NEWS, Keyboard, Wakeups, each_key_at_once, wakeups
-from .view import Action, Snapshot, View
+from .screen import frame, rows_of
+from .server_state import ServerState
+from .view import Action, JobOrder, View
+from .wording import Canvas
 
-Look = Callable[[], Snapshot]
+Look = Callable[[], ServerState]
 
 
 class Looks:
     """Looks at a server again and again, in a thread.
 
     Args:
-        first: the snapshot that there is.
+        first: the state that is known.
         look: makes the next one.
         every_s: seconds from the end of a look to the next.
         tell: called after each look.
 
     Attributes:
-        last: the last snapshot.
+        last: the last state.
         failure: a mistake in a look, which ended them; None if there was none.
     """
 
-    def __init__(self, first: Snapshot, look: Look, every_s: float, tell: Callable[[], None]):
+    def __init__(self, first: ServerState, look: Look, every_s: float, tell: Callable[[], None]):
         self.last = first
         self.failure: Exception | None = None
         self._look = look
@@ -60,7 +59,7 @@ class Looks:
 
 
 @contextmanager
-def looks(first: Snapshot, look: Look, every_s: float, bell: Wakeups) -> Iterator[Looks]:
+def looks(first: ServerState, look: Look, every_s: float, bell: Wakeups) -> Iterator[Looks]:
     """Look at a server in a thread of its own."""
     made = Looks(first, look, every_s, bell.ring)
     # A daemon: an answer may be seconds away, and who quits does not wait for it.
@@ -72,11 +71,11 @@ def looks(first: Snapshot, look: Look, every_s: float, bell: Wakeups) -> Iterato
         made.end()
 
 
-def live(first: Snapshot, look: Look, view: View, every_s: float, keys: int | None) -> int:
+def live(first: ServerState, look: Look, view: View, every_s: float, keys: int | None) -> int:
     """Show a server until somebody has enough.
 
     Args:
-        first: the first snapshot.
+        first: the first state.
         look: makes the next ones; does not raise.
         every_s: seconds between two looks.
         keys: descriptor of the terminal's keyboard; None if there is none.
@@ -111,9 +110,9 @@ def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[Vi
             )
         )
         while True:
-            snapshot, canvas = seen.last, _canvas(console)
-            view = view.within(len(view.of(snapshot).jobs), rows_of(snapshot, view, canvas))
-            screen.update(frame(snapshot, view, canvas), refresh=True)
+            state, canvas = seen.last, _canvas(console)
+            view = view.within(len(view.of(state).jobs), rows_of(state, view, canvas))
+            screen.update(frame(state, view, canvas), refresh=True)
             rung, typed = bell.wait(keys)
             if seen.failure is not None:
                 raise seen.failure
@@ -126,7 +125,7 @@ def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[Vi
                 view = after
 
 
-def _typed(keyboard: Keyboard, view: View, snapshot: Snapshot, canvas: Canvas) -> View | None:
+def _typed(keyboard: Keyboard, view: View, state: ServerState, canvas: Canvas) -> View | None:
     """The view after the keys that were typed; None if one of them quits."""
     for action in keyboard.read():
         if action is Action.QUIT:
@@ -134,7 +133,7 @@ def _typed(keyboard: Keyboard, view: View, snapshot: Snapshot, canvas: Canvas) -
         if isinstance(action, JobOrder):
             view = view.sorted_by(action)
         else:
-            view = view.moved(action, snapshot, rows_of(snapshot, view, canvas))
+            view = view.moved(action, state, rows_of(state, view, canvas))
     return view
 
 

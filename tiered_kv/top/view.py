@@ -1,74 +1,17 @@
-"""View: the part of a snapshot that is looked at, and the keys that change it.
-
-Snapshot: all that a frame shows.
-"""
+"""View: the part of a server's state that is shown, the order of its jobs, and the keys that change
+it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
-from .job_sorting import JobOrder
-from .readings import EngineReading, JobReading, add_up, summed
+from tiered_kv.status import JobState, JobStatus
 
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Growth of an engine's counters over a time, seconds."""
-
-    over_s: float
-    counters: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A server at one moment.
-
-    Attributes:
-        url: its address.
-        engines: its engines, or those that are looked at; at least one.
-        all_engines: ranks of all of its engines.
-        growth: growth of their counters, by rank; none before the second look.
-        jobs: jobs that were seen, in the order of the list.
-        whole: True if those are all that there are, or were a while ago.
-        problem: a sentence that tells why this is not how the server is now; None if it is.
-    """
-
-    url: str
-    version: str
-    vllm_version: str
-    engines: tuple[EngineReading, ...]
-    all_engines: tuple[int | None, ...]
-    growth: Mapping[int | None, Growth]
-    jobs: tuple[JobReading, ...]
-    whole: bool
-    problem: str | None = None
-
-    @property
-    def total(self) -> EngineReading:
-        """The engines, added up."""
-        return add_up(self.engines)
-
-    @property
-    def grown(self) -> Growth | None:
-        """Growth of the engines' counters, added up; None before the second look."""
-        return _together([found for one in self.engines if (found := self.growth.get(one.engine))])
-
-    def of_engine(self, engine: int) -> Snapshot:
-        """The part of one engine; all of it if there is none of that rank."""
-        found = tuple(one for one in self.engines if one.engine == engine)
-        if not found:
-            return self
-        jobs = tuple(job for job in self.jobs if job.engine == engine)
-        return replace(self, engines=found, jobs=jobs)
-
-
-def _together(growths: Sequence[Growth]) -> Growth | None:
-    if not growths:
-        return None
-    over_s = max(one.over_s for one in growths)
-    return Growth(over_s, summed(one.counters for one in growths))
+from .server_state import ServerState
 
 
 class Action(Enum):
@@ -82,6 +25,23 @@ class Action(Enum):
     FIRST = auto()
     LAST = auto()
     NEXT_ENGINE = auto()
+
+
+class JobOrder(Enum):
+    """An order of jobs. The value is its name on the screen."""
+
+    STATE = "state"
+    """Jobs that wait for something first, and of each state those that are next to change."""
+    CONTEXT = "context"
+    """The longest contexts first."""
+    UNTIL = "pin's end"
+    """The pins that end first, then those without."""
+    RETURN = "return"
+    """Jobs that are expected back first, then those without a forecast."""
+    AGE = "age"
+    """Jobs that were seen first, first."""
+    NAME = "name"
+    """Names in the order of their characters."""
 
 
 SORT_KEYS = {
@@ -102,7 +62,7 @@ class View:
     Attributes:
         backwards: True for the order turned round.
         top: jobs above the first that is shown.
-        engine: rank of the engine that is looked at; None for all.
+        engine: rank of the viewed engine; None for all.
     """
 
     order: JobOrder = JobOrder.STATE
@@ -110,9 +70,15 @@ class View:
     top: int = 0
     engine: int | None = None
 
-    def of(self, snapshot: Snapshot) -> Snapshot:
-        """The part of a snapshot that is looked at."""
-        return snapshot if self.engine is None else snapshot.of_engine(self.engine)
+    def of(self, state: ServerState) -> ServerState:
+        """The part of a state that is shown."""
+        return state if self.engine is None else state.of_engine(self.engine)
+
+    def in_order(self, jobs: Sequence[JobStatus]) -> Sequence[JobStatus]:
+        """The jobs in this order. Jobs that are equal in it keep theirs."""
+        if self.order is JobOrder.AGE:
+            return jobs[::-1] if self.backwards else jobs
+        return sorted(jobs, key=_KEYS[self.order], reverse=self.backwards)
 
     def within(self, jobs: int, rows: int) -> View:
         """The view of that many jobs, of which so many have room."""
@@ -124,14 +90,14 @@ class View:
             self, order=order, backwards=order is self.order and not self.backwards, top=0
         )
 
-    def moved(self, action: Action, snapshot: Snapshot, rows: int) -> View:
+    def moved(self, action: Action, state: ServerState, rows: int) -> View:
         """The view after a key.
 
         Args:
-            snapshot: all that can be looked at.
+            state: all that can be shown.
             rows: jobs that have room.
         """
-        jobs = len(self.of(snapshot).jobs)
+        jobs = len(self.of(state).jobs)
         page = max(1, rows)
         match action:
             case Action.NEXT_ROW:
@@ -147,15 +113,35 @@ class View:
             case Action.LAST:
                 return replace(self, top=jobs).within(jobs, rows)
             case Action.NEXT_ENGINE:
-                return replace(self, engine=self._next_engine(snapshot), top=0)
+                return replace(self, engine=self._next_engine(state), top=0)
             case Action.QUIT:
                 return self
 
-    def _next_engine(self, snapshot: Snapshot) -> int | None:
+    def _next_engine(self, state: ServerState) -> int | None:
         """The next rank; None, for all of them, after the last."""
-        ranks = [engine for engine in snapshot.all_engines if engine is not None]
+        ranks = state.all_engines
         if len(ranks) < 2:
             return None
         return min(
             (rank for rank in ranks if self.engine is None or rank > self.engine), default=None
         )
+
+
+_URGENCY = [JobState(name) for name in ("held", "queued", "running", "waiting", "silent")]
+"""States in the order in which an operator cares."""
+
+_KEYS: dict[JobOrder, Callable[[JobStatus], Any]] = {
+    JobOrder.STATE: lambda job: (_URGENCY.index(job.state), _next_to_change(job)),
+    JobOrder.CONTEXT: lambda job: -job.context_tokens,
+    JobOrder.UNTIL: lambda job: _or_never(job.kv.until),
+    JobOrder.RETURN: lambda job: _or_never(job.expected_at),
+    JobOrder.NAME: lambda job: job.id,
+}
+
+
+def _next_to_change(job: JobStatus) -> float:
+    return _or_never(job.expected_at if job.state is JobState.WAITING else job.since)
+
+
+def _or_never(moment: float | None) -> float:
+    return math.inf if moment is None else moment

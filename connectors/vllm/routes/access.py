@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.config import ADMIN_TOKEN
+from tiered_kv.status import Cursor
 
 NO_JOB = "There is no job of this id: it is over, was forgotten, or never came."
 
@@ -149,19 +150,7 @@ DEFAULT_LIMIT = 100
 MOST_LIMIT = 1000
 """Jobs in a page, at most."""
 
-_CURSOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,18})")
 _LIMIT = re.compile(r"[0-9]{1,4}")
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """Place of a job in the list of all: that of the engine, then of the job there."""
-
-    engine: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.engine}.{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +158,7 @@ class Page:
     """A page of the list of jobs: ``limit`` of them, ``after`` one that was listed."""
 
     limit: int = DEFAULT_LIMIT
-    after: Cursor = Cursor(0, 0)
+    after: Cursor = field(default_factory=Cursor)
 
 
 def read_page(query: Mapping[str, str]) -> Page:
@@ -182,10 +171,11 @@ def read_page(query: Mapping[str, str]) -> Page:
     limit = query.get("limit", str(DEFAULT_LIMIT))
     if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MOST_LIMIT:
         raise Refusal(400, f"limit is a number of jobs from 1 to {MOST_LIMIT}.")
-    found = _CURSOR.fullmatch(query.get("after", "0.0"))
-    if found is None:
-        raise Refusal(400, "after is what the page before gave as next, such as 0.57.")
-    return Page(int(limit), Cursor(int(found[1]), int(found[2])))
+    try:
+        return Page(int(limit), Cursor.from_json(query.get("after", "0.0")))
+    except ValueError:
+        wrong = "after is what the page before gave as next, such as 0.57."
+        raise Refusal(400, wrong) from None
 
 
 def read_nothing(query: Mapping[str, str]) -> None:

@@ -51,7 +51,7 @@ def test_a_job_that_runs_says_what_its_turn_does(rig: Rig) -> None:
     said = view(rig)
     assert said.row.state == JobState.RUNNING
     assert said.row.kv == JobKv(Where.VRAM, pinned_blocks=0, until=None, back_at=None)
-    assert said.gap is said.row.decision is said.forecast is None
+    assert [said.gap, said.row.decision, said.forecast] == [None] * 3
     (turn,) = said.turns
     assert turn.request_id == "t1"
     assert said.row.since == turn.arrived
@@ -112,7 +112,7 @@ def test_the_last_decision_is_known_while_the_next_turn_runs(rig: Rig) -> None:
     assert said.row.kv.where == Where.VRAM
     assert said.row.kv.until is None, "it is held until the turn has it"
     assert said.row.decision == JobDecision("pin", 30.0, "fast")
-    assert said.gap is said.forecast is None
+    assert [said.gap, said.forecast] == [None, None]
     rig.step()
     said = view(rig)
     assert said.row.state == JobState.RUNNING
@@ -142,7 +142,7 @@ def test_a_job_that_is_silent_for_long_is_not_waited_for(rig: Rig) -> None:
 def test_a_job_that_is_over_is_not_there(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.ask("t2", CONTEXT, params={**JOB, "is_last_step": True})
-    assert JobView(rig.half).named("j", 10) == JobView(rig.half).page(0, 10) == []
+    assert [*JobView(rig.half).named("j", 10), *JobView(rig.half).page(0, 10)] == []
 
 
 def test_a_job_that_is_held_says_so(make_rig: MakeRig) -> None:

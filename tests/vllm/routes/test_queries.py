@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.vllm.routes.access import Cursor, Page, Refusal, read_nothing, read_page
+from tiered_kv.connectors.vllm.routes.access import Page, Refusal, read_nothing, read_page
+from tiered_kv.status import Cursor
 
 
 def test_a_page_is_the_first_hundred_or_what_is_asked_for() -> None:

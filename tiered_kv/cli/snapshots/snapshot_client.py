@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.top.fetch.answers import AnswerError, Object, as_object, parsed
-from tiered_kv.top.fetch.route_client import RouteClient, RouteError, other_version
+from tiered_kv.top.route_client import RouteClient, RouteError, other_version, parse
+
+Object = Mapping[str, Any]
 
 DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0
 """Wait for the end of an operation unless told otherwise, and the longest, seconds."""
@@ -36,7 +38,7 @@ class SnapshotClient:
         """
         folder = _object(self._routes.get("snapshots")).get("folder")
         if not isinstance(folder, str) or not folder.startswith("/"):
-            raise other_version(AnswerError("folder is no path"))
+            raise other_version("folder is no path")
         return Path(folder)
 
     def snapshot(self, timeout_s: float, **fields: Any) -> Object:
@@ -72,7 +74,7 @@ def is_over(error: RouteError) -> bool:
 
 
 def _object(text: str) -> Object:
-    try:
-        return as_object(parsed(text))
-    except AnswerError as error:
-        raise other_version(error) from error
+    found = parse(text)
+    if not isinstance(found, dict):
+        raise other_version("it is no object")
+    return found

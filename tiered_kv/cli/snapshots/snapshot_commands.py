@@ -25,11 +25,11 @@ from tiered_kv.cli.terminal import (
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.mismatch import difference
 from tiered_kv.snapshot.reader import open_snapshot
-from tiered_kv.top.fetch.answers import MOST_OF_SENTENCE, AnswerError, Object, harmless
-from tiered_kv.top.fetch.route_client import RouteError, other_version
+from tiered_kv.top.route_client import MOST_OF_SENTENCE, RouteError
+from tiered_kv.top.safe_text import harmless
 
 from .server_folder import ServerFolder, check_new, is_path, new_name
-from .snapshot_client import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S, SnapshotClient, is_over
+from .snapshot_client import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S, Object, SnapshotClient, is_over
 from .snapshot_report import (
     describe_snapshot,
     difference_rows,
@@ -252,8 +252,6 @@ def _told() -> Iterator[None]:
     """Turn what fails into one sentence, made harmless, and exit code 2."""
     try:
         yield
-    except AnswerError as error:
-        refuse(str(other_version(error)))
     except (SnapshotError, RouteError, OSError) as error:
         refuse(harmless(sentence_of(error), MOST_OF_SENTENCE))
 

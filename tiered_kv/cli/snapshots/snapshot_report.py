@@ -10,16 +10,11 @@ from collections.abc import Iterator
 from tiered_kv.cli.terminal import size
 from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
 from tiered_kv.snapshot.mismatch import Difference
-from tiered_kv.top.fetch.answers import (
-    AnswerError,
-    Object,
-    as_object,
-    harmless,
-    list_of,
-    number,
-    text_of,
-    whole,
-)
+from tiered_kv.status import JobForked, JobRestored, SnapshotMade
+from tiered_kv.top.route_client import other_version, read_answer
+from tiered_kv.top.safe_text import harmless
+
+from .snapshot_client import Object
 
 Rows = list[list[str]]
 
@@ -36,60 +31,60 @@ def made_rows(said: Object, place: str) -> Rows:
         place: name or path of the snapshot.
 
     Raises:
-        AnswerError: the answer has another form; so do the other functions for answers.
+        RouteError: the answer has another form; so do the other functions for answers.
     """
+    made = read_answer(SnapshotMade, said, _ID_CHARS)
     return [
         ["snapshot", harmless(place, _ID_CHARS)],
-        ["job", text_of(said, "job", _ID_CHARS)],
-        *_of_engine(said),
-        ["pages", f"{whole(said, 'pages'):,}"],
-        ["stored", _stored(whole(said, "stored_bytes"), whole(said, "shared_bytes"))],
-        ["exact", _yes_or_no(said.get("exact") is True)],
-        ["captured in", f"{number(said, 'capture_ms'):,.1f} ms"],
-        ["durable after", f"{number(said, 'durable_ms'):,.1f} ms"],
-        *_salt(said),
+        ["job", made.job],
+        *_of_engine(made),
+        ["pages", f"{made.pages:,}"],
+        ["stored", _stored(made.stored_bytes, made.shared_bytes)],
+        ["exact", _yes_or_no(made.exact)],
+        ["captured in", f"{made.capture_ms:,.1f} ms"],
+        ["durable after", f"{made.durable_ms:,.1f} ms"],
+        *_salt(made, said),
     ]
 
 
 def restored_rows(said: Object) -> Rows:
     """Rows of the server's answer after a restore: of each engine."""
-    rows = [["job", text_of(said, "job", _ID_CHARS)]]
-    for one in (said, *map(as_object, list_of(said, "others"))):
+    first = read_answer(JobRestored, said, _ID_CHARS)
+    rows = [["job", first.job]]
+    for one, theirs in zip((first, *first.others), (said, *said.get("others", ())), strict=True):
         rows += [
             *_of_engine(one),
-            ["pages", f"{whole(one, 'pages'):,} in {number(one, 'ms'):,.1f} ms"],
-            *_salt(one),
+            ["pages", f"{one.pages:,} in {one.ms:,.1f} ms"],
+            *_salt(one, theirs),
         ]
     return rows
 
 
 def forked_rows(said: Object) -> Rows:
     """Rows of the server's answer after a fork."""
-    jobs = list_of(said, "jobs")
+    forked = read_answer(JobForked, said, _ID_CHARS)
     return [
-        *(["job", text_of({"job": job}, "job", _ID_CHARS)] for job in jobs),
-        *_of_engine(said),
-        ["extra pages", f"{whole(said, 'extra_pages'):,}"],
-        *_salt(said),
+        *(["job", job] for job in forked.jobs),
+        *_of_engine(forked),
+        ["extra pages", f"{forked.extra_pages:,}"],
+        *_salt(forked, said),
     ]
 
 
-def _of_engine(said: Object) -> Rows:
-    return [
-        ["engine", str(whole(said, "engine"))],
-        ["tokens", _tokens(whole(said, "tokens"), whole(said, "kv_tokens"))],
-    ]
+Done = SnapshotMade | JobRestored | JobForked
 
 
-def _salt(said: Object) -> Rows:
+def _of_engine(done: Done) -> Rows:
+    return [["engine", str(done.engine)], ["tokens", _tokens(done.tokens, done.kv_tokens)]]
+
+
+def _salt(done: Done, said: Object) -> Rows:
     """Row of the salt that turns have to send; none if they need none."""
-    salt = said.get("cache_salt")
-    if salt is None:
+    if done.cache_salt is None:
         return []
-    shown = text_of(said, "cache_salt", _ID_CHARS)
-    if shown != salt:
-        raise AnswerError("cache_salt has odd characters")
-    return [["send cache_salt", shown]]
+    if done.cache_salt != said["cache_salt"]:
+        raise other_version("cache_salt has odd characters")
+    return [["send cache_salt", done.cache_salt]]
 
 
 def describe_snapshot(manifest: Manifest) -> dict[str, object]:

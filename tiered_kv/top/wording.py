@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from rich.filesize import pick_unit_and_suffix
 from rich.text import Text
 
-from tiered_kv.top.readings import Kind, Place
+from tiered_kv.status import DecisionCount, JobDecision, Where
 
-PLACES = {Place.VRAM: "VRAM", Place.CPU: "CPU", Place.STORE: "SSD", Place.NOWHERE: "nowhere"}
+PLACES = {Where.VRAM: "VRAM", Where.CPU: "CPU", Where.STORE: "SSD", Where.NOWHERE: "nowhere"}
 TIERS = {"pin": "VRAM", "cpu": "CPU", "store": "SSD", "drop": "nowhere"}
 """Places by the names of the tiers that are decided for."""
 NONE = "-"
@@ -81,7 +81,7 @@ def thousands(amount: int) -> str:
     return f"{amount / 1_000_000:.1f}M"
 
 
-def decision(kind: Kind | None) -> str:
+def decision(kind: JobDecision | DecisionCount | None) -> str:
     """A decision, as "fast: VRAM"."""
     if kind is None:
         return NONE

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from tiered_kv.top.readings import JobReading, Place, State
+from tiered_kv.status import JobState, JobStatus, Where
 
 from .wording import NONE, PLACES, brief, decision, thousands
 
@@ -17,11 +17,11 @@ GAP = 2
 LEAST_NAME, MOST_NAME = 12, 60
 """Width of the jobs' names."""
 STYLES = {
-    State.HELD: "bold red",
-    State.QUEUED: "yellow",
-    State.RUNNING: "green",
-    State.WAITING: "",
-    State.SILENT: "dim",
+    JobState.HELD: "bold red",
+    JobState.QUEUED: "yellow",
+    JobState.RUNNING: "green",
+    JobState.WAITING: "",
+    JobState.SILENT: "dim",
 }
 
 
@@ -36,12 +36,12 @@ class Column:
 
     title: str
     width: int
-    cell: Callable[[JobReading, float], Text]
+    cell: Callable[[JobStatus, float], Text]
     is_number: bool = True
     several: bool = False
 
 
-def _expected(job: JobReading, now: float) -> Text:
+def _expected(job: JobStatus, now: float) -> Text:
     if job.expected_at is None:
         return Text(NONE)
     late = now - job.expected_at
@@ -50,27 +50,28 @@ def _expected(job: JobReading, now: float) -> Text:
     return Text(f"late {brief(late)}", "yellow")
 
 
-def _since(job: JobReading, now: float) -> Text:
+def _since(job: JobStatus, now: float) -> Text:
     return Text(NONE if job.since is None else brief(now - job.since))
 
 
-def _place(job: JobReading, now: float) -> Text:
-    pinned = job.place is Place.VRAM and job.pinned_blocks and job.until is not None
-    return Text("VRAM pin" if pinned else PLACES[job.place], "magenta" if pinned else "")
+def _place(job: JobStatus, now: float) -> Text:
+    pinned = job.kv.where is Where.VRAM and job.kv.pinned_blocks and job.kv.until is not None
+    return Text("VRAM pin" if pinned else PLACES[job.kv.where], "magenta" if pinned else "")
 
 
-def _until(job: JobReading, now: float) -> Text:
-    return Text(NONE if job.until is None else brief(job.until - now))
+def _until(job: JobStatus, now: float) -> Text:
+    return Text(NONE if job.kv.until is None else brief(job.kv.until - now))
 
 
-def _up(job: JobReading, now: float) -> Text:
-    return Text(NONE if job.back_at is None else brief(job.back_at - now))
+def _up(job: JobStatus, now: float) -> Text:
+    return Text(NONE if job.kv.back_at is None else brief(job.kv.back_at - now))
 
 
-def _forecast(job: JobReading, now: float) -> Text:
-    if job.q50_s is None:
+def _forecast(job: JobStatus, now: float) -> Text:
+    gap = job.forecast
+    if gap is None or gap.q50_s is None:
         return Text(NONE)
-    return Text(f"{brief(job.q50_s)}, {brief(job.q90_s) if job.q90_s is not None else 'more'}")
+    return Text(f"{brief(gap.q50_s)}, {brief(gap.q90_s) if gap.q90_s is not None else 'more'}")
 
 
 COLUMNS = (
@@ -82,7 +83,7 @@ COLUMNS = (
     Column("context", 7, lambda job, now: Text(thousands(job.context_tokens))),
     Column("engine", 6, lambda job, now: Text(str(job.engine)), several=True),
     Column("turn", 5, lambda job, now: Text(thousands(job.turn))),
-    Column("decided", 18, lambda job, now: Text(decision(job.kind)), is_number=False),
+    Column("decided", 18, lambda job, now: Text(decision(job.decision)), is_number=False),
     Column("up again", 8, _up),
     Column("gap q50, q90", 17, _forecast),
 )
@@ -90,7 +91,7 @@ COLUMNS = (
 
 
 def job_rows(
-    jobs: Sequence[JobReading], now: float, width: int, *, several: bool, names: str = "job"
+    jobs: Sequence[JobStatus], now: float, width: int, *, several: bool, names: str = "job"
 ) -> Table:
     """Rows of these jobs, with a line of titles, in that width. Columns without room are left out.
 
@@ -114,7 +115,7 @@ def job_rows(
             overflow="ellipsis",
         )
     for job in jobs:
-        name = Text(job.name, no_wrap=True, overflow="ellipsis")
+        name = Text(job.id, no_wrap=True, overflow="ellipsis")
         table.add_row(name, *(column.cell(job, now) for column in shown))
     return table
 

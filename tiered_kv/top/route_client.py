@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.doctor.running_server import RefusedError, UnreachableError, base_of, fetch
+from tiered_kv.status import Answer, Cursor, JobPage, ServerStatus
 
-from .answers import (
-    AnswerError,
-    Cursor,
-    JobPage,
-    Status,
-    harmless,
-    is_of_vllm,
-    read_jobs,
-    read_refusal,
-    read_status,
-)
+from .safe_text import MOST_CHARS, harmless, harmless_json
+
+Read = TypeVar("Read", bound=Answer)
 
 PATIENCE_S = 10.0
 """Longest wait for an answer, seconds."""
 PAGE = 1_000
 """Jobs that are asked for at once: the most that a server tells."""
+
+MOST_OF_SENTENCE = 4_000
+"""Characters that are kept of a refusal: it may name all that a snapshot needs."""
 
 NO_ROUTES = (
     "The server has no /tiered_kv routes: start it with VLLM_PLUGINS=tiered_kv and vLLM's Python "
@@ -79,27 +75,25 @@ class RouteClient:
             raise RouteError(ODD_TOKEN)  # here, as later it would be shown
         self._token = token or None
 
-    def status(self) -> Status:
-        """Ask for the status of all engines.
+    def status(self) -> ServerStatus:
+        """Request the status of all engines.
 
         Raises:
             RouteError: there is no answer.
         """
-        try:
-            return read_status(self.get("status"))
-        except AnswerError as error:
-            raise other_version(error) from error
+        status = read_answer(ServerStatus, parse(self.get("status")))
+        if not status.engines:
+            raise other_version("it has no engine")
+        return status
 
     def jobs(self, after: Cursor) -> JobPage:
-        """Ask for a page of jobs, after one that was listed.
+        """Request a page of jobs, after one that was listed.
 
         Raises:
             RouteError: there is no answer.
         """
-        try:
-            return read_jobs(self.get(f"jobs?limit={PAGE}&after={after}"))
-        except AnswerError as error:
-            raise other_version(error) from error
+        page = self.get(f"jobs?limit={PAGE}&after={after}")
+        return read_answer(JobPage, parse(page))
 
     def get(self, path: str) -> str:
         """Ask a route.
@@ -132,23 +126,59 @@ class RouteClient:
             ) from error
 
     def _sentence(self, error: RefusedError) -> str:
+        said = _error(error.said)
+        given = said.get("message")
+        sentence = harmless(given, MOST_OF_SENTENCE) if isinstance(given, str) else ""
         match error.status:
             case 401:
                 return NO_TOKEN if self._token is None else WRONG_TOKEN
             case 403:
-                return read_refusal(error.said) or CLOSED
+                return sentence or CLOSED
             case 404:
-                ours = "" if is_of_vllm(error.said) else read_refusal(error.said)
-                return ours or NO_ROUTES
+                is_of_vllm = "type" in said  # which a refusal of the routes has not
+                return NO_ROUTES if is_of_vllm else sentence or NO_ROUTES
             case 501:
-                return read_refusal(error.said) or NO_ENGINE
-        said = read_refusal(error.said)
-        return said or f"The server answered {error.status}: see its log, and ask again."
+                return sentence or NO_ENGINE
+        return sentence or f"The server answered {error.status}: see its log, and ask again."
 
 
-def other_version(error: AnswerError) -> RouteError:
-    """The error for an answer that cannot be read."""
+def parse(text: str) -> Any:
+    """Parse the JSON of an answer.
+
+    Raises:
+        RouteError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise other_version("it is not JSON") from error
+
+
+def read_answer(kind: type[Read], found: object, most_chars: int = MOST_CHARS) -> Read:
+    """Read an answer. Texts in it are made harmless, and cut after ``most_chars``.
+
+    Raises:
+        RouteError: it has another form.
+    """
+    try:
+        return kind.from_json(harmless_json(found, most_chars))
+    except (ValueError, RecursionError) as error:
+        raise other_version(str(error)) from error
+
+
+def other_version(what: str) -> RouteError:
+    """The error for an answer of another form; ``what`` says what is unexpected in it."""
     return RouteError(
-        f"The answer has a form that is not known here ({harmless(str(error))}): use the "
+        f"The answer has a form that is not known here ({harmless(what)}): use the "
         "tiered-kv of the version that the server has."
     )
+
+
+def _error(text: str) -> dict[str, Any]:
+    """What a refusal says; empty if the text is none."""
+    try:
+        said = parse(text)
+    except RouteError:
+        return {}
+    found = said.get("error") if isinstance(said, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from tiered_kv.top.readings import EngineReading, Transfer
-from tiered_kv.top.view import Growth, Snapshot
+from tiered_kv.status import EngineStatus, Transfers
 
+from .server_state import Growth, ServerState
 from .wording import NONE, TIERS, brief, count, line, percent, size
 
 PANEL_LINES, PANELS_WIDTH = 6, 120
@@ -43,29 +43,29 @@ WAYS = (
 )
 
 
-def panels(snapshot: Snapshot, engine: EngineReading) -> Table:
+def panels(state: ServerState, engine: EngineStatus) -> Table:
     """All three, in ``PANEL_LINES`` lines."""
     table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_row(_prompts(snapshot, engine), _decided(engine), _moving(snapshot, engine))
+    table.add_row(_prompts(state, engine), _decided(engine), _moving(state, engine))
     return table
 
 
-def panel_lines(snapshot: Snapshot, engine: EngineReading) -> list[Text]:
+def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
     """The same where there is no room: a line each."""
     since, counters = "", engine.counters
-    if (grown := snapshot.grown) is not None and _prompt_tokens(grown.counters):
+    if (grown := state.grown) is not None and _prompt_tokens(grown.counters):
         since, counters = f", {brief(grown.over_s)}", grown.counters
     found = sources(counters)
     whole = sum(found.values())
     prompts = "  ".join(f"{name} {percent(tokens, whole)}" for name, tokens in found.items())
     kinds = "  ".join(
-        f"{kind.gap_class or NO_CLASS}: {TIERS.get(kind.tier, kind.tier)} {times:,}"
-        for kind, times in engine.decided.counts.items()
+        f"{kind.gap_class or NO_CLASS}: {TIERS.get(kind.tier, kind.tier)} {kind.count:,}"
+        for kind in engine.decisions.counts
     )
     moving = "  ".join(
         f"{way.short} {count(found_.pages, 'page')}"
         for way in WAYS
-        if (found_ := engine.transfers.get(way.transfer, Transfer(0, 0))).orders
+        if (found_ := engine.transfers.get(way.transfer, Transfers())).orders
     )
     return [
         line((f"prompts{since} ", "bold"), prompts),
@@ -99,8 +99,8 @@ def _panel(*columns: str) -> Table:
     return table
 
 
-def _prompts(snapshot: Snapshot, engine: EngineReading) -> Table:
-    grown = snapshot.grown
+def _prompts(state: ServerState, engine: EngineStatus) -> Table:
+    grown = state.grown
     late = sources(grown.counters) if grown is not None else {}
     ever = sources(engine.counters)
     table = _panel("prompts", brief(grown.over_s) if grown is not None else "now", "since start")
@@ -112,26 +112,26 @@ def _prompts(snapshot: Snapshot, engine: EngineReading) -> Table:
     return table
 
 
-def _decided(engine: EngineReading) -> Table:
-    decided = engine.decided
+def _decided(engine: EngineStatus) -> Table:
+    decided = engine.decisions
     by_class = dict[str, Counter[str]]()
-    for kind, times in decided.counts.items():
+    for kind in decided.counts:
         row = by_class.setdefault(kind.gap_class or NO_CLASS, Counter())
-        row[TIERS.get(kind.tier, kind.tier)] += times
+        row[TIERS.get(kind.tier, kind.tier)] += kind.count
     tiers = tuple(TIERS.values())[:3]
     over = "" if decided.since is None else f" in {brief(engine.now - decided.since)}"
-    table = _panel(f"{sum(decided.counts.values())} decisions{over}", *tiers)
+    table = _panel(f"{sum(kind.count for kind in decided.counts)} decisions{over}", *tiers)
     for name, row in list(by_class.items())[: PANEL_LINES - 1]:
         table.add_row(Text(name), *(f"{row[tier]:,}" if row[tier] else NONE for tier in tiers))
     return table
 
 
-def _moving(snapshot: Snapshot, engine: EngineReading) -> Table:
+def _moving(state: ServerState, engine: EngineStatus) -> Table:
     table = _panel("transfers", "orders", "pages", "a second")
     for way in WAYS:
-        found = engine.transfers.get(way.transfer, Transfer(0, 0))
+        found = engine.transfers.get(way.transfer, Transfers())
         numbers = [f"{number:,}" if number else NONE for number in (found.orders, found.pages)]
-        table.add_row(way.name, *numbers, _rate(way, snapshot.grown))
+        table.add_row(way.name, *numbers, _rate(way, state.grown))
     return table
 
 

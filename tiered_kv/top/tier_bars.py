@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from tiered_kv.top.readings import CpuReading, EngineReading, LowerReading, VramReading
+from tiered_kv.status import Cpu, LowerTier, Tiers, Vram
 
 from .wording import Canvas, count, line, percent, size
 
@@ -33,25 +33,25 @@ class Part:
     style: str
 
 
-def tier_bars(engine: EngineReading, canvas: Canvas) -> list[Text]:
+def tier_bars(tiers: Tiers, canvas: Canvas) -> list[Text]:
     """A line for each tier."""
-    found = [_vram(engine.vram, canvas), _cpu(engine.cpu, canvas)]
-    found += [_lower(tier, canvas) for tier in engine.below]
-    return found if engine.below else [*found, _off("SSD", "TIERED_KV_SSD_PATH is unset", canvas)]
+    found = [_vram(tiers.vram, canvas), _cpu(tiers.cpu, canvas)]
+    found += [_lower(tier, canvas) for tier in tiers.lower]
+    return found if tiers.lower else [*found, _off("SSD", "TIERED_KV_SSD_PATH is unset", canvas)]
 
 
-def _vram(vram: VramReading, canvas: Canvas) -> Text:
+def _vram(vram: Vram, canvas: Canvas) -> Text:
     parts = (
-        Part(vram.running, "running", "run", "█", "#", "green"),
-        Part(vram.pinned, "pinned", "pin", "▓", "=", "magenta"),
-        Part(vram.cached, "cached", "cache", "▒", "-", "cyan"),
-        Part(vram.free - vram.cached, "free", "free", "·", ".", "dim"),
+        Part(vram.running_blocks, "running", "run", "█", "#", "green"),
+        Part(vram.pinned_blocks, "pinned", "pin", "▓", "=", "magenta"),
+        Part(vram.reusable_blocks, "cached", "cache", "▒", "-", "cyan"),
+        Part(vram.free_blocks - vram.reusable_blocks, "free", "free", "·", ".", "dim"),
     )
-    whole = size(vram.nbytes) if vram.nbytes else count(vram.blocks, "block")
+    whole = size(vram.bytes) if vram.bytes else count(vram.blocks, "block")
     return _bar("VRAM", "VRAM", parts, whole, canvas)
 
 
-def _cpu(cpu: CpuReading, canvas: Canvas) -> Text:
+def _cpu(cpu: Cpu, canvas: Canvas) -> Text:
     if not cpu.slots:
         return _off("CPU memory", "TIERED_KV_CPU_GIB is 0, or KV of this kind stays", canvas)
     hot = cpu.slots - cpu.free_slots - cpu.compressed_slots
@@ -60,23 +60,23 @@ def _cpu(cpu: CpuReading, canvas: Canvas) -> Text:
         Part(cpu.compressed_slots, "compressed", "compr", "▓", "=", "magenta"),
         Part(cpu.free_slots, "free", "free", "·", ".", "dim"),
     )
-    pages = f"{size(cpu.nbytes)}, {count(cpu.pages, 'page')}"
+    pages = f"{size(cpu.bytes)}, {count(cpu.pages, 'page')}"
     if cpu.compressed_pages:
         pages += f", {cpu.compressed_pages:,} compressed"
-    return _bar("CPU memory", "CPU", parts, pages if canvas.is_wide else size(cpu.nbytes), canvas)
+    return _bar("CPU memory", "CPU", parts, pages if canvas.is_wide else size(cpu.bytes), canvas)
 
 
-def _lower(tier: LowerReading, canvas: Canvas) -> Text:
-    name = "SSD" if tier.name == "ssd" else tier.name
+def _lower(tier: LowerTier, canvas: Canvas) -> Text:
+    name = "SSD" if tier.tier == "ssd" else tier.tier
     pages = count(tier.pages, "page")
-    if tier.nbytes is None:
+    if tier.bytes is None:
         label = LABEL[canvas.is_wide]
         return line((f"{_cut(name, label)} ", "bold"), f"{size(tier.used_bytes)}, {pages}")
     parts = (
-        Part(min(tier.used_bytes, tier.nbytes), "used", "used", "█", "#", "green"),
-        Part(max(0, tier.nbytes - tier.used_bytes), "free", "free", "·", ".", "dim"),
+        Part(min(tier.used_bytes, tier.bytes), "used", "used", "█", "#", "green"),
+        Part(max(0, tier.bytes - tier.used_bytes), "free", "free", "·", ".", "dim"),
     )
-    whole = size(tier.nbytes)
+    whole = size(tier.bytes)
     return _bar(name, name, parts, f"{whole}, {pages}" if canvas.is_wide else whole, canvas)
 
 

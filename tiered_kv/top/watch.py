@@ -1,4 +1,4 @@
-"""A watch on a server: snapshot after snapshot.
+"""A watch on a server, which polls it.
 
 Flow: by how much an engine's counters have grown of late.
 
@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tiered_kv.top.readings import EngineReading, JobReading
-from tiered_kv.top.view import Growth, Snapshot
+from tiered_kv.status import Cursor, EngineStatus, JobPage, JobStatus
 
-from .answers import Cursor, JobPage, harmless
 from .route_client import RouteClient, RouteError
+from .safe_text import harmless
+from .server_state import Growth, ServerState
 
 FIRST_PAGES = 10
 """Pages that are read for the first frame, at most."""
@@ -39,7 +39,7 @@ class JobSweep:
     def __init__(self, page: Callable[[Cursor], JobPage]) -> None:
         self.whole = False
         self._page = page
-        self._jobs: dict[Cursor, JobReading] = {}
+        self._jobs: dict[Cursor, JobStatus] = {}
         self._at = Cursor()
 
     def go_on(self) -> None:
@@ -49,7 +49,7 @@ class JobSweep:
             if self._read() is None:
                 break
 
-    def jobs(self) -> tuple[JobReading, ...]:
+    def jobs(self) -> tuple[JobStatus, ...]:
         """The jobs, in the order of the list."""
         return tuple(self._jobs[at] for at in sorted(self._jobs))
 
@@ -79,7 +79,7 @@ class Flow:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[str, float]]] = deque()
 
-    def add(self, reading: EngineReading) -> Growth | None:
+    def add(self, reading: EngineStatus) -> Growth | None:
         """Take in a reading; returns the growth since the oldest one, None if there is no other."""
         counters = reading.counters
         last = self._seen[-1][1] if self._seen else {}
@@ -105,10 +105,10 @@ class Watch:
     def __init__(self, client: RouteClient) -> None:
         self._client = client
         self._sweep = JobSweep(client.jobs)
-        self._flows: dict[int | None, Flow] = {}
-        self._last: Snapshot | None = None
+        self._flows: dict[int, Flow] = {}
+        self._last: ServerState | None = None
 
-    def look(self) -> Snapshot:
+    def look(self) -> ServerState:
         """Look at the server.
 
         Raises:
@@ -120,7 +120,7 @@ class Watch:
             one.engine: self._flows.setdefault(one.engine, Flow()).add(one)
             for one in status.engines
         }
-        self._last = Snapshot(
+        self._last = ServerState(
             url=harmless(self._client.base),
             version=status.version,
             vllm_version=status.vllm_version,
@@ -132,11 +132,11 @@ class Watch:
         )
         return self._last
 
-    def look_again(self) -> Snapshot:
-        """Look at the server; where that fails, the last snapshot with the problem.
+    def look_again(self) -> ServerState:
+        """Look at the server; where that fails, the last state with the problem.
 
         Raises:
-            RouteError: it fails, and there is no snapshot yet.
+            RouteError: it fails, and there is no state yet.
         """
         try:
             return self.look()

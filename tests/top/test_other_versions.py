@@ -1,0 +1,126 @@
+"""Answers of servers of other versions, or of other servers: each is read or is a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.conftest import MakeRig
+from tests.top.made import server, shown
+from tests.top.recorded import busy_rig, record
+from tests.top.route_server import Answers
+from tiered_kv.status import Answer, Cursor, JobPage, ServerStatus
+from tiered_kv.top.route_client import RouteError, parse, read_answer
+
+STATUS, JOBS = "/tiered_kv/status", "/tiered_kv/jobs?limit=1000&after=0.0"
+MISSING = object()
+ODD: tuple[Any, ...] = (None, -1, 10**30, 0.5, "\x1b[2J\u202e", [], {}, [{}])
+
+
+@pytest.fixture
+def answers(make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    return record(monkeypatch, busy_rig(make_rig, tmp_path))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything in a JSON value; to two of the many counters and gauges."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        names = list(value)[:2] if path and path[-1] in ("counters", "gauges") else list(value)
+        for name in names:
+            yield from places(value[name], (*path, name))
+    elif isinstance(value, list):
+        for at, one in enumerate(value):
+            yield from places(one, (*path, at))
+
+
+def odd_ones(value: Any) -> Iterator[Any]:
+    """Copies in which one thing is missing, or has another value."""
+    for path in places(value):
+        for odd in (MISSING, *ODD):
+            copy = found = deepcopy(value)
+            for step in path[:-1]:
+                found = found[step]
+            if odd is MISSING:
+                found.pop(path[-1])
+            else:
+                found[path[-1]] = odd
+            yield copy
+
+
+def check_sentence(error: RouteError) -> None:
+    assert str(error).isprintable()
+    assert "use the tiered-kv of the version that the server has" in str(error)
+
+
+def test_an_odd_answer_is_read_or_refused_and_never_shown_raw(answers: Answers) -> None:
+    read, refused = 0, 0
+    for said in odd_ones(parse(answers[STATUS].body)):
+        try:
+            status = read_answer(ServerStatus, said)
+        except RouteError as error:
+            check_sentence(error)
+            refused += 1
+            continue
+        read += 1
+        if status.engines:  # else the client refuses it
+            state = replace(server(), version=status.version, engines=status.engines)
+            assert all(line.isprintable() for line in shown(state, 120, 40))
+    for said in odd_ones(parse(answers[JOBS].body)):
+        try:
+            page = read_answer(JobPage, said)
+        except RouteError as error:
+            check_sentence(error)
+            refused += 1
+            continue
+        read += 1
+        assert all(line.isprintable() for line in shown(server(*page.jobs), 200, 24))
+    assert read > 100
+    assert refused > 1000
+
+
+def test_fields_of_a_later_version_are_ignored(answers: Answers) -> None:
+    for path, kind in ((STATUS, ServerStatus), (JOBS, JobPage)):
+        said = parse(answers[path].body)
+        more = deepcopy(said)
+        for place in reversed(list(places(more))):
+            found = more
+            for step in place:
+                found = found[step]
+            if isinstance(found, dict) and place[-1] not in ("counters", "gauges", "transfers"):
+                found["later"] = {"more": [1]}
+        assert json.dumps(more) != json.dumps(said)
+        assert read_answer(kind, more) == read_answer(kind, said)
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "7", '"a"', "[" * 10**5, "9" * 9000])
+def test_what_is_no_answer_is_a_sentence(text: str) -> None:
+    kinds: tuple[type[Answer], ...] = (ServerStatus, JobPage)
+    for kind in kinds:
+        with pytest.raises(RouteError) as caught:
+            read_answer(kind, parse(text))
+        check_sentence(caught.value)
+
+
+def test_a_deep_answer_is_a_sentence() -> None:
+    """Deeper than Python calls nest, and not too deep for the parser."""
+    for depth in (100, 300, 500, 900):
+        said = {"version": json.loads("[" * depth + "]" * depth)}
+        with pytest.raises(RouteError) as caught:
+            read_answer(ServerStatus, said)
+        check_sentence(caught.value)
+
+
+def test_the_place_in_a_list_is_a_text() -> None:
+    page = {"now": 1.0, "known": 0, "jobs": [], "next": "3.57"}
+    assert JobPage.from_json(page).next == Cursor(3, 57)
+    for wrong in ("3", "3.", "-1.2", "1.2.3", "٣.1", 3.57, ["3.57"]):
+        with pytest.raises(ValueError, match="next"):
+            JobPage.from_json({**page, "next": wrong})

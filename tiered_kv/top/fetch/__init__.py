@@ -1,1 +1,0 @@
-"""Fetching: the routes of a running server, read into frozen snapshots."""

@@ -1,1 +1,0 @@
-"""Rendering: a snapshot as it is shown, from nothing but that snapshot."""

@@ -1,0 +1,60 @@
+"""Text from elsewhere, made harmless for a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Any
+
+MOST_CHARS = 200
+"""Characters that are kept of a text, unless more are requested."""
+_FROM_THE_RIGHT = frozenset({"R", "AL", "AN"})
+"""Classes of characters that a terminal may write from right to left, with their neighbours."""
+_ABOVE = frozenset({"Mn", "Me"})
+"""Categories of marks that are written over the character before them."""
+
+
+def harmless(text: str, most: int = MOST_CHARS) -> str:
+    """Return the text, or its beginning, with escapes for characters that are not plainly shown.
+
+    Escaped are characters that move the cursor, have no width, are written over others, or are
+    written from right to left.
+
+    Args:
+        most: characters that are kept of it.
+    """
+    if len(text) <= most and text.isascii() and text.isprintable():
+        return text
+    shown = "".join(char if _is_plain(char) else _escaped(char) for char in text[:most])
+    return shown if len(text) <= most else f"{shown}…"
+
+
+def harmless_json(found: Any, most: int = MOST_CHARS) -> Any:
+    """Return a value that JSON gave with all texts in it made harmless, names of fields included.
+
+    Raises:
+        RecursionError: it is nested deeply.
+    """
+    if isinstance(found, str):
+        return harmless(found, most)
+    if isinstance(found, list):
+        return [harmless_json(one, most) for one in found]
+    if isinstance(found, dict):
+        return {harmless(name, most): harmless_json(one, most) for name, one in found.items()}
+    return found
+
+
+def _is_plain(char: str) -> bool:
+    if char.isascii():
+        return char.isprintable()
+    return (
+        char.isprintable()
+        and unicodedata.category(char) not in _ABOVE
+        and unicodedata.bidirectional(char) not in _FROM_THE_RIGHT
+    )
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
