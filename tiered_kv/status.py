@@ -14,15 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from .json_fields import read
 
 
 class Answer:
     """A dataclass that is an object in JSON.
-
-    Fields with a default are left out of it while they are None.
 
     Attributes:
         signed: tells ``json_fields`` that numbers may be below 0, except whole numbers.
@@ -36,13 +34,10 @@ class Answer:
     def to_json(self) -> Any:
         """Convert it to what the ``json`` module writes."""
         kind: Any = type(self)
-        form = _form(kind)
-        found = {name: getattr(self, field) for field, name in form.names}
-        for name in form.nested:
-            found[name] = _plain(found[name])
-        for name in form.optional:
-            if found[name] is None:
-                del found[name]
+        found = {}
+        for field, name, is_plain in _names(kind):
+            value = getattr(self, field)
+            found[name] = value if is_plain else _plain(value)
         return found
 
     @classmethod
@@ -52,48 +47,33 @@ class Answer:
         Raises:
             ValueError: a field is missing or of another type; the message names it.
         """
-        if isinstance(found, dict):
+        if cls.renamed and isinstance(found, dict):
             more = {field: found[name] for field, name in cls.renamed.items() if name in found}
-            found = {**found, **more} if more else found
+            found = {**found, **more}
         return read(cls, found)
 
 
-class _Form(NamedTuple):
-    """Fields of an answer.
-
-    Attributes:
-        names: each field and its name in JSON.
-        nested: names of fields that JSON has no values for.
-        optional: names of fields that may be left out.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    nested: tuple[str, ...]
-    optional: tuple[str, ...]
-
-
 @cache
-def _form(kind: Any) -> _Form:
+def _names(kind: Any) -> list[tuple[str, str, bool]]:
+    """Name of each field, its name in JSON, and whether JSON has its values as they are."""
+    plain = (str, int, float, bool, str | None, int | None, float | None)
     hints = get_type_hints(kind)
-    names = {field.name: kind.renamed.get(field.name, field.name) for field in fields(kind)}
-    nested = [name for field, name in names.items() if hints[field] not in _PLAIN]
-    optional = [names[field.name] for field in fields(kind) if field.default is None]
-    return _Form(tuple(names.items()), tuple(nested), tuple(optional))
-
-
-_PLAIN = (str, int, float, bool, str | None, int | None, float | None)
+    return [
+        (field.name, kind.renamed.get(field.name, field.name), hints[field.name] in plain)
+        for field in fields(kind)
+    ]
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
     if isinstance(value, Answer):
         return value.to_json()
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, tuple):
+        return list(map(_plain, value))
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value]
+    return value
 
 
 # -- engines ------------------------------------------------------------------------------
@@ -272,8 +252,6 @@ class EngineStatus(Answer):
         engine: its rank.
         transfers: orders in flight, by kind.
         counters: totals since it started, as in ``/metrics``.
-        would_have_saved: prompt tokens that the connector would have saved, by tier; None unless
-            the engine observes only.
     """
 
     engine: int
@@ -291,7 +269,6 @@ class EngineStatus(Answer):
     decisions: Decisions
     counters: Mapping[str, float]
     gauges: Mapping[str, float]
-    would_have_saved: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,16 +336,6 @@ class Quantiles(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class AllQuantiles(Answer):
-    """The same quantiles and others, for one job."""
-
-    q10_s: float | None
-    q50_s: float | None
-    q90_s: float | None
-    q99_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class JobDecision(Answer):
     """The last decision for a job."""
 
@@ -411,84 +378,6 @@ class JobStatus(Answer):
         if self.state is not JobState.WAITING or self.since is None or q50_s is None:
             return None
         return self.since + q50_s
-
-
-@dataclass(frozen=True, slots=True)
-class TurnStatus(Answer):
-    """A turn that has not ended.
-
-    Attributes:
-        loading: True while it waits for its pages.
-        vram_tokens, cpu_tokens, ssd_tokens: prompt tokens whose KV came from there.
-    """
-
-    number: int
-    request_id: str
-    state: JobState
-    arrived: float | None
-    is_last_step: bool
-    loading: bool
-    prompt_tokens: int
-    computed_tokens: int
-    output_tokens: int
-    vram_tokens: int
-    cpu_tokens: int
-    ssd_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class GapStatus(Answer):
-    """The gap after a job's last turn, and the costs that its decision rests on."""
-
-    since: float | None
-    turn: int
-    aborted: bool
-    tool: tuple[str, ...] | None
-    tool_unread: bool
-    expected_tool_s: float | None
-    new_tokens: int
-    output_tokens: int
-    saved: bool
-    benefit_s: float | None
-    restore_s: float | None
-    recompute_s: float | None
-    cpu_s: float | None
-    tiers_s: Mapping[str, float | None]
-    cpu_stay_s: float | None
-    survival: float | None
-    queue_s: float | None
-    memoryfulness: float | None
-    vram_price: float | None
-    held_up: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class JobDetail(Answer):
-    """All that is known of a job. In JSON one object, with the fields of ``row``.
-
-    Attributes:
-        live_turns: number of its turns that have not ended.
-        turns: the first of these.
-        gap: None while a turn runs, and once no turn is expected any more.
-        parents: names of the jobs that it was forked or restored from, the nearest last.
-    """
-
-    row: JobStatus
-    forecast: AllQuantiles | None
-    live_turns: int
-    turns: tuple[TurnStatus, ...]
-    gap: GapStatus | None
-    parents: tuple[str, ...]
-
-    def to_json(self) -> Any:
-        """Convert it to one object."""
-        found = Answer.to_json(self)
-        return {**found.pop("row"), **found}
-
-    @classmethod
-    def from_json(cls, found: object) -> Self:
-        """Read it from one object."""
-        return read(cls, {**found, "row": found} if isinstance(found, dict) else found)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 from tiered_kv.connectors.runtime.dependencies import Dependencies
-from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.policies.base import GapClass
 from tiered_kv.status import (
@@ -85,7 +84,6 @@ def status(half: SchedulerHalf) -> EngineStatus:
         decisions=_decisions(half),
         counters=half.stats.totals(),
         gauges=half.stats.gauges(),
-        would_have_saved=half.would_have_saved if isinstance(half, ObservingHalf) else None,
     )
 
 

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGap
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.base import Decision, Tier
-from tiered_kv.status import (
-    AllQuantiles,
-    GapStatus,
-    JobDecision,
-    JobDetail,
-    JobKv,
-    JobState,
-    JobStatus,
-    Quantiles,
-    TurnStatus,
-    Where,
-)
+from tiered_kv.status import JobDecision, JobKv, JobState, JobStatus, Quantiles, Where
 
 from .engine_status import Moments, finite, gap_class_name
 
 MOST_TURNS = 100
-"""Live turns that are told of one job."""
+"""Live turns that are reported of one job."""
+QUANTILES = {"q10_s": 0.1, "q50_s": 0.5, "q90_s": 0.9, "q99_s": 0.99}
+"""Quantiles of a forecast that are reported of one job."""
 
 
 class JobView:
@@ -45,7 +37,7 @@ class JobView:
         """
         return [self._row(job) for job in self._half.gaps.manager.jobs.after(after, most)]
 
-    def named(self, name: str, most: int) -> list[JobDetail]:
+    def named(self, name: str, most: int) -> list[dict[str, Any]]:
         """All that is known of the jobs of that name. Clients with different cache salts may use
         the same one; ``most`` of them are told."""
         return [self._full(job) for job in self._half.gaps.manager.jobs.named(name, most)]
@@ -68,17 +60,20 @@ class JobView:
             decision=_decision(decision) if decision is not None else None,
         )
 
-    def _full(self, job: Job) -> JobDetail:
+    def _full(self, job: Job) -> dict[str, Any]:
         live = sorted(self._turns(job), key=lambda turn: turn.number)
         gap = self._half.gaps.manager.open.get(job.key)
-        return JobDetail(
-            row=self._row(job),
-            forecast=_all_quantiles(gap),
-            live_turns=len(live),
-            turns=tuple(self._turn(turn) for turn in islice(live, MOST_TURNS)),
-            gap=self._gap(gap) if gap is not None else None,
-            parents=tuple(self._half.snapshots.parents(job.key)),
-        )
+        forecast = gap.decision.forecast if gap is not None else None
+        return {
+            **self._row(job).to_json(),
+            "forecast": {name: finite(forecast.quantile(q)) for name, q in QUANTILES.items()}
+            if forecast is not None
+            else None,
+            "live_turns": len(live),
+            "turns": [self._turn(turn) for turn in islice(live, MOST_TURNS)],
+            "gap": self._gap(gap) if gap is not None else None,
+            "parents": list(self._half.snapshots.parents(job.key)),
+        }
 
     def _turns(self, job: Job) -> Sequence[Turn]:
         found = map(self._half.turns.by_id.get, job.running)
@@ -121,47 +116,47 @@ class JobView:
             back_at=self._moments.since_epoch(back_at) if back_at is not None else None,
         )
 
-    def _turn(self, turn: Turn) -> TurnStatus:
+    def _turn(self, turn: Turn) -> dict[str, Any]:
         request, source = turn.request, turn.source
-        return TurnStatus(
-            number=turn.number,
-            request_id=request.request_id,
-            state=self._turn_state(turn),
-            arrived=self._moments.since_epoch(turn.arrived_at),
-            is_last_step=turn.hints.is_last_step,
-            loading=turn.loading,
-            prompt_tokens=request.num_prompt_tokens,
-            computed_tokens=request.num_computed_tokens,
-            output_tokens=request.num_output_tokens,
-            vram_tokens=source.vram_tokens,
-            cpu_tokens=source.cpu_tokens,
-            ssd_tokens=source.ssd_tokens,
-        )
+        return {
+            "number": turn.number,
+            "request_id": request.request_id,
+            "state": self._turn_state(turn).value,
+            "arrived": self._moments.since_epoch(turn.arrived_at),
+            "is_last_step": turn.hints.is_last_step,
+            "loading": turn.loading,
+            "prompt_tokens": request.num_prompt_tokens,
+            "computed_tokens": request.num_computed_tokens,
+            "output_tokens": request.num_output_tokens,
+            "vram_tokens": source.vram_tokens,
+            "cpu_tokens": source.cpu_tokens,
+            "ssd_tokens": source.ssd_tokens,
+        }
 
-    def _gap(self, gap: OpenGap) -> GapStatus:
+    def _gap(self, gap: OpenGap) -> dict[str, Any]:
         end, costs = gap.end, gap.costs
-        return GapStatus(
-            since=self._moments.since_epoch(gap.since),
-            turn=end.turn,
-            aborted=end.aborted,
-            tool=tuple(end.tool.path) if end.tool is not None else None,
-            tool_unread=gap.unread,
-            expected_tool_s=end.tool.expected_s if end.tool is not None else None,
-            new_tokens=end.new_tokens,
-            output_tokens=end.output_tokens,
-            saved=gap.saved,
-            benefit_s=finite(costs.benefit_s),
-            restore_s=finite(costs.restore_s),
-            recompute_s=finite(costs.recompute_s),
-            cpu_s=finite(costs.cpu_s) if costs.cpu_s is not None else None,
-            tiers_s={tier: finite(seconds) for tier, seconds in costs.tiers_s.items()},
-            cpu_stay_s=finite(costs.cpu_stay_s),
-            survival=finite(costs.survival),
-            queue_s=finite(costs.queue_s),
-            memoryfulness=finite(costs.memoryfulness),
-            vram_price=finite(costs.vram_price),
-            held_up=finite(costs.held_up),
-        )
+        return {
+            "since": self._moments.since_epoch(gap.since),
+            "turn": end.turn,
+            "aborted": end.aborted,
+            "tool": list(end.tool.path) if end.tool is not None else None,
+            "tool_unread": gap.unread,
+            "expected_tool_s": end.tool.expected_s if end.tool is not None else None,
+            "new_tokens": end.new_tokens,
+            "output_tokens": end.output_tokens,
+            "saved": gap.saved,
+            "benefit_s": finite(costs.benefit_s),
+            "restore_s": finite(costs.restore_s),
+            "recompute_s": finite(costs.recompute_s),
+            "cpu_s": finite(costs.cpu_s) if costs.cpu_s is not None else None,
+            "tiers_s": {tier: finite(seconds) for tier, seconds in costs.tiers_s.items()},
+            "cpu_stay_s": finite(costs.cpu_stay_s),
+            "survival": finite(costs.survival),
+            "queue_s": finite(costs.queue_s),
+            "memoryfulness": finite(costs.memoryfulness),
+            "vram_price": finite(costs.vram_price),
+            "held_up": finite(costs.held_up),
+        }
 
 
 def _context_tokens(turns: Sequence[Turn], gap: OpenGap | None) -> int:
@@ -189,11 +184,6 @@ def _quantiles(gap: OpenGap | None) -> Quantiles | None:
     forecast = gap.decision.forecast if gap is not None else None
     if forecast is None:
         return None
-    return Quantiles(finite(forecast.quantile(0.5)), finite(forecast.quantile(0.9)))
-
-
-def _all_quantiles(gap: OpenGap | None) -> AllQuantiles | None:
-    forecast = gap.decision.forecast if gap is not None else None
-    if forecast is None:
-        return None
-    return AllQuantiles(*(finite(forecast.quantile(q)) for q in (0.1, 0.5, 0.9, 0.99)))
+    return Quantiles(
+        finite(forecast.quantile(QUANTILES["q50_s"])), finite(forecast.quantile(QUANTILES["q90_s"]))
+    )

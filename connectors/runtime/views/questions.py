@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.snapshots.snapshots import NoFolderError, NoSnapshots, Snapshots
 from tiered_kv.snapshot.manifest import SnapshotError
@@ -40,13 +41,13 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
     """
     match question["ask"]:
         case "status":
-            return dict(status(half).to_json())
+            return {**status(half).to_json(), **_would_have_saved(half)}
         case "jobs":
             known = len(half.gaps.manager.jobs)
             return {**_now(half), "known": known, "jobs": _jobs(half, question)}
         case "job":
             jobs = JobView(half).named(str(question["id"]), MOST_NAMESAKES)
-            return {**_now(half), "jobs": [job.to_json() for job in jobs]}
+            return {**_now(half), "jobs": jobs}
         case "snapshot" | "restore" | "fork" | "operation":
             engine = half.facts.replica
             if question.get("engine", engine) != engine:  # another one's operation
@@ -86,6 +87,11 @@ def _of_snapshots(
     except SnapshotError as error:
         return {"refused": str(error), "status": 501 if isinstance(error, NoFolderError) else 409}
     return {"operation": begun}
+
+
+def _would_have_saved(half: SchedulerHalf) -> dict[str, Any]:
+    """Prompt tokens that an engine which only observes would have been spared, by tier."""
+    return {"would_have_saved": half.would_have_saved} if isinstance(half, ObservingHalf) else {}
 
 
 def _now(half: SchedulerHalf) -> dict[str, float]:

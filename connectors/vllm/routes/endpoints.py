@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -45,16 +44,6 @@ class _JobId(Convertor[str]):
 
     def to_string(self, value: str) -> str:
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some of all engines' jobs, in the order of the list; ``next`` if there may be more."""
-
-    now: float
-    known: int
-    jobs: list[dict[str, Any]]
-    next: Cursor | None
 
 
 class TieredEndpoints:
@@ -117,33 +106,26 @@ class TieredEndpoints:
         return {"version": __version__, "vllm_version": vllm.__version__, "engines": engines}
 
     async def _jobs(self, request: Request) -> dict[str, Any]:
+        """A page, in parts of no more than an engine reports between two steps."""
         page = read_page(request.query_params)
         jobs, after = list[dict[str, Any]](), page.after
         while True:
-            part = await self._part(min(MOST_JOBS, page.limit - len(jobs)), after)
-            jobs += part.jobs
-            if part.next is None or len(jobs) == page.limit:
+            limit = min(MOST_JOBS, page.limit - len(jobs))
+            place = [after.engine, after.number]
+            answers = await self._engines.ask({"ask": "jobs", "limit": limit, "after": place})
+            part = [job for said in answers for job in said["jobs"]]  # of each that many
+            part = sorted(part, key=_place)[:limit]
+            jobs += part
+            more = len(part) == limit
+            after = _place(part[-1]) if part else after
+            if not more or len(jobs) == page.limit:
                 break
-            after = part.next
         return {
-            "now": part.now,
-            "known": part.known,
+            "now": max(said["now"] for said in answers),
+            "known": sum(said["known"] for said in answers),
             "jobs": jobs,
-            "next": str(part.next) if part.next is not None else None,
+            "next": str(after) if more else None,
         }
-
-    async def _part(self, limit: int, after: Cursor) -> _Part:
-        """A part of a page: no more than an engine tells at once."""
-        question = {"ask": "jobs", "limit": limit, "after": [after.engine, after.number]}
-        answers = await self._engines.ask(question)
-        jobs = [job for said in answers for job in said["jobs"]]  # of each as many as are wanted
-        jobs = sorted(jobs, key=lambda job: (job["engine"], job["number"]))[:limit]
-        return _Part(
-            now=max(said["now"] for said in answers),
-            known=sum(said["known"] for said in answers),
-            jobs=jobs,
-            next=Cursor(jobs[-1]["engine"], jobs[-1]["number"]) if len(jobs) == limit else None,
-        )
 
     async def _job(self, request: Request) -> dict[str, Any]:
         read_nothing(request.query_params)
@@ -154,6 +136,10 @@ class TieredEndpoints:
         if not jobs:
             raise Refusal(404, NO_JOB)
         return {"now": max(said["now"] for said in answers), "jobs": jobs}
+
+
+def _place(job: dict[str, Any]) -> Cursor:
+    return Cursor(job["engine"], job["number"])
 
 
 def _json(status: int, said: dict[str, Any], **headers: str) -> Response:
