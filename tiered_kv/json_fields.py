@@ -242,3 +242,60 @@ _PLAIN_TYPES: dict[Any, type] = {
     float | None: float,
 }
 _PLAIN: dict[Any, Read] = {str: _text, int: _whole, bool: _bool}
+
+
+class JsonObject:
+    """A dataclass that is written with every field, and with numbers and texts unchanged.
+
+    Attributes:
+        signed: True, so that numbers may be below 0, except whole numbers.
+        renamed: names in JSON that a field of Python cannot have, by field.
+    """
+
+    __slots__ = ()
+    signed: typing.ClassVar[bool] = True
+    renamed: typing.ClassVar[Mapping[str, str]] = {}
+
+    def to_json(self) -> Any:
+        """Convert it to what the ``json`` module writes."""
+        kind: Any = type(self)
+        found = {}
+        for field, name, is_plain in _names(kind):
+            value = getattr(self, field)
+            found[name] = value if is_plain else _unchanged(value)
+        return found
+
+    @classmethod
+    def from_json(cls, found: object) -> typing.Self:
+        """Read it from what the ``json`` module parsed.
+
+        Raises:
+            ValueError: a field is missing or of another type; the message names it.
+        """
+        if cls.renamed and isinstance(found, dict):
+            more = {field: found[name] for field, name in cls.renamed.items() if name in found}
+            found = {**found, **more}
+        return read(cls, found)
+
+
+@cache
+def _names(kind: Any) -> list[tuple[str, str, bool]]:
+    """Name of each field, its name in JSON, and whether JSON has its values as they are."""
+    plain = (str, int, float, bool, str | None, int | None, float | None)
+    hints = typing.get_type_hints(kind)
+    return [
+        (field.name, kind.renamed.get(field.name, field.name), hints[field.name] in plain)
+        for field in fields(kind)
+    ]
+
+
+def _unchanged(value: Any) -> Any:
+    if isinstance(value, JsonObject):
+        return value.to_json()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return list(map(_unchanged, value))
+    if isinstance(value, Mapping):
+        return {name: _unchanged(one) for name, one in value.items()}
+    return value

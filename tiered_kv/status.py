@@ -11,76 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self
 
-from .json_fields import read
-
-
-class Answer:
-    """A dataclass that is an object in JSON.
-
-    Attributes:
-        signed: tells ``json_fields`` that numbers may be below 0, except whole numbers.
-        renamed: names in JSON that a field of Python cannot have, by field.
-    """
-
-    __slots__ = ()
-    signed: ClassVar[bool] = True
-    renamed: ClassVar[Mapping[str, str]] = {}
-
-    def to_json(self) -> Any:
-        """Convert it to what the ``json`` module writes."""
-        kind: Any = type(self)
-        found = {}
-        for field, name, is_plain in _names(kind):
-            value = getattr(self, field)
-            found[name] = value if is_plain else _plain(value)
-        return found
-
-    @classmethod
-    def from_json(cls, found: object) -> Self:
-        """Read it from what the ``json`` module parsed.
-
-        Raises:
-            ValueError: a field is missing or of another type; the message names it.
-        """
-        if cls.renamed and isinstance(found, dict):
-            more = {field: found[name] for field, name in cls.renamed.items() if name in found}
-            found = {**found, **more}
-        return read(cls, found)
-
-
-@cache
-def _names(kind: Any) -> list[tuple[str, str, bool]]:
-    """Name of each field, its name in JSON, and whether JSON has its values as they are."""
-    plain = (str, int, float, bool, str | None, int | None, float | None)
-    hints = get_type_hints(kind)
-    return [
-        (field.name, kind.renamed.get(field.name, field.name), hints[field.name] in plain)
-        for field in fields(kind)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Answer):
-        return value.to_json()
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return list(map(_plain, value))
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    return value
-
+from .json_fields import JsonObject, read
 
 # -- engines ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Vram(Answer):
+class Vram(JsonObject):
     """The pool of VRAM.
 
     Attributes:
@@ -110,7 +51,7 @@ class Vram(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Cpu(Answer):
+class Cpu(JsonObject):
     """CPU memory; without it there are no slots.
 
     Attributes:
@@ -129,7 +70,7 @@ class Cpu(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class LowerTier(Answer):
+class LowerTier(JsonObject):
     """A tier below CPU memory.
 
     Attributes:
@@ -147,7 +88,7 @@ class LowerTier(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers(Answer):
+class Tiers(JsonObject):
     """All tiers, the fastest first. In JSON a list, in which each has its name as ``tier``."""
 
     vram: Vram
@@ -170,7 +111,7 @@ class Tiers(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Pins(Answer):
+class Pins(JsonObject):
     """Pins between turns: jobs that have one, their blocks, and how many may be pinned."""
 
     jobs: int
@@ -179,7 +120,7 @@ class Pins(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobCounts(Answer):
+class JobCounts(JsonObject):
     """Numbers of jobs.
 
     Attributes:
@@ -196,7 +137,7 @@ class JobCounts(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Queues(Answer):
+class Queues(JsonObject):
     """Numbers of turns, of orders in flight, and of contexts that are to be promoted in time."""
 
     running: int
@@ -207,7 +148,7 @@ class Queues(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers(Answer):
+class Transfers(JsonObject):
     """Orders in flight of one kind, and their pages."""
 
     orders: int = 0
@@ -215,7 +156,7 @@ class Transfers(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionCount(Answer):
+class DecisionCount(JsonObject):
     """Number of decisions of one kind.
 
     Attributes:
@@ -230,7 +171,7 @@ class DecisionCount(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Decisions(Answer):
+class Decisions(JsonObject):
     """The last decisions.
 
     Attributes:
@@ -245,7 +186,7 @@ class Decisions(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatus(Answer):
+class EngineStatus(JsonObject):
     """The status of an engine.
 
     Attributes:
@@ -272,7 +213,7 @@ class EngineStatus(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerStatus(Answer):
+class ServerStatus(JsonObject):
     """The answer of ``/tiered_kv/status``."""
 
     version: str
@@ -312,7 +253,7 @@ class Where(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class JobKv(Answer):
+class JobKv(JsonObject):
     """The KV of a job.
 
     Attributes:
@@ -327,7 +268,7 @@ class JobKv(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles(Answer):
+class Quantiles(JsonObject):
     """Quantiles of the length of a job's open gap, seconds from its start; None beyond the longest
     that a forecast covers."""
 
@@ -336,7 +277,7 @@ class Quantiles(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobDecision(Answer):
+class JobDecision(JsonObject):
     """The last decision for a job."""
 
     renamed: ClassVar[Mapping[str, str]] = {"gap_class": "class"}
@@ -346,7 +287,7 @@ class JobDecision(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobStatus(Answer):
+class JobStatus(JsonObject):
     """A job in a list.
 
     Attributes:
@@ -381,7 +322,7 @@ class JobStatus(Answer):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cursor(Answer):
+class Cursor(JsonObject):
     """Place of a job in the list of all jobs: the engine's rank, then the job's number there. In
     JSON a text, such as "0.57"."""
 
@@ -408,7 +349,7 @@ _CURSOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
-class JobPage(Answer):
+class JobPage(JsonObject):
     """The answer of ``/tiered_kv/jobs``: jobs of all engines, in the order of the list.
 
     Attributes:
@@ -426,7 +367,7 @@ class JobPage(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotMade(Answer):
+class SnapshotMade(JsonObject):
     """The answer to a request for a snapshot.
 
     Attributes:
@@ -450,7 +391,7 @@ class SnapshotMade(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobRestored(Answer):
+class JobRestored(JsonObject):
     """The answer to a request for a restore: what the first engine restored, and ``others``."""
 
     engine: int
@@ -464,7 +405,7 @@ class JobRestored(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobForked(Answer):
+class JobForked(JsonObject):
     """The answer to a request for forks: the new jobs, and the pages that were saved for them."""
 
     engine: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.doctor.told import by_check
@@ -12,7 +10,6 @@ from tiered_kv.config import TierConfig
 from tiered_kv.doctor.cold_memory import (
     BIND,
     PAGES_CHECK,
-    ColdPages,
     check_cold_pages,
     check_spare_cores,
 )
@@ -20,16 +17,17 @@ from tiered_kv.doctor.finding import Finding
 from tiered_kv.doctor.running_server import check_server
 
 ON = TierConfig()
-FULL = ColdPages(
-    pages=1300,
-    slots=1000,
-    cold=900,
-    cold_slots=600,
-    compressed=5000,
-    evicted=40,
-    encoding_s=12.5,
-    decoding_s=3.0,
-)
+FULL = {
+    "cpu_slots": 1000,
+    "cpu_pages": 1300,
+    "cpu_pages_compressed": 900,
+    "cpu_slots_compressed": 600,
+    "pages_compressed": 5000,
+    "pages_evicted": 40,
+    "compression_seconds": 12.5,
+    "decompression_seconds": 3,
+}
+NONE_COMPRESSED = {"cpu_pages_compressed": 0, "cpu_slots_compressed": 0, "pages_compressed": 0}
 
 
 def cores(gpus: int, usable: int, bind: str | None = None, config: TierConfig = ON) -> Finding:
@@ -95,22 +93,23 @@ def test_the_ratio_and_the_time_are_told() -> None:
 
 
 def test_a_ratio_that_wins_nothing_is_a_reason_to_stop() -> None:
-    found = check_cold_pages(replace(FULL, cold=620))
+    found = check_cold_pages({**FULL, "cpu_pages_compressed": 620})
     assert found.verdict.value == "warn"
     assert "TIERED_KV_CODEC=raw" in found.advice
 
 
 def test_free_slots_need_no_compression() -> None:
-    fresh = replace(FULL, pages=100, cold=0, cold_slots=0, compressed=0, evicted=0)
+    fresh = {**FULL, **NONE_COMPRESSED, "cpu_pages": 100, "pages_evicted": 0}
     assert check_cold_pages(fresh).seen == "none yet: slots are free"
-    assert check_cold_pages(replace(fresh, compressed=7)).seen.startswith("none at present, 7 were")
+    found = check_cold_pages({**fresh, "pages_compressed": 7})
+    assert found.seen.startswith("none at present, 7 were")
 
 
 def test_full_memory_without_compression_is_asked_about() -> None:
-    full = replace(FULL, pages=1000, cold=0, cold_slots=0, compressed=0)
-    for one in (full, replace(full, evicted=0), replace(full, pages=100)):
+    full = {**FULL, **NONE_COMPRESSED, "cpu_pages": 1000}
+    for one in (full, {**full, "pages_evicted": 0}, {**full, "cpu_pages": 100}):
         assert check_cold_pages(one).verdict.value == "warn"
-    assert check_cold_pages(replace(full, pages=100, evicted=0)).verdict.value == "ok"
+    assert check_cold_pages({**full, "cpu_pages": 100, "pages_evicted": 0}).verdict.value == "ok"
 
 
 def asked(**values: float) -> dict[str, Finding]:
@@ -121,17 +120,7 @@ def asked(**values: float) -> dict[str, Finding]:
 
 
 def test_a_running_server_is_read_by_the_names_of_its_metrics() -> None:
-    found = asked(
-        cpu_slots=1000,
-        cpu_pages=1300,
-        cpu_pages_compressed=900,
-        cpu_slots_compressed=600,
-        pages_compressed=5000,
-        pages_evicted=40,
-        compression_seconds=12.5,
-        decompression_seconds=3,
-        compression_failures=2,
-    )
+    found = asked(**FULL, compression_failures=2)
     assert found[PAGES_CHECK] == check_cold_pages(FULL)
     assert found["compression_failures"].seen.startswith("2: ")
     assert "TIERED_KV_CODEC=raw" in found["compression_failures"].advice

@@ -60,7 +60,7 @@ def test_modules_of_the_present_folder_are_not_imported(
 
 def test_a_check_that_hangs_is_named_and_its_process_ended() -> None:
     before = children()
-    command = script(says(begins="SSD"), says(**GOOD.as_json()), "time.sleep(600)")
+    command = script(says(begins="SSD"), says(**GOOD.to_json()), "time.sleep(600)")
     findings = list(examine(BASE, command, silence_s=5))
     assert findings[0] == GOOD
     assert (findings[1].check, findings[1].verdict.value) == ("SSD", "fail")
@@ -77,11 +77,11 @@ def test_a_check_that_ends_with_an_error_is_named() -> None:
 
 def test_a_reader_that_has_seen_enough_leaves_no_process() -> None:
     before = children()
-    findings = examine(BASE, script(says(**GOOD.as_json()), "time.sleep(600)"))
+    findings = examine(BASE, script(says(**GOOD.to_json()), "time.sleep(600)"))
     assert next(findings) == GOOD
     findings.close()
     assert children() <= before
 
 
 def test_a_finding_is_the_same_behind_json() -> None:
-    assert Finding.from_json(GOOD.as_json()) == GOOD
+    assert Finding.from_json(GOOD.to_json()) == GOOD

@@ -15,7 +15,8 @@ from tests.runtime.conftest import MakeRig
 from tests.top.made import server, shown
 from tests.top.recorded import busy_rig, record
 from tests.top.route_server import Answers
-from tiered_kv.status import Answer, Cursor, JobPage, ServerStatus
+from tiered_kv.json_fields import JsonObject
+from tiered_kv.status import Cursor, JobPage, ServerStatus
 from tiered_kv.top.route_client import RouteError, parse, read_answer
 
 STATUS, JOBS = "/tiered_kv/status", "/tiered_kv/jobs?limit=1000&after=0.0"
@@ -102,7 +103,7 @@ def test_fields_of_a_later_version_are_ignored(answers: Answers) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", "7", '"a"', "[" * 10**5, "9" * 9000])
 def test_what_is_no_answer_is_a_sentence(text: str) -> None:
-    kinds: tuple[type[Answer], ...] = (ServerStatus, JobPage)
+    kinds: tuple[type[JsonObject], ...] = (ServerStatus, JobPage)
     for kind in kinds:
         with pytest.raises(RouteError) as caught:
             read_answer(kind, parse(text))

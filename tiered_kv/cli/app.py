@@ -90,7 +90,7 @@ def doctor_command(
         findings += check_server(url)
     good = all(one.verdict is not Verdict.FAIL for one in findings)
     if as_json:
-        print_json({"good": good, "checks": [one.as_json() for one in findings]})
+        print_json({"good": good, "checks": [one.to_json() for one in findings]})
     else:
         print_table(
             COLUMNS, [[one.check, one.verdict.value, one.seen, one.advice] for one in findings]

@@ -56,7 +56,7 @@ def main() -> None:
     for name, findings in groups(beside=BESIDE in sys.argv[1:]):
         print(json.dumps({"begins": name}), flush=True)
         for finding in findings:
-            print(json.dumps(finding.as_json()), flush=True)
+            print(json.dumps(finding.to_json()), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.config import GIB, TierConfig, check_cpu_size
@@ -30,30 +29,6 @@ HAS_ROOM = 7 / 8
 RAW = "TIERED_KV_CODEC=raw turns compression off"
 
 _CORES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-
-
-@dataclass(frozen=True, slots=True)
-class ColdPages:
-    """Compression as a running server counts it, over all engines.
-
-    Attributes:
-        pages: pages in CPU memory now.
-        slots: slots of CPU memory.
-        cold: of the pages, those that are compressed.
-        cold_slots: of the slots, those that they take.
-        compressed: pages that have been compressed since the start.
-        evicted: pages that have been evicted since the start.
-        encoding_s, decoding_s: time that was spent, seconds.
-    """
-
-    pages: float
-    slots: float
-    cold: float
-    cold_slots: float
-    compressed: float
-    evicted: float
-    encoding_s: float
-    decoding_s: float
 
 
 def check_spare_cores(
@@ -88,21 +63,31 @@ def check_spare_cores(
     return warn(CORES_CHECK, f"no core of {usable} left for it, beside {others}", advice)
 
 
-def check_cold_pages(seen: ColdPages) -> Finding:
-    """Check whether a running server compresses pages of CPU memory, and what it gains."""
-    spent = f"{seen.encoding_s:,.1f} s to compress, {seen.decoding_s:,.1f} s to restore so far"
-    if seen.cold and seen.cold_slots:
-        ratio = seen.cold / seen.cold_slots
-        words = (
-            f"{seen.cold:,.0f} of {seen.pages:,.0f} pages are compressed, {ratio:.2f} in a slot; "
-            f"{spent}"
-        )
+def check_cold_pages(seen: Mapping[str, float]) -> Finding:
+    """Check whether a running server compresses pages of CPU memory, and what it gains.
+
+    Args:
+        seen: its counters and gauges, summed over engines, by the names of events.
+    """
+
+    def number(name: str) -> float:
+        return seen.get(name, 0.0)
+
+    spent = (
+        f"{number('compression_seconds'):,.1f} s to compress, "
+        f"{number('decompression_seconds'):,.1f} s to restore so far"
+    )
+    cold, slots = number("cpu_pages_compressed"), number("cpu_slots_compressed")
+    if cold and slots:
+        ratio = cold / slots
+        pages = f"{cold:,.0f} of {number('cpu_pages'):,.0f} pages are compressed"
+        words = f"{pages}, {ratio:.2f} in a slot; {spent}"
         if ratio < LEAST_RATIO:
             return warn(PAGES_CHECK, words, f"It wins hardly any room: {RAW}.")
         return ok(PAGES_CHECK, words)
-    if seen.compressed:
-        return ok(PAGES_CHECK, f"none at present, {seen.compressed:,.0f} were compressed; {spent}")
-    if not seen.evicted and seen.pages < HAS_ROOM * seen.slots:
+    if compressed := number("pages_compressed"):
+        return ok(PAGES_CHECK, f"none at present, {compressed:,.0f} were compressed; {spent}")
+    if not number("pages_evicted") and number("cpu_pages") < HAS_ROOM * number("cpu_slots"):
         return ok(PAGES_CHECK, "none yet: slots are free")
     advice = (
         "See the server's log: at start it says whether CPU memory is compressed. It is not with "

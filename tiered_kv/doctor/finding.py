@@ -17,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from tiered_kv.json_fields import JsonObject
+
 
 class Verdict(Enum):
     """Verdict of a check."""
@@ -30,7 +32,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(JsonObject):
     """Result of a check.
 
     Attributes:
@@ -43,20 +45,6 @@ class Finding:
     verdict: Verdict
     seen: str
     advice: str = ""
-
-    def as_json(self) -> dict[str, str]:
-        """Describe the finding as JSON."""
-        return {
-            "check": self.check,
-            "verdict": self.verdict.value,
-            "seen": self.seen,
-            "advice": self.advice,
-        }
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, str]) -> Finding:
-        """Read what ``as_json`` gave."""
-        return cls(found["check"], Verdict(found["verdict"]), found["seen"], found["advice"])
 
 
 def ok(check: str, seen: str) -> Finding:

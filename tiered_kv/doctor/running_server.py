@@ -22,7 +22,7 @@ from tiered_kv.metric_families import PART_OF, PREFIX, event_of
 from tiered_kv.metrics import COUNTERS
 from tiered_kv.vllm_versions import SPECULATED_STATES
 
-from .cold_memory import ColdPages, check_cold_pages
+from .cold_memory import check_cold_pages
 from .finding import Finding, fail, ok, warn
 
 MAX_BYTES = 32 << 20
@@ -287,9 +287,8 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
     yield from _mode(found)
     yield _work(found)
     yield _tiers(found)
-    cold = _cold_pages(found)
-    if cold.slots:
-        yield check_cold_pages(cold)
+    if _count(found, "cpu_slots"):
+        yield check_cold_pages(found)
     counts = {name: _count(found, name) for name in FAILURES if name in COUNTERS}
     for name, count in counts.items():
         if count:
@@ -336,19 +335,6 @@ def _tiers(found: Mapping[str, float]) -> Finding:
         return warn("tiers", "CPU memory is off", advice)
     words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
     return ok("tiers", words)
-
-
-def _cold_pages(found: Mapping[str, float]) -> ColdPages:
-    return ColdPages(
-        pages=_count(found, "cpu_pages"),
-        slots=_count(found, "cpu_slots"),
-        cold=_count(found, "cpu_pages_compressed"),
-        cold_slots=_count(found, "cpu_slots_compressed"),
-        compressed=_count(found, "pages_compressed"),
-        evicted=_count(found, "pages_evicted"),
-        encoding_s=_count(found, "compression_seconds"),
-        decoding_s=_count(found, "decompression_seconds"),
-    )
 
 
 def _count(found: Mapping[str, float], name: str) -> float:

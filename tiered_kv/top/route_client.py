@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.doctor.running_server import RefusedError, UnreachableError, base_of, fetch
-from tiered_kv.status import Answer, Cursor, JobPage, ServerStatus
+from tiered_kv.json_fields import JsonObject
+from tiered_kv.status import Cursor, JobPage, ServerStatus
 
 from .safe_text import MOST_CHARS, harmless, harmless_json
 
-Read = TypeVar("Read", bound=Answer)
+Read = TypeVar("Read", bound=JsonObject)
 
 PATIENCE_S = 10.0
 """Longest wait for an answer, seconds."""

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
+from typing import Any
 
-from tiered_kv.status import (
-    Cpu,
-    DecisionCount,
-    Decisions,
-    EngineStatus,
-    JobCounts,
-    JobStatus,
-    LowerTier,
-    Pins,
-    Queues,
-    Tiers,
-    Transfers,
-    Vram,
-)
-
-Part = TypeVar("Part", Vram, Cpu, LowerTier, Pins, JobCounts, Queues, Transfers)
+from tiered_kv.status import EngineStatus, JobStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ class ServerState:
         found = [growth for one in self.engines if (growth := self.growth.get(one.engine))]
         if not found:
             return None
-        return Growth(max(one.over_s for one in found), _by_name(one.counters for one in found))
+        return Growth(max(one.over_s for one in found), _sum([one.counters for one in found]))
 
     def of_engine(self, engine: int) -> ServerState:
         """The part of one engine; all of it if there is none of that rank."""
@@ -80,61 +65,41 @@ class ServerState:
 
 
 def add_up(engines: Sequence[EngineStatus]) -> EngineStatus:
-    """Several engines as one; whatever ``tiered-kv top`` does not show is that of the first. There
-    is at least one."""
+    """Several engines as one, which has the rank and the settings of the first. There is at least
+    one."""
     if len(engines) == 1:
         return engines[0]
-    lower, transfers = dict[str, list[LowerTier]](), dict[str, list[Transfers]]()
-    kinds, begins = Counter[tuple[str | None, str]](), list[float]()
-    for one in engines:
-        for tier in one.tiers.lower:
-            lower.setdefault(tier.tier, []).append(tier)
-        for name, moving in one.transfers.items():
-            transfers.setdefault(name, []).append(moving)
-        for kind in one.decisions.counts:
-            kinds[kind.gap_class, kind.tier] += kind.count
-        if one.decisions.since is not None:
-            begins.append(one.decisions.since)
+    total: EngineStatus = _sum(engines)
+    begins = [one.decisions.since for one in engines if one.decisions.since is not None]
     return replace(
-        engines[0],
+        total,
         now=max(one.now for one in engines),
-        tiers=Tiers(
-            vram=_sum([one.tiers.vram for one in engines]),
-            cpu=_sum([one.tiers.cpu for one in engines]),
-            lower=tuple(map(_sum, lower.values())),
-        ),
-        pins=_sum([one.pins for one in engines]),
-        jobs=_sum([one.jobs for one in engines]),
-        queues=_sum([one.queues for one in engines]),
-        transfers={name: _sum(parts) for name, parts in transfers.items()},
-        decisions=Decisions(
-            last=sum(one.decisions.last for one in engines),
-            since=min(begins, default=None),
-            counts=tuple(DecisionCount(*kind, count) for kind, count in kinds.items()),
-        ),
-        counters=_by_name(one.counters for one in engines),
-        gauges=_by_name(one.gauges for one in engines),
+        decisions=replace(total.decisions, since=min(begins, default=None)),
     )
 
 
-_NO_AMOUNTS = ("tier", "block_tokens", "compressed_share")
-"""Fields that are not added up: those of the first are kept."""
+_NO_AMOUNTS = ("engine", "block_tokens", "compressed_share")
 
 
-def _sum(parts: Sequence[Part]) -> Part:
-    """Parts added up field by field. An amount that one of them lacks is None."""
-    amounts = dict[str, Any]()
-    for field in fields(parts[0]):
-        if field.name not in _NO_AMOUNTS:
-            found = [getattr(one, field.name) for one in parts]
-            amounts[field.name] = None if None in found else sum(found)
-    return replace(parts[0], **amounts)
-
-
-def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Numbers added up by name."""
-    found = dict[str, float]()
-    for part in parts:
-        for name, amount in part.items():
-            found[name] = found.get(name, 0) + amount
-    return found
+def _sum(parts: Sequence[Any]) -> Any:
+    """Parts of one type added up: numbers, those of one name, and the fields of dataclasses. Other
+    values are those of the first, and a number that one of them lacks is None."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        named = dict[str, list[Any]]()
+        for name, one in chain.from_iterable(part.items() for part in parts):
+            named.setdefault(name, []).append(one)
+        return {name: _sum(found) for name, found in named.items()}
+    if isinstance(first, tuple):  # of tiers or of decisions
+        kinds = dict[Any, list[Any]]()
+        for one in chain.from_iterable(parts):
+            kinds.setdefault((one.tier, getattr(one, "gap_class", None)), []).append(one)
+        return tuple(map(_sum, kinds.values()))
+    if is_dataclass(first) and not isinstance(first, type):
+        amounts = [field.name for field in fields(first) if field.name not in _NO_AMOUNTS]
+        return replace(
+            first, **{name: _sum([getattr(one, name) for one in parts]) for name in amounts}
+        )
+    if isinstance(first, str):
+        return first
+    return None if None in parts else sum(parts)

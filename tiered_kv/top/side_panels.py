@@ -23,23 +23,22 @@ class Way(NamedTuple):
     """A way of pages.
 
     Attributes:
-        name, short: its name.
-        transfer: kind of its orders.
+        name: its name.
+        transfer: kind of its orders, and its short name.
         counter: counter of the bytes that went it; None where none counts them.
     """
 
     name: str
-    short: str
     transfer: str
     counter: str | None
 
 
 WAYS = (
-    Way("VRAM to CPU", "save", "save", "bytes_saved"),
-    Way("CPU to VRAM", "restore", "restore", "bytes_restored"),
-    Way("CPU to SSD", "demote", "demote", "ssd_bytes_written"),
-    Way("SSD to CPU", "promote", "promote", "ssd_bytes_read"),
-    Way("compressed", "compress", "compress", None),
+    Way("VRAM to CPU", "save", "bytes_saved"),
+    Way("CPU to VRAM", "restore", "bytes_restored"),
+    Way("CPU to SSD", "demote", "ssd_bytes_written"),
+    Way("SSD to CPU", "promote", "ssd_bytes_read"),
+    Way("compressed", "compress", None),
 )
 
 
@@ -63,7 +62,7 @@ def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
         for kind in engine.decisions.counts
     )
     moving = "  ".join(
-        f"{way.short} {count(found_.pages, 'page')}"
+        f"{way.transfer} {count(found_.pages, 'page')}"
         for way in WAYS
         if (found_ := engine.transfers.get(way.transfer, Transfers())).orders
     )
