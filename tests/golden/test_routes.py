@@ -22,6 +22,7 @@ from tiered_kv.connectors.vllm.routes.core_method import METHOD
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.status import JobForked, JobPage, JobRestored, ServerStatus, SnapshotMade
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 
@@ -99,6 +100,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         again = answered(ask, RESTORES, {"name": "exact", "job": "again", "exact": True})
         forked = answered(ask, FORKS, {"job": "pinned", "as": ["a", "b"]})
         fork = answered(ask, "/tiered_kv/jobs/a")
+        assert SnapshotMade.from_json(taken).job == "pinned"
+        assert JobRestored.from_json(restored).job == "back"
+        assert JobForked.from_json(forked).jobs == ("a", "b")
         refused = answered(ask, "/tiered_kv/jobs/nobody", status=404)
         rig.run()
     with engine(tmp_path / "observed", mode="observe", snapshot_path="") as rig:
@@ -163,6 +167,10 @@ def test_status_and_jobs_are_the_same_text(
         _, ask = serve(monkeypatch, RigCore(rig))
         rig.ask("1", text(300, seed=1), params={"job_id": "pinned"})
         found["GET status of an engine that observes"] = ask("/tiered_kv/status").text
+    whole, first = (json.loads(found[f"GET jobs{query}"]) for query in ("", "?limit=1"))
+    assert [JobPage.from_json(one).to_json() for one in (whole, first)] == [whole, first]
+    status = json.loads(found["GET status"])
+    assert ServerStatus.from_json(status).to_json() == status, "no field is lost on its way"
     varies = re.compile(r'("counters"|"gauges"|"steps"): (\{[^}]*\}|\d+)')
     compare("texts", {path: varies.sub(r"\1: 0", one) for path, one in found.items()})
 

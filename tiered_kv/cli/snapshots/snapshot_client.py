@@ -41,27 +41,17 @@ class SnapshotClient:
             raise other_version("folder is no path")
         return Path(folder)
 
-    def snapshot(self, timeout_s: float, **fields: Any) -> Object:
-        """Have a snapshot made; returns the server's answer.
+    def ask(self, path: str, timeout_s: float, **fields: Any) -> Object:
+        """Request an operation; returns the server's answer.
 
         Args:
+            path: its route, after ``/tiered_kv/``.
             timeout_s: longest wait for its end, seconds.
-            fields: further fields of the request.
+            fields: further fields of the request; those that are None are left out.
 
         Raises:
-            RouteError: it was not made, as far as is known.
+            RouteError: it was not done, as far as is known.
         """
-        return self._ask("snapshots", timeout_s, fields)
-
-    def restore(self, timeout_s: float, **fields: Any) -> Object:
-        """Have a snapshot restored, as ``snapshot`` does."""
-        return self._ask("restores", timeout_s, fields)
-
-    def fork(self, timeout_s: float, **fields: Any) -> Object:
-        """Have a job forked, as ``snapshot`` does."""
-        return self._ask("forks", timeout_s, fields)
-
-    def _ask(self, path: str, timeout_s: float, fields: dict[str, Any]) -> Object:
         given = {name: value for name, value in fields.items() if value is not None}
         body = {**given, "timeout_s": timeout_s}
         return _object(self._routes.post(path, body, timeout_s + SLACK_S))

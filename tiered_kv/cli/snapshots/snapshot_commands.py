@@ -93,8 +93,8 @@ def snapshot_command(
             check_new(path)
             folder = ServerFolder(client.folder())
         name = out if path is None else new_name()
-        said = client.snapshot(
-            timeout, job=job, name=name, wait_turn=wait_turn, stop=stop, exact=exact
+        said = client.ask(
+            "snapshots", timeout, job=job, name=name, wait_turn=wait_turn, stop=stop, exact=exact
         )
         if path is not None and folder is not None:
             try:
@@ -136,7 +136,7 @@ def restore_command(
             folder = ServerFolder(client.folder())
             name = folder.bring_in(Path(snapshot))
             try:
-                said = client.restore(timeout, name=name, job=job, exact=exact)
+                said = client.ask("restores", timeout, name=name, job=job, exact=exact)
             except RouteError as error:
                 if not is_over(error):
                     _stays(str(error), name)
@@ -146,7 +146,7 @@ def restore_command(
                 _stays("the server goes on", name)
             folder.remove(name)
         else:
-            said = client.restore(timeout, name=snapshot, job=job, exact=exact)
+            said = client.ask("restores", timeout, name=snapshot, job=job, exact=exact)
         _say(said, restored_rows(said), as_json=as_json)
 
 
@@ -168,7 +168,7 @@ def fork_command(
     take_any_text()
     with _told():
         client = SnapshotClient(url, token)
-        said = client.fork(timeout, job=job, exact=exact, **{"as": into})
+        said = client.ask("forks", timeout, job=job, exact=exact, **{"as": into})
         _say(said, forked_rows(said), as_json=as_json)
 
 
