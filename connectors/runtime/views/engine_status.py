@@ -80,7 +80,7 @@ def status(half: SchedulerHalf) -> EngineStatus:
             orders_in_flight=half.pages.book.in_flight,
             prefetches=len(gaps.manager.prefetch),
         ),
-        transfers={kind: Transfers(**one) for kind, one in _transfers(half).items()},
+        transfers=_transfers(half),
         decisions=_decisions(half),
         counters=half.stats.totals(),
         gauges=half.stats.gauges(),
@@ -132,14 +132,14 @@ def _lower(half: SchedulerHalf) -> Iterator[LowerTier]:
         )
 
 
-def _transfers(half: SchedulerHalf) -> dict[str, dict[str, int]]:
+def _transfers(half: SchedulerHalf) -> dict[str, Transfers]:
     """Orders in flight and their pages, by kind."""
     orders, pages = Counter[str](), Counter[str]()
     for flight in islice(half.pages.book.flights(), MOST_ORDERS):
         kind = flight.order.kind.status_name
         orders[kind] += 1
         pages[kind] += len(flight.keys)
-    return {kind: {"orders": orders[kind], "pages": pages[kind]} for kind in orders}
+    return {kind: Transfers(orders[kind], pages[kind]) for kind in orders}
 
 
 def _decisions(half: SchedulerHalf) -> Decisions:
