@@ -1,7 +1,9 @@
-"""Answers of the routes under ``/tiered_kv``: a dataclass for each object in them.
+"""Answers of the routes under ``/tiered_kv``: a dataclass for each object that the program's own
+clients read.
 
-The engine builds them, and ``to_json`` writes their fields in order. Clients, such as
-``tiered-kv top``, read them with ``from_json``, which ignores fields that it does not know.
+The engine builds the status and the list of jobs from them, and ``to_json`` writes their fields in
+order. ``tiered-kv top`` and the commands for snapshots read them with ``from_json``, which ignores
+other fields.
 
 Moments are seconds since the epoch. They are None where JSON has null: for a moment that never
 comes, and for seconds without a known end.
@@ -374,7 +376,6 @@ class SnapshotMade(JsonObject):
         tokens, kv_tokens: tokens of the job's context, and those of them with KV.
         stored_bytes, shared_bytes: size of its pages, and the part that other snapshots share.
         capture_ms, durable_ms: time for which the job paused, and until all was on disk.
-        cache_salt: cache salt that the job's next turns must send; None if they need none.
     """
 
     engine: int
@@ -387,12 +388,15 @@ class SnapshotMade(JsonObject):
     exact: bool
     capture_ms: float
     durable_ms: float
-    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class JobRestored(JsonObject):
-    """The answer to a request for a restore: what the first engine restored, and ``others``."""
+    """The answer to a request for a restore: what the first engine restored, and ``others``.
+
+    Attributes:
+        cache_salt: the cache salt that the job's turns must send; None if they need none.
+    """
 
     engine: int
     job: str

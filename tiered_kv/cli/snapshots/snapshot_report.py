@@ -43,7 +43,6 @@ def made_rows(said: Object, place: str) -> Rows:
         ["exact", _yes_or_no(made.exact)],
         ["captured in", f"{made.capture_ms:,.1f} ms"],
         ["durable after", f"{made.durable_ms:,.1f} ms"],
-        *_salt(made, said),
     ]
 
 
@@ -71,14 +70,11 @@ def forked_rows(said: Object) -> Rows:
     ]
 
 
-Done = SnapshotMade | JobRestored | JobForked
-
-
-def _of_engine(done: Done) -> Rows:
+def _of_engine(done: SnapshotMade | JobRestored | JobForked) -> Rows:
     return [["engine", str(done.engine)], ["tokens", _tokens(done.tokens, done.kv_tokens)]]
 
 
-def _salt(done: Done, said: Object) -> Rows:
+def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
     """Row of the salt that turns have to send; none if they need none."""
     if done.cache_salt is None:
         return []
