@@ -165,16 +165,17 @@ def labels(page: str, name: str) -> list[Mapping[str, str]]:
 
 def unreadable_lines(page: str) -> list[str]:
     """Lines of a page of metrics that cannot be read."""
-    return (
-        [] if _parsed(page) is not None else [line for line in _lines(page) if not _is_line(line)]
-    )
+    if _parsed(page) is not None:
+        return []
+    return [line for line in page.split("\n") if _parsed(line) is None]
 
 
 def _samples(page: str) -> list[Sample]:
     """The samples of a page that have a number."""
     found = _parsed(page)
     if found is None:
-        found = _parsed("\n".join(filter(_is_line, _lines(page))))
+        by_line = map(_parsed, page.split("\n"))
+        found = [sample for samples in by_line if samples is not None for sample in samples]
         if not found:
             raise UnreachableError("no page of Prometheus: no line of it has a metric")
     return [sample for sample in found if math.isfinite(sample.value)]
@@ -186,14 +187,6 @@ def _parsed(page: str) -> list[Sample] | None:
         return [sample for family in families for sample in family.samples]
     except (ValueError, KeyError, IndexError):
         return None
-
-
-def _lines(page: str) -> list[str]:
-    return page.split("\n")
-
-
-def _is_line(line: str) -> bool:
-    return _parsed(line) is not None
 
 
 REQUESTS = "vllm:request_success_total"

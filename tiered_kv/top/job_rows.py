@@ -50,21 +50,13 @@ def _expected(job: JobStatus, now: float) -> Text:
     return Text(f"late {brief(late)}", "yellow")
 
 
-def _since(job: JobStatus, now: float) -> Text:
-    return Text(NONE if job.since is None else brief(now - job.since))
-
-
 def _place(job: JobStatus, now: float) -> Text:
     pinned = job.kv.where is Where.VRAM and job.kv.pinned_blocks and job.kv.until is not None
     return Text("VRAM pin" if pinned else PLACES[job.kv.where], "magenta" if pinned else "")
 
 
-def _until(job: JobStatus, now: float) -> Text:
-    return Text(NONE if job.kv.until is None else brief(job.kv.until - now))
-
-
-def _up(job: JobStatus, now: float) -> Text:
-    return Text(NONE if job.kv.back_at is None else brief(job.kv.back_at - now))
+def _span(begin: float | None, end: float | None) -> Text:
+    return Text(NONE if begin is None or end is None else brief(end - begin))
 
 
 def _forecast(job: JobStatus, now: float) -> Text:
@@ -77,14 +69,14 @@ def _forecast(job: JobStatus, now: float) -> Text:
 COLUMNS = (
     Column("job is", 7, lambda job, now: Text(job.state.value, STYLES[job.state]), is_number=False),
     Column("KV in", 8, _place, is_number=False),
-    Column("pinned", 7, _until),
+    Column("pinned", 7, lambda job, now: _span(now, job.kv.until)),
     Column("back", 12, _expected),
-    Column("since", 7, _since),
+    Column("since", 7, lambda job, now: _span(job.since, now)),
     Column("context", 7, lambda job, now: Text(thousands(job.context_tokens))),
     Column("engine", 6, lambda job, now: Text(str(job.engine)), several=True),
     Column("turn", 5, lambda job, now: Text(thousands(job.turn))),
     Column("decided", 18, lambda job, now: Text(decision(job.decision)), is_number=False),
-    Column("up again", 8, _up),
+    Column("up again", 8, lambda job, now: _span(now, job.kv.back_at)),
     Column("gap q50, q90", 17, _forecast),
 )
 """Columns, the first to stay first."""

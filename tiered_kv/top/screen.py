@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from rich.console import Group, RenderableType
 from rich.layout import Layout
@@ -98,14 +99,8 @@ def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
 
 
 def _wrapped(sentence: str, style: str, canvas: Canvas) -> list[Text]:
-    lines, current = list[str](), ""
-    for word in sentence.split():
-        if current and len(current) + 1 + len(word) > canvas.width:
-            lines.append(current)
-            current = word
-        else:
-            current = f"{current} {word}" if current else word
-    return [line((one, style)) for one in (*lines, current)]
+    lines = wrap(sentence, canvas.width, break_long_words=False, break_on_hyphens=False)
+    return [line((one, style)) for one in lines]
 
 
 def _counts(engine: EngineStatus, canvas: Canvas) -> Text:

@@ -97,25 +97,18 @@ class View:
             state: all that can be shown.
             rows: jobs that have room.
         """
+        if action is Action.NEXT_ENGINE:
+            return replace(self, engine=self._next_engine(state), top=0)
         jobs = len(self.of(state).jobs)
-        page = max(1, rows)
-        match action:
-            case Action.NEXT_ROW:
-                return replace(self, top=self.top + 1).within(jobs, rows)
-            case Action.PREVIOUS_ROW:
-                return replace(self, top=self.top - 1).within(jobs, rows)
-            case Action.NEXT_PAGE:
-                return replace(self, top=self.top + page).within(jobs, rows)
-            case Action.PREVIOUS_PAGE:
-                return replace(self, top=self.top - page).within(jobs, rows)
-            case Action.FIRST:
-                return replace(self, top=0)
-            case Action.LAST:
-                return replace(self, top=jobs).within(jobs, rows)
-            case Action.NEXT_ENGINE:
-                return replace(self, engine=self._next_engine(state), top=0)
-            case Action.QUIT:
-                return self
+        tops = {
+            Action.NEXT_ROW: self.top + 1,
+            Action.PREVIOUS_ROW: self.top - 1,
+            Action.NEXT_PAGE: self.top + max(1, rows),
+            Action.PREVIOUS_PAGE: self.top - max(1, rows),
+            Action.FIRST: 0,
+            Action.LAST: jobs,
+        }
+        return replace(self, top=tops.get(action, self.top)).within(jobs, rows)
 
     def _next_engine(self, state: ServerState) -> int | None:
         """The next rank; None, for all of them, after the last."""
