@@ -272,9 +272,11 @@ class JsonObject:
         Raises:
             ValueError: a field is missing or of another type; the message names it.
         """
-        if cls.renamed and isinstance(found, dict):
-            more = {field: found[name] for field, name in cls.renamed.items() if name in found}
-            found = {**found, **more}
+        if isinstance(found, dict):
+            for field, name in cls.renamed.items():
+                if name not in found:
+                    raise ValueError(f"it lacks {name}")
+                found = {**found, field: found[name]}
         return read(cls, found)
 
 

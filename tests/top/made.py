@@ -21,6 +21,7 @@ from tiered_kv.status import (
     Pins,
     Quantiles,
     Queues,
+    ServerStatus,
     Tiers,
     Transfers,
     Vram,
@@ -140,15 +141,12 @@ def job(
 
 def server(*jobs: JobStatus, engines: tuple[EngineStatus, ...] = ()) -> ServerState:
     """A server with these jobs, polled for the second time."""
-    found = engines or (engine(),)
+    status = ServerStatus("0.1.0", "0.32.0", engines or (engine(),))
     grown = Growth(10.0, {"prompt_tokens_vram": 30, "prompt_tokens_recomputed": 70})
     return ServerState(
         url=URL,
-        version="0.1.0",
-        vllm_version="0.32.0",
-        engines=found,
-        all_engines=tuple(one.engine for one in found),
-        growth={one.engine: grown for one in found},
+        status=status,
+        growth={one.engine: grown for one in status.engines},
         jobs=jobs,
         whole=True,
     )

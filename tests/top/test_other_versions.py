@@ -16,7 +16,7 @@ from tests.top.made import server, shown
 from tests.top.recorded import busy_rig, record
 from tests.top.route_server import Answers
 from tiered_kv.json_fields import JsonObject
-from tiered_kv.status import Cursor, JobPage, ServerStatus
+from tiered_kv.status import Cursor, JobDecision, JobKv, JobPage, ServerStatus
 from tiered_kv.top.route_client import RouteError, parse, read_answer
 
 STATUS, JOBS = "/tiered_kv/status", "/tiered_kv/jobs?limit=1000&after=0.0"
@@ -72,7 +72,7 @@ def test_an_odd_answer_is_read_or_refused_and_never_shown_raw(answers: Answers) 
             continue
         read += 1
         if status.engines:  # else the client refuses it
-            state = replace(server(), version=status.version, engines=status.engines)
+            state = replace(server(), status=status)
             assert all(line.isprintable() for line in shown(state, 120, 40))
     for said in odd_ones(parse(answers[JOBS].body)):
         try:
@@ -108,6 +108,18 @@ def test_what_is_no_answer_is_a_sentence(text: str) -> None:
         with pytest.raises(RouteError) as caught:
             read_answer(kind, parse(text))
         check_sentence(caught.value)
+
+
+def test_the_message_names_the_field() -> None:
+    kv = {"where": "vram", "pinned_blocks": 1, "until": None}
+    for kind, said, words in (
+        (JobKv, kv, "it lacks back_at"),
+        (JobKv, {**kv, "back_at": "soon"}, "back_at: 'soon' is no number"),
+        (JobDecision, {"tier": "pin", "ttl_s": 1.0}, "it lacks class"),
+    ):
+        with pytest.raises(RouteError) as caught:
+            read_answer(kind, said)
+        assert f"({words})" in str(caught.value)
 
 
 def test_a_deep_answer_is_a_sentence() -> None:

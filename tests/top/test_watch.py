@@ -41,7 +41,7 @@ def test_a_snapshot_is_what_the_engine_holds(
     rig = busy_rig(make_rig, tmp_path)
     with RouteServer(record(monkeypatch, rig)).running() as server:
         seen = Watch(RouteClient(f"{server.url}/v1", None)).look()
-    (engine,) = seen.engines
+    (engine,) = seen.status.engines
     vram = engine.tiers.vram
     assert vram.blocks == 127
     assert vram.pinned_blocks == rig.pins.held_blocks == 20 + 2
@@ -80,7 +80,7 @@ def test_of_two_engines_both_are_seen(
     second.ask("t1", text(40, seed=1), params={"job_id": "other"})
     with RouteServer(record(monkeypatch, first, second)).running() as server:
         seen = Watch(RouteClient(server.url, None)).look()
-    assert seen.all_engines == (0, 1)
+    assert [one.engine for one in seen.status.engines] == [0, 1]
     assert seen.total.tiers.vram.blocks == 127 + 63
     assert [job.id for job in seen.of_engine(1).jobs] == ["other"]
     assert len(seen.jobs) == 5

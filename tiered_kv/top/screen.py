@@ -80,7 +80,7 @@ def _lines(texts: Sequence[Text]) -> tuple[RenderableType, int]:
 
 
 def _head(state: ServerState, view: View) -> Text:
-    versions = f"tiered-kv {state.version}, vLLM {state.vllm_version}"
+    versions = f"tiered-kv {state.status.version}, vLLM {state.status.vllm_version}"
     return line((state.url, "bold"), f"  {versions}, policy {state.total.policy}")
 
 
@@ -89,7 +89,7 @@ def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
     found = list[Text]()
     if state.problem is not None:
         found += _wrapped(f"{state.problem} What follows was before.", "bold red", canvas)
-    engines = len(state.all_engines)
+    engines = len(state.status.engines)
     if engines > 1 and view.engine is None:
         found += _wrapped(f"{engines} engines, added up: e shows each alone.", "yellow", canvas)
     elif engines > 1:
@@ -136,7 +136,7 @@ def _jobs(state: ServerState, view: View, canvas: Canvas, rows: int) -> Renderab
         jobs[view.top : view.top + rows],
         looked_at.total.now,
         canvas.width,
-        several=len(state.all_engines) > 1,
+        several=len(state.status.engines) > 1,
         names=f"job, by {view.order.value}{turned}",
     )
 
@@ -165,5 +165,5 @@ def _keys(state: ServerState, view: View, canvas: Canvas, rows: int) -> Text:
         keys = f"  q quit  {sorts}  space b arrows move"
     else:
         keys = f"  q quit  {' '.join(SORT_KEYS)} sort  space b move"
-    more = "  e engine" if len(state.all_engines) > 1 else ""
+    more = "  e engine" if len(state.status.engines) > 1 else ""
     return line((place, "bold"), (keys + more, "dim"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
-from tiered_kv.status import EngineStatus, JobStatus
+from tiered_kv.status import EngineStatus, JobStatus, ServerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class ServerState:
 
     Attributes:
         url: its address.
-        engines: its engines, or those that are viewed; at least one.
-        all_engines: ranks of all of its engines.
+        status: the status of its engines, or of the viewed one; at least one.
         growth: growth of their counters, by rank; none before the second poll.
         jobs: jobs that were read, in the order of the list.
         whole: True if these are all jobs, or were a while ago.
@@ -33,10 +32,7 @@ class ServerState:
     """
 
     url: str
-    version: str
-    vllm_version: str
-    engines: tuple[EngineStatus, ...]
-    all_engines: tuple[int, ...]
+    status: ServerStatus
     growth: Mapping[int, Growth]
     jobs: tuple[JobStatus, ...]
     whole: bool
@@ -45,23 +41,24 @@ class ServerState:
     @property
     def total(self) -> EngineStatus:
         """The engines, added up."""
-        return add_up(self.engines)
+        return add_up(self.status.engines)
 
     @property
     def grown(self) -> Growth | None:
         """Growth of the engines' counters, added up; None before the second poll."""
-        found = [growth for one in self.engines if (growth := self.growth.get(one.engine))]
+        ranks = [one.engine for one in self.status.engines]
+        found = [self.growth[rank] for rank in ranks if rank in self.growth]
         if not found:
             return None
         return Growth(max(one.over_s for one in found), _sum([one.counters for one in found]))
 
     def of_engine(self, engine: int) -> ServerState:
         """The part of one engine; all of it if there is none of that rank."""
-        found = tuple(one for one in self.engines if one.engine == engine)
+        found = tuple(one for one in self.status.engines if one.engine == engine)
         if not found:
             return self
         jobs = tuple(job for job in self.jobs if job.engine == engine)
-        return replace(self, engines=found, jobs=jobs)
+        return replace(self, status=replace(self.status, engines=found), jobs=jobs)
 
 
 def add_up(engines: Sequence[EngineStatus]) -> EngineStatus:

@@ -112,7 +112,7 @@ class View:
 
     def _next_engine(self, state: ServerState) -> int | None:
         """The next rank; None, for all of them, after the last."""
-        ranks = state.all_engines
+        ranks = [one.engine for one in state.status.engines]
         if len(ranks) < 2:
             return None
         return min(

@@ -122,10 +122,7 @@ class Watch:
         }
         self._last = ServerState(
             url=harmless(self._client.base),
-            version=status.version,
-            vllm_version=status.vllm_version,
-            engines=status.engines,
-            all_engines=tuple(one.engine for one in status.engines),
+            status=status,
             growth={engine: growth for engine, growth in found.items() if growth is not None},
             jobs=self._sweep.jobs(),
             whole=self._sweep.whole,
