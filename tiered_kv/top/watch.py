@@ -4,8 +4,8 @@ Flow: by how much an engine's counters have grown of late.
 
 A sweep over the list of jobs: a page at a time, round after round.
 
-An engine takes a millisecond between two steps to tell of a hundred jobs. So a long list is not
-read anew for every frame: each frame reads one page, where the one before ended.
+An engine takes a millisecond or two between steps to report a hundred jobs. So a long list is not
+read again for every frame: each frame reads one page, after the page of the frame before.
 """
 
 from __future__ import annotations

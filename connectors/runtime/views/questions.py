@@ -28,7 +28,7 @@ from .engine_status import status
 from .job_view import JobView
 
 MOST_JOBS = 100
-"""Jobs in an answer: to tell of them takes a millisecond, which a step is late by."""
+"""Jobs in an answer. To report them delays a step by a millisecond or two."""
 MOST_NAMESAKES = 100
 """Jobs of one name in an answer."""
 
