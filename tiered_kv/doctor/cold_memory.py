@@ -1,7 +1,5 @@
-"""Checks of cold pages: the cores that compress them, and what a running server has compressed.
-
-Checks of what the machine gives: cores, CPU memory, locked memory, huge pages.
-"""
+"""Checks of cores, CPU memory, locked memory and huge pages, and of the compression that they
+allow."""
 
 from __future__ import annotations
 

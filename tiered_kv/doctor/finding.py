@@ -1,7 +1,5 @@
-"""Findings of the doctor: what was looked at, what was seen, and what to change.
-
-Examination of this machine, in a process that is left behind if it hangs.
-"""
+"""Findings of the doctor, and the examination of this machine in a process that is abandoned if it
+hangs."""
 
 from __future__ import annotations
 

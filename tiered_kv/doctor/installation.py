@@ -1,7 +1,4 @@
-"""Checks of what is installed: Python, vLLM, torch, this project, and its entry in vLLM.
-
-Check of the remote store: whether it answers, and how fast.
-"""
+"""Checks of installed versions, of the entry in vLLM, and of the remote store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Checks of a running server, by its ``/health`` and its ``/metrics``.
-
-Pages of a running server, fetched with a limit on time and size.
-"""
+"""Checks of a running server by its ``/health`` and ``/metrics``, fetched with a limit on time and
+size."""
 
 from __future__ import annotations
 

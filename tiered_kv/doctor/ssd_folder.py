@@ -1,7 +1,5 @@
-"""Checks of the folder for pages on SSD. Nothing is left there.
-
-Mounts: the file system that a path is on, and its options.
-"""
+"""Checks of the folder for pages on SSD and of the file system that it is on. They leave nothing
+there."""
 
 from __future__ import annotations
 

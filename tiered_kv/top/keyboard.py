@@ -1,7 +1,4 @@
-"""The keyboard: each key at once, without being shown, and the terminal as it was afterwards.
-
-Wake-ups of a loop that waits: signals, keys, and news from another thread.
-"""
+"""Keys and signals that wake the loop, with the terminal restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A watch on a server, which polls it.
-
-Flow: by how much an engine's counters have grown of late.
-
-A sweep over the list of jobs: a page at a time, round after round.
+"""Watch on a server: its status, the recent growth of its counters, and its jobs, page by page.
 
 An engine takes a millisecond or two between steps to report a hundred jobs. So a long list is not
 read again for every frame: each frame reads one page, after the page of the frame before.
