@@ -300,13 +300,13 @@ class Engine:
         connector_output = None
         if self.worker is not None:
             self.worker.save(meta.orders, self.now)
-            heard = self.worker.hear(self.now)
+            report = self.worker.report(self.now)
             connector_output = KVConnectorOutput(
-                finished_recving=heard.arrived,
-                failed_recving=heard.failed,
-                invalid_block_ids=heard.bad_blocks,
-                kv_connector_worker_meta=TieredWorkerMetadata(heard.reports)
-                if heard.reports is not None
+                finished_recving=report.arrived,
+                failed_recving=report.failed,
+                invalid_block_ids=report.bad_blocks,
+                kv_connector_worker_meta=TieredWorkerMetadata(report.reports)
+                if report.reports is not None
                 else None,
             )
         ids = list(counts)

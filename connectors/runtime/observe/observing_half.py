@@ -35,9 +35,9 @@ from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
-from tiered_kv.tiers import StoreId
+from tiered_kv.tiers import StoreId, TierId
 
-from .virtual_worker import VirtualWorker
+from .virtual_worker import CopyLines, Line, StoreSpec, VirtualWorker
 
 logger = logging.getLogger(__name__)
 
@@ -67,22 +67,29 @@ class ObservingHalf(SchedulerHalf):
         self.would_have_saved = dict.fromkeys(WOULD_HAVE_SAVED.values(), 0)
         self.stats = ObservedStats(self)
         self._watchdog.barked = True  # nobody waits for us
-        self._worker = VirtualWorker(self.pages.book, self.facts.ranks, self._rooms())
+        self._worker = self._make_worker()
         self._coming: list[_Coming] = []
         logger.warning(
             "TIERED_KV_MODE=observe: decides and traces, and moves nothing. Set it to manage, or "
             "leave it out, to have KV kept"
         )
 
-    def _rooms(self) -> dict[StoreId, int | None]:
-        """Pages that each store would have room for: groups share a tier alike."""
-        facts, groups = self.facts, len(self.facts.groups)
-        rooms = dict[StoreId, int | None]()
-        for name, tier in self.pages.tiers.items():
-            nbytes = facts.groups[name.group].page_bytes * facts.ranks
-            holds = tier.spec.capacity_bytes
-            rooms[name] = None if holds is None else holds // groups // nbytes
-        return rooms
+    def _make_worker(self) -> VirtualWorker:
+        """Create a worker at the rates that costs are estimated by. The groups share each tier
+        equally, and its lines."""
+        facts, book = self.facts, self.pages.book
+        copies = CopyLines(*(Line(book.bandwidth) for _ in range(4)))
+        disks = dict[TierId, tuple[Line, Line]]()
+        stores = dict[StoreId, StoreSpec]()
+        for store, tier in self.pages.tiers.items():
+            if store.tier not in disks:
+                rate = book.stores[store].bandwidth
+                disks[store.tier] = Line(rate), Line(rate)
+            nbytes = facts.groups[store.group].page_bytes * facts.ranks
+            capacity = tier.spec.capacity_bytes
+            pages = None if capacity is None else capacity // len(facts.groups) // nbytes
+            stores[store] = StoreSpec(pages, *disks[store.tier])
+        return VirtualWorker(book.page_bytes, copies, stores, facts.ranks)
 
     # -- what the engine is told: nothing ------------------------------------------------
 
@@ -93,6 +100,7 @@ class ObservingHalf(SchedulerHalf):
         super().on_handshake(
             {rank: replace(one, stored=empty, adopted=AdoptedPages()) for rank, one in said.items()}
         )
+        self._worker = self._make_worker()
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """Look at what a waiting request would be spared; returns no token, and never a wait."""
@@ -142,7 +150,7 @@ class ObservingHalf(SchedulerHalf):
         self._hear()
 
     def _hear(self) -> None:
-        if (reports := self._worker.hear(self._clock())) is not None:
+        if (reports := self._worker.take_reports(self._clock())) is not None:
             self.on_reports(reports)
             if self._coming:
                 self._restore_what_came_up()
@@ -240,7 +248,7 @@ class ObservingHalf(SchedulerHalf):
         if keys:
             nowhere = [0] * len(keys)
             order = self.pages.book.plan_load(request_id, keys, nowhere, RestoreMode.SYNC, group)
-            self._worker.begin(order, self._clock())
+            self._worker.carry_out(Orders(loads=(order,)), self._clock())
 
 
 class ObservedStats(Stats):

@@ -1,4 +1,4 @@
-"""The simulator's parts: links, workloads, recorded sessions, the gate, the order of requests."""
+"""The simulator's parts: workloads, recorded sessions, the gate, the order of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.sim.engine.links import Link
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.ordering import Ordering
@@ -25,23 +24,7 @@ from tiered_kv.bench.sim.validate.validity import equal_orders
 from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
-from tiered_kv.connectors.runtime.observe.virtual_worker import SEGMENTS, VirtualStore
-from tiered_kv.keys import PageKey
-from tiered_kv.messages import Reclaim
 from tiered_kv.policies.base import JobKey
-
-
-def test_a_link_carries_one_transfer_after_the_other() -> None:
-    link = Link(100.0, latency_s=1.0)
-    assert link.send(200, now=10.0) == 13.0
-    assert link.send(100, now=10.0) == 15.0, "behind the first"
-    assert link.send(100, now=100.0) == 102.0
-    assert link.carried == 400
-
-
-def test_a_link_without_bandwidth_is_refused() -> None:
-    with pytest.raises(ValueError, match="bandwidth"):
-        Link(0.0)
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -309,29 +292,6 @@ def test_jobs_are_ranked_by_their_begin_and_sub_agents_as_their_parents() -> Non
     order.began("b", None)
     order.began("a/sub", "a")
     assert [order.asked(job, job, 0.0) for job in ("b", "a/sub", "a")] == [1, 0, 0]
-
-
-# -- the SSD store ---------------------------------------------------------------------------
-
-
-def page(n: int) -> PageKey:
-    return PageKey(n.to_bytes(8, "big"))
-
-
-def test_a_full_store_lets_its_oldest_segment_die_but_for_the_survivors() -> None:
-    store = VirtualStore(pages=2 * SEGMENTS)
-    for n in range(2 * SEGMENTS):
-        store.put(page(n))
-    full = store.proposal
-    store.put(page(1_000))
-    dying = store.proposal
-    assert full is None, "there is room for every page that it is said to hold"
-    assert dying is not None
-    assert dying.keys == (page(0), page(1))
-    gone, again = store.reclaim(Reclaim(dying.segment, (page(1),)))
-    assert (gone, again) == ([page(0)], 1)
-    assert store.has(page(1))
-    assert not store.has(page(0))
 
 
 # -- loads -----------------------------------------------------------------------------------

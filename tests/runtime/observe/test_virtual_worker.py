@@ -1,14 +1,28 @@
-"""A worker without bytes is done when the bytes would be there, and its stores have what went
-there."""
+"""A worker that moves no bytes reports each order once its bytes would have been moved, and its
+stores hold what was written to them."""
 
 from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.runtime.observe.virtual_worker import VirtualWorker
+from tiered_kv.connectors.runtime.observe.virtual_worker import (
+    SEGMENTS,
+    CopyLines,
+    Line,
+    StoreSpec,
+    VirtualStore,
+    VirtualWorker,
+)
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Orders, Reclaim, Reports, TierOrders
-from tiered_kv.orders import PromoteOrder, RestoreMode, StoreOrder
+from tiered_kv.orders import (
+    LoadOrder,
+    LookupOrder,
+    OrderId,
+    OrderKind,
+    RestoreMode,
+    StoreOrder,
+)
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import TierIndex
@@ -29,9 +43,15 @@ def book() -> OrderBook:
     return made
 
 
+def make_worker(encode: float = BANDWIDTH, decode: float = BANDWIDTH) -> VirtualWorker:
+    copies = CopyLines(Line(BANDWIDTH), Line(BANDWIDTH), Line(encode), Line(decode))
+    disk = StoreSpec(64, Line(SSD_BANDWIDTH), Line(SSD_BANDWIDTH))
+    return VirtualWorker([PAGE_BYTES], copies, {SSD: disk}, RANKS)
+
+
 @pytest.fixture
-def worker(book: OrderBook) -> VirtualWorker:
-    return VirtualWorker(book, RANKS, {SSD: 64})
+def worker() -> VirtualWorker:
+    return make_worker()
 
 
 def save(book: OrderBook, worker: VirtualWorker, keys: list[PageKey], now: float) -> None:
@@ -41,9 +61,13 @@ def save(book: OrderBook, worker: VirtualWorker, keys: list[PageKey], now: float
 
 
 def send(worker: VirtualWorker, now: float, *orders: StoreOrder, **more: object) -> None:
-    up = tuple(one for one in orders if isinstance(one, PromoteOrder))
-    down = tuple(one for one in orders if not isinstance(one, PromoteOrder))
-    sent = TierOrders(demotes=down, promotes=up, **more)  # type: ignore[arg-type]
+    by_kind = {kind: tuple(one for one in orders if one.kind is kind) for kind in OrderKind}
+    sent = TierOrders(
+        demotes=by_kind[OrderKind.DEMOTE],  # type: ignore[arg-type]
+        promotes=by_kind[OrderKind.PROMOTE],  # type: ignore[arg-type]
+        lookups=by_kind[OrderKind.LOOK_UP],  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]
+    )
     worker.carry_out(Orders(stores={SSD: sent}), now)
 
 
@@ -55,11 +79,11 @@ def settle(book: OrderBook, said: Reports | None) -> int:
 def stored(book: OrderBook, worker: VirtualWorker, keys: list[PageKey]) -> None:
     """Bring pages to CPU memory and to SSD, before the hundredth second."""
     save(book, worker, keys, now=0.0)
-    settle(book, worker.hear(50.0))
+    settle(book, worker.take_reports(50.0))
     order = book.plan_demote(SSD, keys, 0.0)
     assert order is not None
     send(worker, 50.0, order)
-    settle(book, worker.hear(100.0))
+    settle(book, worker.take_reports(100.0))
 
 
 def test_copies_of_one_direction_wait_for_each_other(
@@ -67,13 +91,13 @@ def test_copies_of_one_direction_wait_for_each_other(
 ) -> None:
     save(book, worker, KEYS[:2], now=10.0)
     save(book, worker, KEYS[2:3], now=10.0)
-    assert worker.hear(11.9) is None
-    assert settle(book, worker.hear(12.0)) == 1
+    assert worker.take_reports(11.9) is None
+    assert settle(book, worker.take_reports(12.0)) == 1
     assert [book.index.readable(key) for key in KEYS[:3]] == [True, True, False]
     load = book.plan_load("r", KEYS[:2], [1, 2], RestoreMode.SYNC)
-    worker.begin(load, 12.0)
-    assert settle(book, worker.hear(13.0)) == 1, "the other way is free"
-    assert settle(book, worker.hear(14.0)) == 1
+    assert worker.carry_out(Orders(loads=(load,)), 12.0) == 14.0
+    assert settle(book, worker.take_reports(13.0)) == 1, "the other way is free"
+    assert settle(book, worker.take_reports(14.0)) == 1
     assert book.in_flight == 0
     assert book.bandwidth == BANDWIDTH, "nothing else is learned from it"
 
@@ -88,8 +112,8 @@ def test_pages_come_back_from_the_tier_that_they_went_to(
     order = book.plan_promote(SSD, KEYS[:2], 0.0)
     assert order is not None
     send(worker, 100.0, order)
-    assert worker.hear(119.9) is None
-    assert settle(book, worker.hear(120.0)) == 1
+    assert worker.take_reports(119.9) is None
+    assert settle(book, worker.take_reports(120.0)) == 1
     assert all(map(book.index.readable, KEYS[:2]))
 
 
@@ -103,12 +127,12 @@ def test_a_promotion_waits_until_it_is_due_or_wanted(
     assert early is not None
     assert late is not None
     send(worker, 100.0, early, late)
-    assert worker.hear(400.0) is None
+    assert worker.take_reports(400.0) is None
     send(worker, 400.0, expedited=(early.order_id,))
-    assert settle(book, worker.hear(410.0)) == 1
+    assert settle(book, worker.take_reports(410.0)) == 1
     assert book.index.readable(KEYS[0])
-    assert worker.hear(509.0) is None
-    assert settle(book, worker.hear(600.0)) == 1, "though nobody asked at 510"
+    assert worker.take_reports(509.0) is None
+    assert settle(book, worker.take_reports(600.0)) == 1, "though nobody asked at 510"
 
 
 def test_a_reset_empties_the_tiers(book: OrderBook, worker: VirtualWorker) -> None:
@@ -120,7 +144,7 @@ def test_a_reset_empties_the_tiers(book: OrderBook, worker: VirtualWorker) -> No
     order = book.plan_promote(SSD, KEYS[:1], 0.0)
     assert order is not None
     send(worker, 100.0, order)
-    said = worker.hear(200.0)
+    said = worker.take_reports(200.0)
     assert said is not None
     assert said.orders[order.order_id].failed == {0}
     assert said.stores[SSD][0].stored_bytes == 0
@@ -130,28 +154,113 @@ def test_a_full_store_proposes_a_segment_and_tells_who_is_gone(
     book: OrderBook, worker: VirtualWorker
 ) -> None:
     save(book, worker, KEYS, now=0.0)
-    settle(book, worker.hear(100.0))
+    settle(book, worker.take_reports(100.0))
     order = book.plan_demote(SSD, KEYS, 0.0)
     assert order is not None
     send(worker, 100.0, order)
-    said = worker.hear(1e6)
+    said = worker.take_reports(1e6)
     assert said is not None
     news = said.stores[SSD][0]
     assert news.stored_bytes == len(KEYS) * PAGE_BYTES * RANKS
     assert news.proposal is not None
     assert news.proposal.keys == tuple(KEYS[:2])
     send(worker, 1e6, reclaims={0: Reclaim(news.proposal.segment, (KEYS[1],))})
-    said = worker.hear(1e6)
+    said = worker.take_reports(1e6)
     assert said is not None
     assert said.stores[SSD][0].gone == (KEYS[0],)
 
 
 def test_bundles_fill_a_share_of_their_slots(book: OrderBook, worker: VirtualWorker) -> None:
     save(book, worker, KEYS[:64], now=0.0)
-    settle(book, worker.hear(100.0))
+    settle(book, worker.take_reports(100.0))
     free = book.index.free_slots
     for keys in (KEYS[:32], KEYS[32:64]):
         worker.carry_out(Orders(packs=(book.plan_pack(keys, 0),)), 100.0)
-    assert settle(book, worker.hear(200.0)) == 2
+    assert settle(book, worker.take_reports(200.0)) == 2
     assert book.index.free_slots - free == 2 * 10
     assert all(map(book.index.readable, KEYS[:64]))
+
+
+def test_a_line_carries_one_transfer_after_another() -> None:
+    line = Line(100.0, latency_s=1.0)
+    assert line.send(200, now=10.0) == 13.0
+    assert line.send(100, now=10.0) == 15.0, "behind the first"
+    assert line.send(100, now=100.0) == 102.0
+    assert line.carried == 400
+
+
+def test_a_line_without_bandwidth_is_refused() -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        Line(0.0)
+
+
+def test_a_full_store_deletes_its_oldest_segment_except_the_survivors() -> None:
+    pages = [PageKey(n.to_bytes(8, "big")) for n in range(2 * SEGMENTS + 1)]
+    store = VirtualStore(pages=2 * SEGMENTS)
+    for key in pages[:-1]:
+        store.put(key)
+    full = store.proposal
+    store.put(pages[-1])
+    dying = store.proposal
+    assert full is None, "it holds every page of its capacity"
+    assert dying is not None
+    assert dying.keys == (pages[0], pages[1])
+    gone, again = store.reclaim(Reclaim(dying.segment, (pages[1],)))
+    assert (gone, again) == ([pages[0]], 1)
+    assert store.has(pages[1])
+    assert not store.has(pages[0])
+
+
+def test_survivors_are_written_behind_the_orders_before_them(
+    book: OrderBook, worker: VirtualWorker
+) -> None:
+    save(book, worker, KEYS, now=0.0)
+    settle(book, worker.take_reports(100.0))
+    order = book.plan_demote(SSD, KEYS[:70], 0.0)
+    assert order is not None
+    send(worker, 100.0, order)
+    settle(book, worker.take_reports(1000.0))
+    later = book.plan_demote(SSD, KEYS[70:71], 0.0)
+    assert later is not None
+    send(worker, 1000.0, reclaims={0: Reclaim(0, (KEYS[1],))})
+    send(worker, 1000.0, later)
+    assert worker.take_reports(1000.0) is not None, "a page is gone"
+    assert worker.take_reports(1019.0) is None
+    assert settle(book, worker.take_reports(1020.0)) == 1, "one page behind another"
+
+
+def test_orders_that_finish_together_are_reported_in_the_order_of_sending(
+    book: OrderBook, worker: VirtualWorker
+) -> None:
+    save(book, worker, KEYS[:2], now=0.0)
+    settle(book, worker.take_reports(50.0))
+    first, second = (
+        LoadOrder(OrderId(order_id), 0, "r", (1,), (1,), RestoreMode.SYNC) for order_id in (9, 8)
+    )
+    pack = book.plan_pack(KEYS[:2], 0)
+    worker.carry_out(Orders(loads=(first, second), packs=(pack,)), 50.0)
+    reports = worker.take_reports(52.0)
+    assert reports is not None
+    assert list(reports.orders) == [first.order_id, second.order_id, pack.order_id]
+
+
+def test_cold_pages_are_decoded_while_others_are_copied() -> None:
+    worker = make_worker(decode=BANDWIDTH / 8)
+    slots, sync = (1, 2, 3, -1), RestoreMode.SYNC
+    cold = LoadOrder(OrderId(1), 0, "r", (1, 2, 3, 4), slots, sync, cold=(KEYS[0],))
+    assert worker.carry_out(Orders(loads=(cold,)), 0.0) == 8.0, "decoding takes longer"
+    reports = worker.take_reports(8.0)
+    assert reports is not None
+    assert reports.orders[OrderId(1)].seconds == 8.0
+    plain = LoadOrder(OrderId(2), 0, "r", (1,), (1,), RestoreMode.ASYNC)
+    assert worker.carry_out(Orders(loads=(plain,)), 8.0) == 8.0, "no step waits for it"
+    assert worker.next_event == 9.0
+
+
+def test_a_store_answers_a_lookup_at_once(book: OrderBook, worker: VirtualWorker) -> None:
+    stored(book, worker, KEYS[:1])
+    lookup = LookupOrder(OrderId(1_000), SSD, tuple(KEYS[:2]), deadline_s=1.0)
+    send(worker, 100.0, lookup)
+    reports = worker.take_reports(100.0)
+    assert reports is not None
+    assert reports.orders[lookup.order_id].failed == {1}
