@@ -100,14 +100,18 @@ class VirtualStore:
 
     Args:
         pages: capacity; None for a store without a known limit.
+        first: number of the first segment.
+
+    Attributes:
+        newest: number of the segment that pages are written to.
     """
 
-    def __init__(self, pages: int | None) -> None:
+    def __init__(self, pages: int | None, first: int = 0) -> None:
         self._per_segment = max(1, pages // SEGMENTS) if pages is not None else 1 << 62
         self._most = max(2, pages // self._per_segment) if pages is not None else 2
-        self._segments: dict[int, dict[PageKey, None]] = {0: {}}
+        self._segments: dict[int, dict[PageKey, None]] = {first: {}}
         self._where: dict[PageKey, int] = {}
-        self._newest = 0
+        self.newest = first
 
     def __len__(self) -> int:
         return len(self._where)
@@ -116,11 +120,11 @@ class VirtualStore:
         """Store a page. A page that is stored already stays in its segment."""
         if key in self._where:
             return
-        if len(self._segments[self._newest]) >= self._per_segment:
-            self._newest += 1
-            self._segments[self._newest] = {}
-        self._segments[self._newest][key] = None
-        self._where[key] = self._newest
+        if len(self._segments[self.newest]) >= self._per_segment:
+            self.newest += 1
+            self._segments[self.newest] = {}
+        self._segments[self.newest][key] = None
+        self._where[key] = self.newest
 
     def has(self, key: PageKey) -> bool:
         """True if the page is stored."""
@@ -160,8 +164,10 @@ class _Stored:
         self.changed = False
 
     def reset(self) -> None:
-        """Start over with an empty store. Orders in flight go to the old one."""
-        self.pages, self._gone, self.changed = VirtualStore(self.spec.pages), [], True
+        """Start over with an empty store. Orders in flight go to the old one, and so does a reclaim
+        that answers its last proposal."""
+        self.pages = VirtualStore(self.spec.pages, self.pages.newest + 1)
+        self._gone, self.changed = [], True
 
     def reclaim(self, dying: Reclaim, now: float) -> None:
         """Delete a segment. Its survivors are written behind what was sent before."""

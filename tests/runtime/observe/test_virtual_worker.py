@@ -14,7 +14,7 @@ from tiered_kv.connectors.runtime.observe.virtual_worker import (
     VirtualWorker,
 )
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Orders, Reclaim, Reports, TierOrders
+from tiered_kv.messages import Orders, Proposal, Reclaim, Reports, TierOrders, TierReport
 from tiered_kv.orders import (
     LoadOrder,
     LookupOrder,
@@ -86,6 +86,22 @@ def stored(book: OrderBook, worker: VirtualWorker, keys: list[PageKey]) -> None:
     settle(book, worker.take_reports(100.0))
 
 
+def filled(book: OrderBook, worker: VirtualWorker) -> tuple[TierReport, Proposal]:
+    """Write more pages to SSD than it holds, before the millionth second; returns the report of the
+    store and the segment that it would delete."""
+    save(book, worker, KEYS, now=0.0)
+    settle(book, worker.take_reports(100.0))
+    order = book.plan_demote(SSD, KEYS, 0.0)
+    assert order is not None
+    send(worker, 100.0, order)
+    reports = worker.take_reports(1e6)
+    assert settle(book, reports) == 1
+    assert reports is not None
+    report = reports.stores[SSD][0]
+    assert report.proposal is not None
+    return report, report.proposal
+
+
 def test_copies_of_one_direction_wait_for_each_other(
     book: OrderBook, worker: VirtualWorker
 ) -> None:
@@ -150,21 +166,28 @@ def test_a_reset_empties_the_tiers(book: OrderBook, worker: VirtualWorker) -> No
     assert said.stores[SSD][0].stored_bytes == 0
 
 
+def test_a_segment_proposed_before_a_reset_is_no_segment_of_the_new_store(
+    book: OrderBook, worker: VirtualWorker
+) -> None:
+    _, proposal = filled(book, worker)
+    book.stores[SSD].index.clear()
+    order = book.plan_demote(SSD, KEYS[:2], 0.0)
+    assert order is not None
+    send(worker, 1e6, order, fingerprint=b"another", reclaims={0: Reclaim(proposal.segment, ())})
+    reports = worker.take_reports(2e6)
+    assert reports is not None
+    assert reports.orders[order.order_id].failed == frozenset()
+    assert reports.stores[SSD][0].gone == ()
+    assert reports.stores[SSD][0].stored_bytes == 2 * PAGE_BYTES * RANKS
+
+
 def test_a_full_store_proposes_a_segment_and_tells_who_is_gone(
     book: OrderBook, worker: VirtualWorker
 ) -> None:
-    save(book, worker, KEYS, now=0.0)
-    settle(book, worker.take_reports(100.0))
-    order = book.plan_demote(SSD, KEYS, 0.0)
-    assert order is not None
-    send(worker, 100.0, order)
-    said = worker.take_reports(1e6)
-    assert said is not None
-    news = said.stores[SSD][0]
+    news, proposal = filled(book, worker)
     assert news.stored_bytes == len(KEYS) * PAGE_BYTES * RANKS
-    assert news.proposal is not None
-    assert news.proposal.keys == tuple(KEYS[:2])
-    send(worker, 1e6, reclaims={0: Reclaim(news.proposal.segment, (KEYS[1],))})
+    assert proposal.keys == tuple(KEYS[:2])
+    send(worker, 1e6, reclaims={0: Reclaim(proposal.segment, (KEYS[1],))})
     said = worker.take_reports(1e6)
     assert said is not None
     assert said.stores[SSD][0].gone == (KEYS[0],)
