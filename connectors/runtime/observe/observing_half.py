@@ -30,7 +30,7 @@ from tiered_kv.connectors.runtime.worker.cpu_memory import flops_of, slots_of, s
 from tiered_kv.connectors.runtime.worker.speed_probe import measure_reads
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.keys import Fingerprint, PageKey
-from tiered_kv.messages import AdoptedPages, Handshake, Orders, StoredPages
+from tiered_kv.messages import Handshake, Orders, StoredPages
 from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import CONTEXT
@@ -97,9 +97,7 @@ class ObservingHalf(SchedulerHalf):
         """Learn what the ranks are like. Their tiers begin empty, at the rates that are assumed."""
         stores = self.pages.book.stores
         empty = {name: StoredPages((), pages.bandwidth) for name, pages in stores.items()}
-        super().on_handshake(
-            {rank: replace(one, stored=empty, adopted=AdoptedPages()) for rank, one in said.items()}
-        )
+        super().on_handshake({rank: replace(one, stored=empty) for rank, one in said.items()})
         self._worker = self._make_worker()
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
@@ -145,8 +143,8 @@ class ObservingHalf(SchedulerHalf):
         return Orders()
 
     def _exchange(self) -> None:
-        """Carry out what was ordered since the last step, and hear what is over."""
-        self._worker.carry_out(super().take_orders(), self._clock())
+        """Carry out what was ordered since the last step, and handle the reports."""
+        self.take_orders()
         self._hear()
 
     def _hear(self) -> None:
