@@ -256,7 +256,7 @@ class StartState:
 
 @dataclass(slots=True)
 class PromotedState:
-    """Pages ordered up from the tiers below for the turn. Written by ``pages.lower_tier``.
+    """Pages ordered up from the tiers below for the turn. Written by ``below.lower_tier``.
 
     Attributes:
         pages: their number.
