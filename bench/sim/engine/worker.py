@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tiered_kv.connectors.runtime.observe.virtual_worker import (
     CopyLines,
     Line,
-    StoreSpec,
+    VirtualStore,
     VirtualWorker,
 )
 from tiered_kv.messages import Orders, Reports
@@ -69,7 +69,7 @@ class SimWorker:
         )
         share = ssd_bytes // len(page_bytes)
         stores = {
-            StoreId(SSD, group): StoreSpec(share // nbytes, self.ssd_read, self.ssd_write)
+            StoreId(SSD, group): VirtualStore(share // nbytes, self.ssd_read, self.ssd_write)
             for group, nbytes in enumerate(page_bytes)
             if share
         }

@@ -37,7 +37,7 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.tiers import StoreId, TierId
 
-from .virtual_worker import CopyLines, Line, StoreSpec, VirtualWorker
+from .virtual_worker import CopyLines, Line, VirtualStore, VirtualWorker
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ObservingHalf(SchedulerHalf):
         facts, book = self.facts, self.pages.book
         copies = CopyLines(*(Line(book.bandwidth) for _ in range(4)))
         disks = dict[TierId, tuple[Line, Line]]()
-        stores = dict[StoreId, StoreSpec]()
+        stores = dict[StoreId, VirtualStore]()
         for store, tier in self.pages.tiers.items():
             if store.tier not in disks:
                 rate = book.stores[store].bandwidth
@@ -88,7 +88,7 @@ class ObservingHalf(SchedulerHalf):
             nbytes = facts.groups[store.group].page_bytes * facts.ranks
             capacity = tier.spec.capacity_bytes
             pages = None if capacity is None else capacity // len(facts.groups) // nbytes
-            stores[store] = StoreSpec(pages, *disks[store.tier])
+            stores[store] = VirtualStore(pages, *disks[store.tier])
         return VirtualWorker(book.page_bytes, copies, stores, facts.ranks)
 
     # -- what the engine is told: nothing ------------------------------------------------

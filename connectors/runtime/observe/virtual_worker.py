@@ -8,7 +8,7 @@ There is no thread. Finished orders are found when the owner polls.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
@@ -34,6 +34,7 @@ SEGMENTS = 32
 BUNDLE_SHARE = 22 / 32
 """Fraction of its slots that a bundle of bf16 fills: 1.5 times smaller, the last slot half full."""
 
+STORE_KINDS = frozenset({OrderKind.DEMOTE, OrderKind.PROMOTE, OrderKind.LOOK_UP})
 CopyOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder
 
 
@@ -80,55 +81,51 @@ class CopyLines:
     decode: Line
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSpec:
-    """A store of a tier.
-
-    Attributes:
-        pages: capacity; None for a store without a known limit.
-        read, write: lines to it; stores of one disk have the same.
-    """
-
-    pages: int | None
-    read: Line
-    write: Line
-
-
 class VirtualStore:
-    """Keys of the pages that a store would hold, in segments. A full store proposes its oldest
-    segment for deletion.
+    """Keys of the pages that a tier's store would hold, in segments. A full store proposes its
+    oldest segment for deletion.
 
     Args:
         pages: capacity; None for a store without a known limit.
-        first: number of the first segment.
+        read, write: lines to it; stores of one disk have the same.
 
     Attributes:
-        newest: number of the segment that pages are written to.
+        read, write: as given.
+        generation: number of resets so far.
     """
 
-    def __init__(self, pages: int | None, first: int = 0) -> None:
+    def __init__(self, pages: int | None, read: Line, write: Line) -> None:
+        self.read = read
+        self.write = write
+        self.generation = 0
         self._per_segment = max(1, pages // SEGMENTS) if pages is not None else 1 << 62
         self._most = max(2, pages // self._per_segment) if pages is not None else 2
-        self._segments: dict[int, dict[PageKey, None]] = {first: {}}
+        self._segments: dict[int, dict[PageKey, None]] = {0: {}}
         self._where: dict[PageKey, int] = {}
-        self.newest = first
+        self._newest = 0
+        self._gone: list[PageKey] = []
+        self._proposed: Proposal | None = None
+        self._changed = False
 
-    def __len__(self) -> int:
-        return len(self._where)
+    def put(self, keys: Iterable[PageKey]) -> None:
+        """Store pages. A page that is stored already stays in its segment."""
+        for key in keys:
+            if key not in self._where:
+                if len(self._segments[self._newest]) >= self._per_segment:
+                    self._newest += 1
+                    self._segments[self._newest] = {}
+                self._segments[self._newest][key] = None
+                self._where[key] = self._newest
 
-    def put(self, key: PageKey) -> None:
-        """Store a page. A page that is stored already stays in its segment."""
-        if key in self._where:
-            return
-        if len(self._segments[self.newest]) >= self._per_segment:
-            self.newest += 1
-            self._segments[self.newest] = {}
-        self._segments[self.newest][key] = None
-        self._where[key] = self.newest
-
-    def has(self, key: PageKey) -> bool:
-        """True if the page is stored."""
-        return key in self._where
+    def finish(self, order: StoreOrder, generation: int) -> frozenset[int]:
+        """Finish an order that was sent to ``generation``. Returns the indices of its pages that
+        failed."""
+        self._changed = True
+        if generation != self.generation:
+            return frozenset(range(len(order.keys)))
+        if order.kind is OrderKind.DEMOTE:
+            self.put(order.keys)
+        return frozenset(i for i, key in enumerate(order.keys) if key not in self._where)
 
     @property
     def proposal(self) -> Proposal | None:
@@ -138,53 +135,52 @@ class VirtualStore:
         oldest = next(iter(self._segments))
         return Proposal(oldest, tuple(self._segments[oldest]))
 
-    def reclaim(self, dying: Reclaim) -> tuple[list[PageKey], int]:
-        """Delete a segment, and write its survivors again. Returns the pages that are gone, and the
-        number of pages that were written again."""
+    def reclaim(self, dying: Reclaim) -> int:
+        """Delete a segment. Returns the number of survivors, which were written again."""
         pages = self._segments.pop(dying.segment, None)
         if pages is None:
-            return [], 0
+            return 0
         for key in pages:
             del self._where[key]
         kept = [key for key in dying.survivors if key in pages]
-        for key in kept:
-            self.put(key)
-        return [key for key in pages if key not in self._where], len(kept)
-
-
-class _Stored:
-    """A store, and what was not reported of it yet."""
-
-    def __init__(self, spec: StoreSpec, page_bytes: int) -> None:
-        self.spec = spec
-        self.page_bytes = page_bytes
-        self.pages = VirtualStore(spec.pages)
-        self._gone: list[PageKey] = []
-        self._proposed: Proposal | None = None
-        self.changed = False
+        self.put(kept)
+        self._gone += (key for key in pages if key not in self._where)
+        self._changed = True
+        return len(kept)
 
     def reset(self) -> None:
-        """Start over with an empty store. Orders in flight go to the old one, and so does a reclaim
-        that answers its last proposal."""
-        self.pages = VirtualStore(self.spec.pages, self.pages.newest + 1)
-        self._gone, self.changed = [], True
+        """Start over with no pages. Segments are numbered on, so that no reclaim from before
+        deletes a new one."""
+        self.generation += 1
+        self._newest += 1
+        self._segments = {self._newest: {}}
+        self._where.clear()
+        self._gone.clear()
+        self._changed = True
 
-    def reclaim(self, dying: Reclaim, now: float) -> None:
-        """Delete a segment. Its survivors are written behind what was sent before."""
-        gone, again = self.pages.reclaim(dying)
-        self._gone += gone
-        self.changed = self.changed or bool(gone)
-        if again:
-            self.spec.write.send(again * self.page_bytes, now)
-
-    def take_report(self, ranks: int) -> TierReport | None:
+    def take_report(self, page_bytes: int) -> TierReport | None:
         """News since the last call; None without any."""
-        proposal = self.pages.proposal
-        if not self.changed and proposal == self._proposed:
+        proposal = self.proposal
+        if not self._changed and proposal == self._proposed:
             return None
         gone, self._gone = tuple(self._gone), []
-        self.changed, self._proposed = False, proposal
-        return TierReport(gone, proposal, {}, len(self.pages) * self.page_bytes * ranks)
+        self._changed, self._proposed = False, proposal
+        return TierReport(gone, proposal, {}, len(self._where) * page_bytes)
+
+
+class _Waiting(NamedTuple):
+    """An order that is not due yet.
+
+    Attributes:
+        due: time at which it starts, seconds.
+        sent: position in the sequence of orders, which decides ties.
+        generation: number of resets of its store before it was sent.
+    """
+
+    due: float
+    sent: int
+    order: StoreOrder
+    generation: int
 
 
 class _Flight(NamedTuple):
@@ -192,9 +188,9 @@ class _Flight(NamedTuple):
 
     Attributes:
         over_at: time at which it finishes, seconds.
-        sent: position in the sequence of orders sent, which decides ties.
-        took_s: duration without waiting.
-        pages: store that the order goes to; None for copies.
+        sent: position in the sequence of orders, which decides ties.
+        took_s: duration without waiting for others on its line.
+        generation: number of resets of its store before it was sent; 0 for copies.
     """
 
     over_at: float
@@ -202,7 +198,7 @@ class _Flight(NamedTuple):
     order: Any
     nbytes: int
     took_s: float
-    pages: VirtualStore | None
+    generation: int = 0
 
 
 class VirtualWorker:
@@ -219,31 +215,29 @@ class VirtualWorker:
         self,
         page_bytes: Sequence[int],
         lines: CopyLines,
-        stores: Mapping[StoreId, StoreSpec],
+        stores: Mapping[StoreId, VirtualStore],
         ranks: int = 1,
     ) -> None:
         self._page_bytes = page_bytes
         self._lines = lines
-        self._stores = {
-            store: _Stored(spec, page_bytes[store.group]) for store, spec in stores.items()
-        }
+        self._stores = stores
         self._ranks = ranks
         self._sent = count()
         self._flying: list[_Flight] = []
-        self._later: list[tuple[float, int, StoreOrder]] = []  # not due yet
+        self._later: list[_Waiting] = []
         self._part_slots = 0.0  # of bundles so far, beyond whole slots
 
     @property
     def next_event(self) -> float:
         """Time at which the next order finishes or is due; infinite without orders."""
         flying = self._flying[0].over_at if self._flying else float("inf")
-        return min(flying, self._later[0][0] if self._later else float("inf"))
+        return min(flying, self._later[0].due if self._later else float("inf"))
 
     def carry_out(self, orders: Orders, now: float) -> float:
         """Start a step's orders. Returns the time at which the last of its sync restores finishes,
         or ``now`` without any."""
         for store, tier_orders in orders.stores.items():
-            self._carry_out_tier(self._stores[store], tier_orders, now)
+            self._carry_out_tier(store, tier_orders, now)
         ready = now
         for load in orders.loads:
             over_at = self._copy(load, self._lines.load, now, len(load.cold))
@@ -255,28 +249,34 @@ class VirtualWorker:
             self._copy(save, self._lines.save, now)
         return ready
 
-    def _carry_out_tier(self, stored: _Stored, orders: TierOrders, now: float) -> None:
+    def _carry_out_tier(self, name: StoreId, orders: TierOrders, now: float) -> None:
+        store = self._stores[name]
         if orders.fingerprint is not None:
-            stored.reset()
+            store.reset()
+            self._expedite(
+                {one.order.order_id for one in self._later if one.order.store == name}, now
+            )
         if orders.expedited:
             self._expedite(set(orders.expedited), now)
         for lookup in orders.lookups:
-            self._start(lookup, now)
+            self._start(lookup, now, store.generation)
         moves: tuple[PromoteOrder | DemoteOrder, ...] = (*orders.promotes, *orders.demotes)
         for order in moves:
             if order.due > now:
-                heapq.heappush(self._later, (order.due, next(self._sent), order))
+                later = _Waiting(order.due, next(self._sent), order, store.generation)
+                heapq.heappush(self._later, later)
             else:
-                self._start(order, now)
-        if (dying := orders.reclaims.get(0)) is not None:
-            stored.reclaim(dying, now)
+                self._start(order, now, store.generation)
+        dying = orders.reclaims.get(0)
+        if dying is not None and (again := store.reclaim(dying)):
+            store.write.send(again * self._page_bytes[name.group], now)
 
     def _expedite(self, hurried: set[OrderId], now: float) -> None:
-        early = [order for _, _, order in self._later if order.order_id in hurried]
-        self._later = [one for one in self._later if one[2].order_id not in hurried]
+        early = [one for one in self._later if one.order.order_id in hurried]
+        self._later = [one for one in self._later if one.order.order_id not in hurried]
         heapq.heapify(self._later)
-        for order in early:
-            self._start(order, now)
+        for one in early:
+            self._start(one.order, now, one.generation)
 
     def _copy(self, order: CopyOrder, line: Line, now: float, cold: int = 0) -> float:
         """Start a copy, of which ``cold`` pages are decoded while the rest is copied. Returns the
@@ -287,47 +287,42 @@ class VirtualWorker:
         if cold:
             over_at = max(over_at, self._lines.decode.send(cold * page_bytes, now))
             took_s = max(took_s, self._lines.decode.seconds(cold * page_bytes))
-        flight = _Flight(over_at, next(self._sent), order, nbytes, took_s, None)
-        heapq.heappush(self._flying, flight)
+        heapq.heappush(self._flying, _Flight(over_at, next(self._sent), order, nbytes, took_s))
         return over_at
 
-    def _start(self, order: StoreOrder, now: float) -> None:
-        """Start an order of a store. Lookups take no time."""
-        stored = self._stores[order.store]
-        nbytes = len(order.keys) * stored.page_bytes
+    def _start(self, order: StoreOrder, now: float, generation: int) -> None:
+        """Start an order of a store. Lookups take no time, nor do orders from before a reset."""
+        store = self._stores[order.store]
+        nbytes = len(order.keys) * self._page_bytes[order.store.group]
         over_at, took_s = now, 0.0
-        if order.kind is not OrderKind.LOOK_UP:
-            spec = stored.spec
-            line = spec.write if order.kind is OrderKind.DEMOTE else spec.read
+        if order.kind is not OrderKind.LOOK_UP and generation == store.generation:
+            line = store.write if order.kind is OrderKind.DEMOTE else store.read
             over_at, took_s = line.send(nbytes, now), line.seconds(nbytes)
-        flight = _Flight(over_at, next(self._sent), order, nbytes, took_s, stored.pages)
+        flight = _Flight(over_at, next(self._sent), order, nbytes, took_s, generation)
         heapq.heappush(self._flying, flight)
 
     def take_reports(self, now: float) -> Reports | None:
         """Reports of what finished since the last call; None if nothing did."""
-        while self._later and self._later[0][0] <= now:
-            due, _, order = heapq.heappop(self._later)
-            self._start(order, due)
+        while self._later and self._later[0].due <= now:
+            later = heapq.heappop(self._later)
+            self._start(later.order, later.due, later.generation)
         reports = dict[OrderId, OrderReport]()
         while self._flying and self._flying[0].over_at <= now:
             done = heapq.heappop(self._flying)
             reports[done.order.order_id] = self._finish(done)
-        found = {store: stored.take_report(self._ranks) for store, stored in self._stores.items()}
-        news = {store: {0: report} for store, report in found.items() if report is not None}
+        news = {
+            name: {0: report}
+            for name, store in self._stores.items()
+            if (report := store.take_report(self._page_bytes[name.group] * self._ranks))
+        }
         return Reports(reports, {}, news) if reports or news else None
 
     def _finish(self, done: _Flight) -> OrderReport:
-        order, pages = done.order, done.pages
-        failed, slots = frozenset[int](), 0
+        order, failed, slots = done.order, frozenset[int](), 0
         if order.kind is OrderKind.PACK:
             slots = self._filled(order)
-        elif pages is not None:
-            self._stores[order.store].changed = True
-            if order.kind is OrderKind.DEMOTE:
-                for key in order.keys:
-                    pages.put(key)
-            else:
-                failed = frozenset(i for i, key in enumerate(order.keys) if not pages.has(key))
+        elif order.kind in STORE_KINDS:
+            failed = self._stores[order.store].finish(order, done.generation)
         return OrderReport(self._ranks, failed, done.nbytes, done.took_s, slots)
 
     def _filled(self, order: PackOrder) -> int:

@@ -9,7 +9,6 @@ from tiered_kv.connectors.runtime.observe.virtual_worker import (
     SEGMENTS,
     CopyLines,
     Line,
-    StoreSpec,
     VirtualStore,
     VirtualWorker,
 )
@@ -45,7 +44,7 @@ def book() -> OrderBook:
 
 def make_worker(encode: float = BANDWIDTH, decode: float = BANDWIDTH) -> VirtualWorker:
     copies = CopyLines(Line(BANDWIDTH), Line(BANDWIDTH), Line(encode), Line(decode))
-    disk = StoreSpec(64, Line(SSD_BANDWIDTH), Line(SSD_BANDWIDTH))
+    disk = VirtualStore(64, Line(SSD_BANDWIDTH), Line(SSD_BANDWIDTH))
     return VirtualWorker([PAGE_BYTES], copies, {SSD: disk}, RANKS)
 
 
@@ -181,6 +180,25 @@ def test_a_segment_proposed_before_a_reset_is_no_segment_of_the_new_store(
     assert reports.stores[SSD][0].stored_bytes == 2 * PAGE_BYTES * RANKS
 
 
+def test_a_reset_fails_orders_from_before_it(book: OrderBook, worker: VirtualWorker) -> None:
+    save(book, worker, KEYS[:3], now=0.0)
+    settle(book, worker.take_reports(50.0))
+    under_way, later = (
+        book.plan_demote(SSD, keys, due) for keys, due in ((KEYS[:2], 0.0), (KEYS[2:3], 500.0))
+    )
+    assert under_way is not None
+    assert later is not None
+    send(worker, 50.0, under_way, later)
+    send(worker, 51.0, fingerprint=b"another")
+    reports = worker.take_reports(51.0)
+    assert reports is not None
+    assert {order: one.failed for order, one in reports.orders.items()} == {later.order_id: {0}}
+    reports = worker.take_reports(600.0)
+    assert reports is not None
+    assert reports.orders[under_way.order_id].failed == {0, 1}
+    assert reports.stores[SSD][0].stored_bytes == 0
+
+
 def test_a_full_store_proposes_a_segment_and_tells_who_is_gone(
     book: OrderBook, worker: VirtualWorker
 ) -> None:
@@ -219,19 +237,19 @@ def test_a_line_without_bandwidth_is_refused() -> None:
 
 def test_a_full_store_deletes_its_oldest_segment_except_the_survivors() -> None:
     pages = [PageKey(n.to_bytes(8, "big")) for n in range(2 * SEGMENTS + 1)]
-    store = VirtualStore(pages=2 * SEGMENTS)
-    for key in pages[:-1]:
-        store.put(key)
+    store = VirtualStore(2 * SEGMENTS, Line(1.0), Line(1.0))
+    store.put(pages[:-1])
     full = store.proposal
-    store.put(pages[-1])
+    store.put(pages[-1:])
     dying = store.proposal
     assert full is None, "it holds every page of its capacity"
     assert dying is not None
     assert dying.keys == (pages[0], pages[1])
-    gone, again = store.reclaim(Reclaim(dying.segment, (pages[1],)))
-    assert (gone, again) == ([pages[0]], 1)
-    assert store.has(pages[1])
-    assert not store.has(pages[0])
+    assert store.reclaim(Reclaim(dying.segment, (pages[1],))) == 1
+    report = store.take_report(PAGE_BYTES)
+    assert report is not None
+    assert report.gone == (pages[0],)
+    assert report.stored_bytes == 2 * SEGMENTS * PAGE_BYTES
 
 
 def test_survivors_are_written_behind_the_orders_before_them(
