@@ -82,13 +82,12 @@ class ObservingHalf(SchedulerHalf):
         disks = dict[TierId, tuple[Line, Line]]()
         stores = dict[StoreId, VirtualStore]()
         for store, tier in self.pages.tiers.items():
-            if store.tier not in disks:
-                rate = book.stores[store].bandwidth
-                disks[store.tier] = Line(rate), Line(rate)
+            rate = book.stores[store].bandwidth
+            disk = disks.setdefault(store.tier, (Line(rate), Line(rate)))
             nbytes = facts.groups[store.group].page_bytes * facts.ranks
             capacity = tier.spec.capacity_bytes
             pages = None if capacity is None else capacity // len(facts.groups) // nbytes
-            stores[store] = VirtualStore(pages, *disks[store.tier])
+            stores[store] = VirtualStore(pages, *disk)
         return VirtualWorker(book.page_bytes, copies, stores, facts.ranks)
 
     # -- what the engine is told: nothing ------------------------------------------------
