@@ -13,6 +13,7 @@ from tiered_kv.metrics import (
     GAUGES,
     HISTOGRAMS,
     MOST_OBSERVED,
+    WOULD_HAVE_SAVED,
     Counters,
 )
 from tiered_kv.policies.base import GapClass, Tier
@@ -38,6 +39,17 @@ def test_what_did_not_happen_is_not_reported() -> None:
     assert counters.take() == {}
     assert set(counters.totals) == set(COUNTERS)
     assert not any(counters.totals.values())
+
+
+def test_a_counter_that_was_started_is_reported_from_zero() -> None:
+    counters = Counters()
+    counters.start(WOULD_HAVE_SAVED)
+    counters.add("would_have_saved_cpu", 5)
+    zeros = dict.fromkeys(WOULD_HAVE_SAVED, 0)
+    assert counters.take() == {**zeros, "would_have_saved_cpu": 5}
+    counters.add("would_have_saved_cpu", 2)
+    assert counters.take() == {"would_have_saved_cpu": 2}
+    assert counters.totals["would_have_saved_cpu"] == 7
 
 
 def test_a_counter_nobody_declared_is_an_error() -> None:

@@ -8,7 +8,7 @@ engine's metrics are updated with. Names here are those of the code and of ``/ti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from .tiers import TierId
 
@@ -178,8 +178,14 @@ class Counters:
         self._observed: dict[str, deque[float]] = {}
         self._tiers: dict[TierId, TierCounters] = {}
 
+    def start(self, names: Iterable[str]) -> None:
+        """Count further names, from 0, which the next ``take`` returns."""
+        zeros = dict.fromkeys(names, 0)
+        self.totals |= zeros
+        self._fresh |= zeros
+
     def add(self, name: str, amount: float = 1) -> None:
-        """Count up. Raises KeyError for a name that is not in ``COUNTERS``."""
+        """Count up. Raises KeyError for a name that is not in ``COUNTERS`` and was not started."""
         if amount:
             self.totals[name] += amount
             self._fresh[name] = self._fresh.get(name, 0) + amount

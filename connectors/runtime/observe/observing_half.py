@@ -23,7 +23,6 @@ from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.pages.cpu_compression import staging_slots
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostPool
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
-from tiered_kv.connectors.runtime.scheduler_stats import Stats
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.connectors.runtime.worker.compressor import codecs_of
 from tiered_kv.connectors.runtime.worker.cpu_memory import flops_of, slots_of, storage_of
@@ -54,18 +53,12 @@ class _Coming(NamedTuple):
 
 
 class ObservingHalf(SchedulerHalf):
-    """Decides, and does nothing. See ``SchedulerHalf``.
-
-    Attributes:
-        would_have_saved: prompt tokens of turns so far that were computed and would have been
-            found, by tier.
-    """
+    """Decides, and does nothing. See ``SchedulerHalf``."""
 
     def __init__(self, given: Dependencies, pool: BlockPool) -> None:
         ghosts = self._ghosts = GhostPool(pool, given.clock)
         super().__init__(given, ghosts)
-        self.would_have_saved = dict.fromkeys(WOULD_HAVE_SAVED.values(), 0)
-        self.stats = ObservedStats(self)
+        self.counters.start(WOULD_HAVE_SAVED)
         self._watchdog.barked = True  # nobody waits for us
         self._worker = self._make_worker()
         self._coming: list[_Coming] = []
@@ -73,6 +66,12 @@ class ObservingHalf(SchedulerHalf):
             "TIERED_KV_MODE=observe: decides and traces, and moves nothing. Set it to manage, or "
             "leave it out, to have KV kept"
         )
+
+    @property
+    def would_have_saved(self) -> dict[str, int]:
+        """Prompt tokens so far that were computed and would have been found, by tier."""
+        totals = self.counters.totals
+        return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}
 
     def _make_worker(self) -> VirtualWorker:
         """Create a worker at the rates that costs are estimated by. The groups share each tier
@@ -209,12 +208,9 @@ class ObservingHalf(SchedulerHalf):
         source.vram_tokens, source.cpu_tokens, source.ssd_tokens = in_vram, 0, 0
         self._pretend_to_restore(turn)
         self.pages.restores.withdraw(turn)
-        for tier, tokens in (
-            ("vram", seen.vram_tokens),
-            ("cpu", seen.cpu_tokens),
-            ("ssd", seen.ssd_tokens),
-        ):
-            self.would_have_saved[tier] += tokens
+        self.counters.add("would_have_saved_vram", seen.vram_tokens)
+        self.counters.add("would_have_saved_cpu", seen.cpu_tokens)
+        self.counters.add("would_have_saved_ssd", seen.ssd_tokens)
 
     def _pretend_to_restore(self, turn: Turn) -> None:
         """Order the restore that the turn would get, so that its pages count as used."""
@@ -246,24 +242,6 @@ class ObservingHalf(SchedulerHalf):
             nowhere = [0] * len(keys)
             order = self.pages.book.plan_load(request_id, keys, nowhere, RestoreMode.SYNC, group)
             self._worker.carry_out(Orders(loads=(order,)), self._clock())
-
-
-class ObservedStats(Stats):
-    """Counters and gauges of an engine that is only observed, with what would have been saved."""
-
-    def __init__(self, half: ObservingHalf) -> None:
-        super().__init__(half.given, half.counters, half.pages, half.admission, half.gaps)
-        self._saved: Mapping[str, int] = half.would_have_saved
-        self._told: dict[str, int] | None = None
-
-    def take(self) -> dict[str, Any]:
-        """Counters added since the last call, with the gauges. The first time, all of them."""
-        fresh, told = super().take(), self._told or {}
-        if self._told is None or self._saved != told:
-            self._told = dict(self._saved)
-            for name, tier in WOULD_HAVE_SAVED.items():
-                fresh[name] = self._saved[tier] - told.get(tier, 0)
-        return fresh
 
 
 def make_scheduler_half(given: Dependencies, pool: BlockPool) -> SchedulerHalf:
