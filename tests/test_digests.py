@@ -130,6 +130,7 @@ def test_files_that_are_gone_leave_the_cache(tmp_path: Path) -> None:
 
 
 JUNK = [b"", b"{", b"\xff\xfe", b"[]", b"3", b'"text"', b"null", b'{"/a": 3}', b'{"/a": [1, 2]}']
+JUNK.append(b"[" * 200_000)
 
 
 @pytest.mark.usefixtures("all_are_cached")

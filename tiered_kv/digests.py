@@ -18,6 +18,8 @@ import xxhash
 
 from tiered_kv.storage.disk.files import open_own
 
+from .json_fields import mapping, read_json
+
 logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 16 << 20
@@ -90,11 +92,11 @@ def _read_cache(cache: Path | None) -> dict[str, list[object]]:
     if cache is None:
         return {}
     try:
-        with os.fdopen(open_own(cache, os.O_RDONLY)) as file:
-            entries = json.load(file)
+        with os.fdopen(open_own(cache, os.O_RDONLY), "rb") as file:
+            entries = mapping(read_json(file.read()))
     except (OSError, ValueError):
         return {}
-    return dict(_valid_entries(entries.items())) if isinstance(entries, dict) else {}
+    return dict(_valid_entries(entries.items()))
 
 
 def _valid_entries(items: Iterable[tuple[str, object]]) -> Iterable[tuple[str, list[object]]]:

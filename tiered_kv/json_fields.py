@@ -1,30 +1,282 @@
-"""JSON of frozen dataclasses: short numbers, bounded texts, and no field that has its default.
+"""JSON that anyone may have written, and JSON of frozen dataclasses.
 
-Readers pass over fields that they do not know, so that a later version may add some.
+- ``read_json`` parses a text of known length, and ``parse`` one of any length: it is bounded before
+  it is parsed, so that parsing takes at most a few times the memory of the text.
+- Checks such as ``whole`` take a value that JSON gave, and return it with its type or raise
+  ``ValueError``. ``Fields`` applies them to the fields of an object and names the field.
+- ``read`` and ``said`` convert between JSON and frozen dataclasses, with short numbers, bounded
+  texts, and no field that has its default. Unknown fields are ignored, so that a later version may
+  add some.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from json.encoder import encode_basestring_ascii
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import xxhash
 
 DIGITS = 5
 """Digits of a number that are written, and at most six of them behind the point."""
-
 MOST = (1 << 63) - 1
 """Largest whole number that is read."""
+MOST_BYTES = 64 << 20
+"""Longest text that is parsed, bytes."""
+MOST_DEPTH = 64
+"""Deepest nesting of settings."""
+MOST_TEXT = 1 << 16
+"""Longest text in a field, characters."""
+
+_BOUNDS = (
+    (b",", 1 << 22, "values"),
+    (b"[", 1 << 20, "lists"),
+    (b"{", 1 << 16, "objects"),
+    (b":", 1 << 18, "names"),
+)
 
 Read = Callable[[Any], Any]
 Part = TypeVar("Part")
+Value = TypeVar("Value")
+Limits = ParamSpec("Limits")
+
+
+# -- texts --------------------------------------------------------------------------------
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parse JSON whose numbers are finite: Python's own reader also takes ``NaN`` and ``1e999``.
+
+    Raises:
+        ValueError: it is not JSON, or has such a number, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse(data: bytes) -> object:
+    """Parse a text of any origin and length.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, is too large, repeats a name in an object, or has a
+            number that is not finite.
+    """
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has {len(data)} bytes, and {MOST_BYTES} are the most")
+    for mark, most, what in _BOUNDS:
+        if data.count(mark) > most:
+            raise ValueError(f"it has more than {most} {what}")
+    try:
+        return _DECODER.decode(data.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def canonical(value: object) -> bytes:
+    """Write the canonical text of a value, which digests are computed from.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return _ENCODER.encode(value).encode("ascii")
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it cannot be written as JSON: {error}") from None
+
+
+def plain(value: object, depth: int = MOST_DEPTH) -> Any:
+    """Convert settings of any types to what JSON would return for them.
+
+    Args:
+        depth: levels that the value may have.
+
+    Raises:
+        ValueError: it has more.
+    """
+    if depth <= 0:
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+    if isinstance(value, Mapping):
+        return {plain_text(str(name)): plain(one, depth - 1) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one, depth - 1) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(one, depth - 1) for one in value), key=str)
+    if value is None or isinstance(value, bool):
+        return value
+    if type(value) is int and -MOST <= value <= MOST:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    return plain_text(value if type(value) is str else str(value))
+
+
+def plain_text(value: str) -> str:
+    """Replace surrogates, which cannot be printed."""
+    return value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has one name twice")
+    return found
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.20} is too large for a number")
+    return value
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word:.20} is no number that JSON knows")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
+_ENCODER = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":"))
+
+
+# -- checks -------------------------------------------------------------------------------
+
+
+def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
+    """Check a text of ``least`` to ``most`` characters."""
+    if not isinstance(value, str):
+        raise ValueError(f"{_shown(value)} is no text")
+    _check_length(len(value), least, most, "characters")
+    return value
+
+
+def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
+    """Check a text that can be printed: one without surrogates."""
+    found = string(value, least, most)
+    if plain_text(found) != found:
+        raise ValueError("it has half a character")
+    return found
+
+
+def whole(value: object, least: int = 0, most: int = MOST) -> int:
+    """Check a whole number of a range."""
+    if type(value) is not int:
+        raise ValueError(f"{_shown(value)} is no whole number")
+    _check_range(value, least, most)
+    return value
+
+
+def real(value: object, least: float = 0, most: float = sys.float_info.max) -> float:
+    """Check a number of a range. It may be written as a whole number."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{_shown(value)} is no number")
+    _check_range(value, least, most)  # type: ignore[arg-type]
+    return float(value)  # type: ignore[arg-type]
+
+
+def _check_range(value: float, least: float, most: float) -> None:
+    if value < least:
+        raise ValueError(f"{_shown(value)} is below {least}")
+    if not value <= most:  # NaN as well
+        raise ValueError(f"{_shown(value)} is above {most}")
+
+
+def _check_length(length: int, least: int, most: int, what: str) -> None:
+    if not least <= length <= most:
+        allowed = str(most) if least == most else f"{least} to {most}"
+        raise ValueError(f"it has {length} {what}, and {allowed} are allowed")
+
+
+def flag(value: object) -> bool:
+    """Check that a value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{_shown(value)} is neither true nor false")
+    return value
+
+
+def items(value: object, least: int = 0, most: int = MOST) -> list[Any]:
+    """Check a list of ``least`` to ``most`` items."""
+    if not isinstance(value, list):
+        raise ValueError(f"{_shown(value)} is no list")
+    _check_length(len(value), least, most, "items")
+    return value
+
+
+def strings(value: object) -> tuple[str, ...]:
+    """Check a list of texts."""
+    return tuple(map(string, items(value)))
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Check an object."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{_shown(value)} is no object")
+    return value
+
+
+def settings(value: object) -> Mapping[str, Any]:
+    """Check an object that ``plain`` would not change."""
+    found = mapping(value)
+    if plain(found) != found:
+        raise ValueError("it has numbers or characters that JSON does not have")
+    return found
+
+
+def exactly(value: object, expected: str | int) -> None:
+    """Check that a value is the expected one."""
+    if type(value) is not type(expected) or value != expected:
+        raise ValueError(f"{_shown(value)} is not {expected!r}")
+
+
+def _shown(value: object) -> str:
+    """Short text of a value, in time that does not grow with its size."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    if value is None or isinstance(value, int | float):
+        return f"{value!r:.40}"
+    return "a list" if isinstance(value, list) else f"a value of type {type(value).__name__}"
+
+
+class Fields:
+    """Fields of an object that JSON gave, each taken once.
+
+    Raises:
+        ValueError: it is no object. So do the methods; the message names the field.
+    """
+
+    def __init__(self, found: object) -> None:
+        self._left = dict(mapping(found))
+
+    def take(
+        self,
+        name: str,
+        check: Callable[Concatenate[Any, Limits], Value],
+        *limits: Limits.args,
+        **more: Limits.kwargs,
+    ) -> Value:
+        """Take a field that must exist, and check it with these limits."""
+        if name not in self._left:
+            raise ValueError(f"it lacks {name}")
+        try:
+            return check(self._left.pop(name), *limits, **more)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def done(self) -> None:
+        """Refuse fields that were not taken: what they request would not be done."""
+        if self._left:
+            raise ValueError(f"it has an unknown field {_shown(next(iter(self._left)))}")
+
+
+# -- dataclasses --------------------------------------------------------------------------
 
 
 def number(value: float) -> float | int | None:
@@ -111,9 +363,9 @@ def read(kind: type[Part], found: object) -> Part:
         for name, value in found.items():
             if name not in readers:
                 continue
-            plain, reader = readers[name]
+            exact, reader = readers[name]
             # Most values are what they should be, and there may be millions of them.
-            if type(value) is plain and (plain is not float or 0.0 <= found[name] < math.inf):
+            if type(value) is exact and (exact is not float or 0.0 <= found[name] < math.inf):
                 values[name] = value
             else:
                 values[name] = reader(value)
@@ -131,36 +383,36 @@ class _Field(NamedTuple):
     """Reader of a field, and the type whose values it returns as they are, but for numbers that are
     not finite."""
 
-    plain: type | None
+    exact: type | None
     read: Read
 
 
 @cache
 def _readers(kind: Any) -> dict[str, _Field]:
     hints = typing.get_type_hints(kind)
-    real = _signed if getattr(kind, "signed", False) else _real
+    numbers = partial(real, least=-sys.float_info.max) if getattr(kind, "signed", False) else real
     return {
-        field.name: _Field(_PLAIN_TYPES.get(hints[field.name]), _reader(hints[field.name], real))
+        field.name: _Field(_PLAIN_TYPES.get(hints[field.name]), _reader(hints[field.name], numbers))
         for field in fields(kind)
     }
 
 
-def _reader(hint: Any, real: Read) -> Read:
-    """Reader of one field's type; ``real`` reads its numbers that are no whole ones."""
+def _reader(hint: Any, numbers: Read) -> Read:
+    """Reader of one field's type; ``numbers`` reads those that need not be whole."""
     if isinstance(hint, types.UnionType):
-        inner = _reader(next(one for one in hint.__args__ if one is not types.NoneType), real)
+        inner = _reader(next(one for one in hint.__args__ if one is not types.NoneType), numbers)
         return lambda value: None if value is None else inner(value)
     if hint is float:
-        return real
+        return numbers
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin = typing.get_origin(hint)
     if origin is tuple:
-        one_of = _reader(typing.get_args(hint)[0], real)
-        return lambda value: tuple(map(one_of, _list(value)))
+        one_of = _reader(typing.get_args(hint)[0], numbers)
+        return lambda value: tuple(map(one_of, items(value)))
     if origin is not None:  # a mapping of names to numbers
-        inner = _reader(typing.get_args(hint)[1], real)
-        return lambda value: {_text(name): inner(one) for name, one in _object(value).items()}
+        inner = _reader(typing.get_args(hint)[1], numbers)
+        return lambda value: {string(name): inner(one) for name, one in mapping(value).items()}
     kind: type[Any] = hint
     if issubclass(kind, Enum):
         return _Values(kind)
@@ -177,61 +429,8 @@ class _Values:
     def __call__(self, value: object) -> Enum:
         found = self._of.get(value) if isinstance(value, str) else None
         if found is None:
-            raise ValueError(f"{value!r:.40} is none of {', '.join(self._of)}")
+            raise ValueError(f"{_shown(value)} is none of {', '.join(self._of)}")
         return found
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is no text")
-    return value
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r:.40} is no whole number")
-    if value < 0:
-        raise ValueError(f"{value!r:.40} is below 0")
-    if value > MOST:
-        raise ValueError("it is too large")
-    return value
-
-
-def _real(value: object) -> float:
-    real = _signed(value)
-    if real < 0:
-        raise ValueError(f"{value!r:.40} is below 0")
-    return real
-
-
-def _signed(value: object) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!r:.40} is no number")
-    try:
-        real = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        real = math.inf
-    if not math.isfinite(real):
-        raise ValueError("it is too large")
-    return real
-
-
-def _bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r:.40} is neither true nor false")
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.40} is no list")
-    return value
-
-
-def _object(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.40} is no object")
-    return value
 
 
 _PLAIN_TYPES: dict[Any, type] = {
@@ -241,7 +440,7 @@ _PLAIN_TYPES: dict[Any, type] = {
     float: float,
     float | None: float,
 }
-_PLAIN: dict[Any, Read] = {str: _text, int: _whole, bool: _bool}
+_PLAIN: dict[Any, Read] = {str: string, int: whole, bool: flag}
 
 
 class JsonObject:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import json
-import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, cast
 
 GZIPPED = b"\x1f\x8b"
 """First bytes of gzipped data."""
@@ -43,27 +41,6 @@ def lines_of(file: IO[bytes]) -> Iterator[bytes]:
         yield from file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError("the gzipped data is damaged or cut off") from error
-
-
-def read_json(text: str | bytes) -> Any:
-    """Read JSON, whose numbers are finite: Python's own reader also takes ``NaN`` and ``1e999``.
-
-    Raises:
-        ValueError: it is no JSON, or holds such a number.
-    """
-    try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else _refuse(digits)
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word:.20} is no number that JSON knows")
 
 
 class _Unpacked(gzip.GzipFile):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from tiered_kv.json_lines import lines_of, open_lines, read_json
+from tiered_kv.json_fields import read_json
+from tiered_kv.json_lines import lines_of, open_lines
 
 Row = Mapping[str, Any]
 Read = TypeVar("Read")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from tiered_kv.json_fields import MOST_BYTES, Fields, exactly, mapping, read_json
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.storage.disk.files import check_owner, open_own
 
@@ -17,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 SAVE_EVERY_S = 300.0
-MAX_BYTES = 64 << 20
-"""A larger file is none of ours."""
 
 
 class PolicyState:
@@ -47,21 +46,16 @@ class PolicyState:
         if self._path is None:
             return False
         try:
-            with os.fdopen(open_own(self._path, os.O_RDONLY), encoding="utf-8") as file:
-                if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                    raise ValueError(f"it has more than {MAX_BYTES} bytes")
-                found = json.load(file)
-            if not isinstance(found, Mapping) or found.get("version") != VERSION:
-                raise ValueError("it is of another version")
-            if found.get("policy") != self._name:
-                raise ValueError(f"it is of policy {found.get('policy')!r}")
-            learned = found.get("learned")
-            if not isinstance(learned, Mapping):
-                raise ValueError("it holds nothing that was learned")
-            self._policy.load(learned)
+            with os.fdopen(open_own(self._path, os.O_RDONLY), "rb") as file:
+                if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                    raise ValueError(f"it has more than {MOST_BYTES} bytes")
+                fields = Fields(read_json(file.read()))
+            fields.take("version", exactly, VERSION)
+            fields.take("policy", exactly, self._name)
+            self._policy.load(fields.take("learned", mapping))
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("%s is not used, and will be written anew: %s", self._path, error)
             return False
         return True

@@ -11,8 +11,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.json_fields import Fields, exactly, items, strings
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.forecast.saved_state import check_version, entries, entry, numbers, words
+from tiered_kv.policies.forecast.saved_state import numbers
 from tiered_kv.policies.tier_choice import unpriced, without_pin
 
 Array = NDArray[np.float64]
@@ -87,11 +88,12 @@ class ToolGaps:
         Raises:
             ValueError: ``saved`` is nothing of the kind; nothing has changed.
         """
-        check_version(saved, VERSION)
+        fields = Fields(saved)
+        fields.take("version", exactly, VERSION)
         found: OrderedDict[Tool, _Gaps] = OrderedDict()
-        for one in entries(entry(saved, "tools")):
-            seconds = numbers(entry(one, "gaps"), -1, least=0)[-MAX_GAPS:]
-            found[words(entry(one, "tool"))] = _Gaps(seconds.tolist())
+        for one in map(Fields, fields.take("tools", items)):
+            seconds = one.take("gaps", numbers, -1, least=0)[-MAX_GAPS:]
+            found[one.take("tool", strings)] = _Gaps(seconds.tolist())
         if ALL not in found or len(found) > MAX_TOOLS:
             raise ValueError("not gaps of tools")
         self._tools = found

@@ -18,12 +18,13 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.json_fields import Fields, exactly
 from tiered_kv.policies.base import TurnEnd
 from tiered_kv.policies.distribution import CELLS, Forecast, cell_of
 
 from .job_history import JobHistory, Past
 from .ranks import KNOTS, at_knots, ranks_of, tilted
-from .saved_state import check_version, entry, numbers
+from .saved_state import numbers
 from .tool_hierarchy import ToolHierarchy
 
 Array = NDArray[np.float64]
@@ -82,9 +83,10 @@ class GapModel:
         Raises:
             ValueError: the state is malformed; the model is unchanged.
         """
-        check_version(learned, VERSION)
-        tools = ToolHierarchy.loaded(entry(learned, "tools"))
-        correction = HistoryCorrection.loaded(entry(learned, "tilt"))
+        fields = Fields(learned)
+        fields.take("version", exactly, VERSION)
+        tools = fields.take("tools", ToolHierarchy.loaded)
+        correction = fields.take("tilt", HistoryCorrection.loaded)
         self._tools, self._correction = tools, correction
 
 
@@ -130,7 +132,7 @@ class HistoryCorrection:
         Raises:
             ValueError: the state is malformed.
         """
-        made = cls()
-        made.weights = numbers(entry(saved, "weights"), *made.weights.shape)
-        made.squares = numbers(entry(saved, "squares"), *made.squares.shape, least=1e-6)
+        made, fields = cls(), Fields(saved)
+        made.weights = fields.take("weights", numbers, *made.weights.shape)
+        made.squares = fields.take("squares", numbers, *made.squares.shape, least=1e-6)
         return made

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.json_fields import Fields, items, strings
 from tiered_kv.policies.base import Rule, ToolUse
 from tiered_kv.policies.distribution import CELL_LOG_S, CELLS, GRID, Forecast, masses_of
 
 from .normal_inverse_gamma import NormalInverseGamma
-from .saved_state import entries, entry, numbers, words
+from .saved_state import numbers
 
 Array = NDArray[np.float64]
 
@@ -132,7 +133,7 @@ class ToolHierarchy:
         Raises:
             ValueError: the state is malformed.
         """
-        found = dict(_loaded(one) for one in entries(saved))
+        found = dict(_loaded(one) for one in map(Fields, items(saved)))
         if () not in found or len(found) > MAX_NODES + 1:
             raise ValueError("not a hierarchy of tools")
         made = cls()
@@ -172,12 +173,12 @@ def _dumped(path: tuple[str, ...], node: Node) -> dict[str, object]:
     }
 
 
-def _loaded(saved: object) -> tuple[tuple[str, ...], Node]:
-    seen, weight, mean, squares = numbers(entry(saved, "observed"), 4).tolist()
-    cells = numbers(entry(saved, "cells"), -1, least=0)
-    weights = numbers(entry(saved, "weights"), len(cells), least=0)
+def _loaded(saved: Fields) -> tuple[tuple[str, ...], Node]:
+    seen, weight, mean, squares = saved.take("observed", numbers, 4).tolist()
+    cells = saved.take("cells", numbers, -1, least=0)
+    weights = saved.take("weights", numbers, len(cells), least=0)
     if seen < 0 or weight < 0 or squares < 0 or (cells >= CELLS).any():
         raise ValueError("not observations of a tool")
     node = Node(int(seen), weight, mean, squares)
     node.histogram[cells.astype(np.intp)] = weights
-    return words(entry(saved, "path")), node
+    return saved.take("path", strings), node

@@ -14,7 +14,10 @@ counts:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
+
+from tiered_kv.json_fields import real, string, whole
 
 MAX_JOB_ID_CHARS = 512
 """Longest job id. It is kept as long as the job; a longer one is a mistake or an attack."""
@@ -74,11 +77,10 @@ def read_hints(
             read = _READERS.get(name)
             if read is None or given is None:
                 continue
-            value = read(given)
-            if value is None:
+            try:
+                found.setdefault(name, read(given))
+            except ValueError:
                 ignored += 1
-            else:
-                found.setdefault(name, value)
     sessions = [session_id]
     if isinstance(kv_transfer_params, _MAPPINGS):
         ignored += len(kv_transfer_params.keys() - _KNOWN)
@@ -86,8 +88,10 @@ def read_hints(
     job_id = found.get("job_id")
     for session in sessions:
         if job_id is None and session is not None:
-            job_id = _job_id(session)
-            ignored += job_id is None
+            try:
+                job_id = _job_id(session)
+            except ValueError:
+                ignored += 1
     return TurnHints(
         job_id,
         found.get("is_last_step", False),
@@ -98,33 +102,27 @@ def read_hints(
     )
 
 
-def _job_id(value: object) -> str | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value) if abs(value) < 2**64 else None
-    name = _text(value, MAX_JOB_ID_CHARS)
-    return None if name is None or name.startswith(INFERRED_PREFIX) else name
+def _job_id(value: object) -> str:
+    if type(value) is int:
+        return str(whole(value, 1 - 2**64, 2**64 - 1))
+    name = string(value, 1, MAX_JOB_ID_CHARS)
+    if name.startswith(INFERRED_PREFIX):
+        raise ValueError("a name of inferred jobs")
+    return name
 
 
-def _yes_or_no(value: object) -> bool | None:
-    return bool(value) if isinstance(value, int) and value in (0, 1) else None
-
-
-def _text(value: object, most: int) -> str | None:
-    return value if isinstance(value, str) and 0 < len(value) <= most else None
-
-
-def _seconds(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value <= MAX_EXPECTED_S else None
+def _yes_or_no(value: object) -> bool:
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError("neither true nor false")
 
 
 _READERS: dict[str, Callable[[object], Any]] = {
     "job_id": _job_id,
     "is_last_step": _yes_or_no,
-    "tool_name": lambda value: _text(value, MAX_TOOL_NAME_CHARS),
-    "tool_command": lambda value: _text(value, MAX_TOOL_COMMAND_CHARS),
-    "expected_tool_s": _seconds,
+    "tool_name": partial(string, least=1, most=MAX_TOOL_NAME_CHARS),
+    "tool_command": partial(string, least=1, most=MAX_TOOL_COMMAND_CHARS),
+    "expected_tool_s": partial(real, most=MAX_EXPECTED_S),
 }
 
 # tiered_kv is what answers carry: a client that sends an answer's parameters back is not wrong.

@@ -67,9 +67,13 @@ HALF = (66).to_bytes(8, "little") + json.dumps(
     {"a": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}}
 ).encode()
 
+DEEP = (200_000).to_bytes(8, "little") + b"[" * 200_000
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64, POINTER, HALF])
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, POINTER, HALF, DEEP])
 def test_files_that_are_not_there_yet_do_not_count(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path, LLAMA_8B)
     (folder / "model.safetensors").write_bytes(content)
+    assert weighed(folder).source.startswith("estimated")
+    (folder / INDEX).write_bytes(content)
     assert weighed(folder).source.startswith("estimated")

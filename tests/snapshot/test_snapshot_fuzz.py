@@ -16,11 +16,11 @@ import pytest
 from tests.snapshot.made_snapshots import FORMATS, ONE, check_whole, make, outline, with_pages
 from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import PageFormat
+from tiered_kv.json_fields import canonical
 from tiered_kv.snapshot.manifest import Manifest, SnapshotError, dump, load
 from tiered_kv.snapshot.pack import pack
 from tiered_kv.snapshot.page_file import decode_page, encode_page
 from tiered_kv.snapshot.reader import open_snapshot
-from tiered_kv.snapshot.strict_json import canonical
 
 MANIFESTS = 7000
 SEALED = 4000

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tiered_kv.json_fields import read_json
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
@@ -53,7 +54,7 @@ def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> 
 def _files(folder: Path) -> list[Path]:
     """Files of weights; none if one that the index names is missing."""
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json((folder / INDEX).read_bytes())["weight_map"].values())
         found = [folder / name for name in sorted(names)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
@@ -62,7 +63,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _indexed_bytes(index: Path) -> float | None:
     try:
-        total = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+        total = read_json(index.read_bytes())["metadata"]["total_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return float(total) if isinstance(total, (int, float)) and total > 0 else None
@@ -83,7 +84,7 @@ def _tensors(file: Path, element: int | None) -> Iterator[float]:
         room = file.stat().st_size - 8 - length
         if length > _MAX_HEADER or room < 0:
             raise ValueError("no header of safetensors")
-        header = json.loads(opened.read(length))
+        header = read_json(opened.read(length))
     for name, tensor in header.items():
         if name == "__metadata__":
             continue

@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from tiered_kv.json_fields import MOST_BYTES
 from tiered_kv.storage.disk.files import RealFiles, check_owner, open_plain
 from tiered_kv.storage.store.locks import try_lock
 
@@ -45,7 +46,6 @@ from .snapshot_files import (
     read_whole,
     write_durable,
 )
-from .strict_json import MOST_BYTES
 
 LOCK = "lock"
 

@@ -16,19 +16,23 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 from tiered_kv.codecs.base import ElementType, PageFormat, Section
 from tiered_kv.errors import TieredKVError
-
-from .strict_json import (
+from tiered_kv.json_fields import (
     Fields,
     canonical,
-    checked_text,
-    checked_whole,
+    exactly,
+    flag,
+    items,
+    mapping,
     parse,
     plain,
     plain_text,
+    real,
+    settings,
+    text,
+    whole,
 )
 
 FORMAT = "tiered-kv snapshot"
@@ -167,9 +171,9 @@ def load(data: bytes) -> Manifest:
         ) from None
 
 
-def is_sha256(text: object) -> bool:
-    """True if a text can be the digest of a page."""
-    return isinstance(text, str) and _SHA256.fullmatch(text) is not None
+def is_sha256(digest: object) -> bool:
+    """True for what can be the digest of a page."""
+    return isinstance(digest, str) and _SHA256.fullmatch(digest) is not None
 
 
 # -- writing ------------------------------------------------------------------------------
@@ -242,60 +246,61 @@ def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
 
 
 def _read(data: bytes) -> Manifest:
-    found = parse(data)
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
+    if not data.isascii():
+        raise ValueError("it has bytes that are not ASCII")
+    found = mapping(parse(data))
     fields = Fields(found)
-    if fields.take("format") != FORMAT:
-        raise ValueError("it is no manifest of a snapshot")
-    version = fields.take("version")
-    if version != VERSION or type(version) is not int:
+    fields.take("format", exactly, FORMAT)
+    version = fields.take("version", whole)
+    if version != VERSION:
         raise SnapshotError(
             f"the snapshot is of version {version!r:.40}, and version {VERSION} is known here: a "
             "version of tiered-kv is needed that knows the other"
         )
-    digest = fields.text("sha256")
+    digest = fields.take("sha256", text)
     rest = {name: value for name, value in found.items() if name != "sha256"}
     if sha256(canonical(rest)).hexdigest() != digest:
         raise ValueError("it is damaged")
-    ranks = fields.whole("ranks", 1, MOST_RANKS)
-    groups = _groups(fields.items("groups"))
-    token_ids = _token_ids(fields.items("token_ids"))
-    kv_tokens = fields.whole("kv_tokens", 0, len(token_ids))
-    stored_bytes = fields.whole("stored_bytes")
-    salt = fields.take("cache_salt")
-    parents = fields.items("parents")
-    if len(parents) > MOST_PARENTS:
-        raise ValueError(f"it has more than {MOST_PARENTS} parents")
+    ranks = fields.take("ranks", whole, 1, MOST_RANKS)
+    groups = fields.take("groups", _groups)
+    token_ids = fields.take("token_ids", _token_ids)
+    kv_tokens = fields.take("kv_tokens", whole, 0, len(token_ids))
+    stored_bytes = fields.take("stored_bytes", whole)
     manifest = Manifest(
-        created=fields.real("created", 0, MOST_SECONDS),
-        tiered_kv=fields.text("tiered_kv"),
-        vllm=fields.text("vllm"),
-        model=fields.text("model"),
+        created=fields.take("created", real, 0, MOST_SECONDS),
+        tiered_kv=fields.take("tiered_kv", text),
+        vllm=fields.take("vllm", text),
+        model=fields.take("model", text),
         ranks=ranks,
-        hash_tokens=fields.whole("hash_tokens", 1),
+        hash_tokens=fields.take("hash_tokens", whole, 1),
         groups=groups,
         token_ids=token_ids,
         kv_tokens=kv_tokens,
-        prompt_tokens=fields.whole("prompt_tokens", 0, len(token_ids)),
-        job=fields.text("job"),
-        turns=fields.whole("turns"),
-        parents=tuple(checked_text(one, "parents") for one in parents),
-        cache_salt=None if salt is None else checked_text(salt, "cache_salt"),
-        exact=fields.flag("exact"),
-        sampling=fields.settings("sampling"),
-        pages=tuple(_pages(fields.items("pages"), groups, ranks, kv_tokens)),
+        prompt_tokens=fields.take("prompt_tokens", whole, 0, len(token_ids)),
+        job=fields.take("job", text),
+        turns=fields.take("turns", whole),
+        parents=fields.take("parents", _parents),
+        cache_salt=fields.take("cache_salt", _text_or_none),
+        exact=fields.take("exact", flag),
+        sampling=fields.take("sampling", settings),
+        pages=fields.take("pages", _pages, groups, ranks, kv_tokens),
         stored_bytes=stored_bytes,
-        shared_bytes=fields.whole("shared_bytes", 0, stored_bytes),
+        shared_bytes=fields.take("shared_bytes", whole, 0, stored_bytes),
     )
     fields.done()
     return manifest
 
 
-def _groups(found: list[object]) -> tuple[SnapshotGroup, ...]:
-    if not 1 <= len(found) <= MOST_GROUPS:
-        raise ValueError(f"it has {len(found)} groups, and 1 to {MOST_GROUPS} can be")
-    groups = tuple(map(_group, found))
+def _parents(found: object) -> tuple[str, ...]:
+    return tuple(map(text, items(found, 0, MOST_PARENTS)))
+
+
+def _text_or_none(found: object) -> str | None:
+    return None if found is None else text(found)
+
+
+def _groups(found: object) -> tuple[SnapshotGroup, ...]:
+    groups = tuple(map(_group, items(found, 1, MOST_GROUPS)))
     if len({group.index for group in groups}) != len(groups):
         raise ValueError("two groups have one number")
     return groups
@@ -303,10 +308,10 @@ def _groups(found: list[object]) -> tuple[SnapshotGroup, ...]:
 
 def _group(found: object) -> SnapshotGroup:
     fields = Fields(found)
-    index, block_size = fields.whole("index"), fields.whole("block_size", 1)
-    told = (fields.text("element"), fields.whole("page_bytes", 1, MOST_PAGE_BYTES))
-    tokens = fields.whole("tokens", 0, (1 << 32) - 1)
-    sections = tuple(map(_section, fields.items("sections")))
+    index, block_size = fields.take("index", whole), fields.take("block_size", whole, 1)
+    told = (fields.take("element", text), fields.take("page_bytes", whole, 1, MOST_PAGE_BYTES))
+    tokens = fields.take("tokens", whole, 0, (1 << 32) - 1)
+    sections = fields.take("sections", _sections)
     page_format = PageFormat.of(sections, tokens) if sections else None
     if (
         page_format is None
@@ -314,48 +319,52 @@ def _group(found: object) -> SnapshotGroup:
         or (page_format.element.value, page_format.page_bytes) != told
     ):
         raise ValueError("the sections of a page are not those of the page")
-    fingerprint = fields.settings("fingerprint")
+    fingerprint = fields.take("fingerprint", settings)
     fields.done()
     return SnapshotGroup(index, block_size, page_format, fingerprint)
 
 
+def _sections(found: object) -> tuple[Section, ...]:
+    return tuple(map(_section, items(found)))
+
+
 def _section(found: object) -> Section:
-    if not isinstance(found, list) or len(found) != 2:
-        raise ValueError("a section is no pair")
-    element = _ELEMENTS.get(checked_text(found[0], "sections"))
+    name, nbytes = items(found, 2, 2)
+    element = _ELEMENTS.get(text(name))
     if element is None:
-        raise ValueError(f"a section of type {found[0]!r:.40}, not known here")
-    return Section(element, checked_whole(found[1], "sections", 1, MOST_PAGE_BYTES))
+        raise ValueError(f"elements of type {name!r:.40} are not known here")
+    return Section(element, whole(nbytes, 1, MOST_PAGE_BYTES))
 
 
-def _token_ids(found: list[Any]) -> tuple[int, ...]:
-    if found:
-        if set(map(type, found)) != {int}:
+def _token_ids(found: object) -> tuple[int, ...]:
+    tokens = items(found)
+    if tokens:
+        if set(map(type, tokens)) != {int}:
             raise ValueError("a token is no whole number")
-        if min(found) < 0 or max(found) > MOST_TOKEN:
+        if min(tokens) < 0 or max(tokens) > MOST_TOKEN:
             raise ValueError(f"a token is not between 0 and {MOST_TOKEN}")
-    return tuple(found)
+    return tuple(tokens)
 
 
 def _pages(
-    rows: list[object], groups: tuple[SnapshotGroup, ...], ranks: int, kv_tokens: int
-) -> Iterator[SnapshotPage]:
+    found: object, groups: tuple[SnapshotGroup, ...], ranks: int, kv_tokens: int
+) -> tuple[SnapshotPage, ...]:
     blocks = [-(-kv_tokens // group.block_size) for group in groups]
-    before = (-1, -1)
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 4:
-            raise ValueError("a page has no row of four")
-        group = checked_whole(row[0], "group of a page", 0, len(groups) - 1)
-        block = checked_whole(row[1], "block of a page", 0, blocks[group] - 1)
-        key, digests = row[2:]
+    pages, before = list[SnapshotPage](), (-1, -1)
+    for row in items(found):
+        group, block, key, digests = items(row, 4, 4)
+        if not whole(group) < len(groups):
+            raise ValueError(f"group {group} has no pages")
+        if not whole(block) < blocks[group]:
+            raise ValueError(f"block {block} of group {group} has no KV")
         if not isinstance(key, str) or _KEY.fullmatch(key) is None:
             raise ValueError("the key of a page is not hexadecimal")
-        if not isinstance(digests, list) or len(digests) != ranks:
-            raise ValueError(f"a page is not on each of {ranks} ranks")
-        if not all(map(is_sha256, digests)):
+        if not all(map(is_sha256, items(digests, ranks, ranks))):
             raise ValueError("a digest is none of SHA-256")
         if (group, block) <= before:
             raise ValueError("pages are twice there or out of order")
         before = (group, block)
-        for rank, digest in enumerate(digests):
-            yield SnapshotPage(group, block, rank, digest, key)
+        pages += (
+            SnapshotPage(group, block, rank, digest, key) for rank, digest in enumerate(digests)
+        )
+    return tuple(pages)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tiered_kv.codecs.base import PageFormat
+from tiered_kv.json_fields import plain
 from tiered_kv.vllm_versions import parse_version
 
 from .manifest import Manifest, SnapshotGroup
-from .strict_json import plain
 
 MOST_NAMES = 12
 """Names of settings that a sentence has."""

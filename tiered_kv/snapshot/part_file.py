@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from tiered_kv.json_fields import Fields, canonical, items, parse, text, whole
+
 from .manifest import MOST_RANKS, SnapshotPage, is_sha256
-from .strict_json import MOST_WHOLE, Fields, canonical, checked_text, checked_whole, parse
 
 _NAME = re.compile(r"part-(0|[1-9][0-9]{0,5})\.json")
 
@@ -74,22 +75,16 @@ class Part:
             ValueError: it is none.
         """
         fields = Fields(parse(data))
-        rank = fields.whole("rank", 0, MOST_RANKS - 1)
-        rows = fields.items("pages")
+        rank = fields.take("rank", whole, 0, MOST_RANKS - 1)
+        rows = fields.take("pages", items)
         files = {}
-        for digest, nbytes, origin in fields.items("files"):
+        for digest, nbytes, origin in fields.take("files", items):
             if not is_sha256(digest):
                 raise ValueError("a digest is none of SHA-256")
-            files[digest] = StoredPage(checked_whole(nbytes, "bytes", 1, 1 << 32), Origin(origin))
+            files[digest] = StoredPage(whole(nbytes, 1, 1 << 32), Origin(origin))
         fields.done()
         pages = tuple(
-            SnapshotPage(
-                checked_whole(group, "group", 0, MOST_WHOLE),
-                checked_whole(block, "block", 0, MOST_WHOLE),
-                rank,
-                digest,
-                checked_text(key, "key"),
-            )
+            SnapshotPage(whole(group), whole(block), rank, digest, text(key))
             for group, block, key, digest in rows
         )
         if {page.sha256 for page in pages} != files.keys():

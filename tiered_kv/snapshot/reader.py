@@ -22,12 +22,12 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, PageFormat
 from tiered_kv.codecs.scratch import Scratch
+from tiered_kv.json_fields import MOST_BYTES
 
 from .manifest import Manifest, SnapshotError, SnapshotPage, load
 from .page_file import decode_page, least_file_bytes, most_file_bytes
 from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill, read_whole
 from .stored_zip import Place, members
-from .strict_json import MOST_BYTES
 
 Result = TypeVar("Result")
 

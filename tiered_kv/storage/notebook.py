@@ -25,6 +25,7 @@ from typing import Any
 
 import xxhash
 
+from tiered_kv.json_fields import read_json
 from tiered_kv.storage.disk.files import check_owner, open_own
 from tiered_kv.storage.store.locks import try_lock
 
@@ -309,8 +310,8 @@ def _parse(line: bytes) -> _Said | None:
     if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != digest:
         return None
     try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
+        said = read_json(body)
+    except ValueError:
         return None
     match said:
         case {"name": str(), "fact": dict() | None} | {"without": str()}:

@@ -8,25 +8,25 @@ Operations of the engines: begun with one question, and asked about until they a
 Each look is a question of its own, so that others are answered meanwhile. An operation goes on
 whether or not somebody waits for it.
 
-Bodies of requests about snapshots, read without trusting them.
+Bodies of requests are read without trusting them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tiered_kv.config import ENV_PREFIX
 from tiered_kv.connectors.runtime.snapshots.capture import fresh_salt
+from tiered_kv.json_fields import flag, items, mapping, parse, real, text
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX, MAX_JOB_ID_CHARS
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.snapshot_files import check_name
@@ -57,86 +57,79 @@ class Field:
     """A field of a body.
 
     Attributes:
-        read: reads its value, given its name and what is there; raises a refusal.
-        default: value of a field that is not there; none if it is needed.
+        check: returns the field's value from what JSON gave, or raises ``ValueError``.
+        expected: what it may be, for the sentence of a refusal.
+        default: value if the body lacks the field; without one the field is needed.
     """
 
-    read: Callable[[str, object], Any]
+    check: Callable[[object], Any]
+    expected: str
     default: Any = _NEEDED
 
 
-def read_flag(name: str, value: object) -> bool:
-    """Read a field that is true or false."""
-    if not isinstance(value, bool):
-        raise Refusal(400, f"{name} is true or false.")
-    return value
+def _name_of_snapshot(value: object) -> str:
+    name = text(value)
+    if not is_name(name):
+        raise ValueError
+    return name
 
 
-def read_name(name: str, value: object) -> str:
-    """Read the name of a snapshot."""
-    if not isinstance(value, str) or not is_name(value):
-        raise Refusal(
-            400,
-            f"{name} is the name of a snapshot: a letter or digit, then up to 99 letters, digits, "
-            "dots, dashes and underscores, without .zip at the end.",
-        )
-    return value
+def _job_id(value: object) -> str:
+    """Id of an existing job. It may have any characters."""
+    return text(value, 1, MAX_JOB_ID_CHARS)
 
 
-def read_job_id(name: str, value: object) -> str:
-    """Read the id of a job that is there. It may have any characters."""
-    if not _may_be_job_id(value):
-        raise Refusal(
-            400, f"{name} is the id of a job: a text of 1 to {MAX_JOB_ID_CHARS} characters."
-        )
-    return str(value)
-
-
-def read_new_job_id(name: str, value: object) -> str:
-    """Read the id of a job that is to be: one that a client's turns can name."""
-    job = read_job_id(name, value)
+def _new_job_id(value: object) -> str:
+    """Id of a job that will be created: one that a client's turns can name."""
+    job = _job_id(value)
     if job.startswith(INFERRED_PREFIX):
-        raise Refusal(400, f"{name} begins with {INFERRED_PREFIX.strip()}, as no job's id may.")
+        raise ValueError
     return job
 
 
-def read_new_job_id_or_none(name: str, value: object) -> str | None:
-    """Read the id of a job that is to be; null names none."""
-    return None if value is None else read_new_job_id(name, value)
+def _new_job_id_or_none(value: object) -> str | None:
+    return None if value is None else _new_job_id(value)
 
 
-def read_new_job_ids(name: str, value: object) -> list[str]:
-    """Read the ids of jobs that are to be."""
-    if not isinstance(value, list) or not 1 <= len(value) <= MOST_FORKS:
-        raise Refusal(400, f"{name} is a list of 1 to {MOST_FORKS} ids of jobs.")
-    jobs = [read_new_job_id(f"Each of {name}", one) for one in value]
+def _new_job_ids(value: object) -> list[str]:
+    jobs = list(map(_new_job_id, items(value, 1, MOST_FORKS)))
     if len(set(jobs)) < len(jobs):
-        raise Refusal(400, f"{name} has an id twice: give each job its own.")
+        raise ValueError
     return jobs
 
 
-def read_timeout(name: str, value: object) -> float:
-    """Read how long to wait, seconds."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= MOST_TIMEOUT_S:  # type: ignore[operator]
-        raise Refusal(400, f"{name} is a number of seconds from 0 to {MOST_TIMEOUT_S:.0f}.")
-    return float(value)  # type: ignore[arg-type]
+def _timeout_s(value: object) -> float:
+    return real(value, 0.0, MOST_TIMEOUT_S)
 
+
+_FLAG = "true or false"
+_NAME = (
+    "the name of a snapshot: a letter or digit, then up to 99 letters, digits, dots, dashes and "
+    "underscores, without .zip at the end"
+)
+_JOB = f"the id of a job: a text of 1 to {MAX_JOB_ID_CHARS} characters"
+_NEW_JOB = f"{_JOB}, which must not begin with {INFERRED_PREFIX.strip()}"
+_NEW_JOBS = f"a list of 1 to {MOST_FORKS} different ids; each is {_NEW_JOB}"
+_SECONDS = f"a number of seconds from 0 to {MOST_TIMEOUT_S:.0f}"
 
 TIMEOUT = "timeout_s"
 _OF_ALL = {
-    "exact": Field(read_flag, False),
-    TIMEOUT: Field(read_timeout, DEFAULT_TIMEOUT_S),
+    "exact": Field(flag, _FLAG, False),
+    TIMEOUT: Field(_timeout_s, _SECONDS, DEFAULT_TIMEOUT_S),
 }
 SNAPSHOT = {
-    "job": Field(read_job_id),
-    "name": Field(read_name),
-    "wait_turn": Field(read_flag, False),
-    "stop": Field(read_flag, False),
+    "job": Field(_job_id, _JOB),
+    "name": Field(_name_of_snapshot, _NAME),
+    "wait_turn": Field(flag, _FLAG, False),
+    "stop": Field(flag, _FLAG, False),
     **_OF_ALL,
 }
-RESTORE = {"name": Field(read_name), "job": Field(read_new_job_id_or_none, None), **_OF_ALL}
-FORK = {"job": Field(read_job_id), "as": Field(read_new_job_ids), **_OF_ALL}
+RESTORE = {
+    "name": Field(_name_of_snapshot, _NAME),
+    "job": Field(_new_job_id_or_none, f"null or {_NEW_JOB}", None),
+    **_OF_ALL,
+}
+FORK = {"job": Field(_job_id, _JOB), "as": Field(_new_job_ids, _NEW_JOBS), **_OF_ALL}
 
 
 async def read_body(request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
@@ -159,18 +152,28 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
     Raises:
         Refusal: it is none.
     """
-    said = _parsed(body)
-    if not said.keys() <= fields.keys():
+    try:
+        given = mapping(parse(body))
+    except ValueError:
+        raise Refusal(400, "The body is not an object of JSON, or has a name twice.") from None
+    if not given.keys() <= fields.keys():
         raise Refusal(
             400, f"The body has a field that is not known here: known are {', '.join(fields)}."
         )
-    lacks = [name for name in fields if fields[name].default is _NEEDED and name not in said]
+    lacks = [name for name in fields if fields[name].default is _NEEDED and name not in given]
     if lacks:
         raise Refusal(400, f"The body lacks {' and '.join(lacks)}.")
     return {
-        name: one.read(name, said[name]) if name in said else one.default
+        name: _checked(name, one, given[name]) if name in given else one.default
         for name, one in fields.items()
     }
+
+
+def _checked(name: str, field: Field, value: object) -> Any:
+    try:
+        return field.check(value)
+    except ValueError:
+        raise Refusal(400, f"{name} must be {field.expected}.") from None
 
 
 async def _bytes(request: Request) -> bytes:
@@ -186,34 +189,6 @@ async def _bytes(request: Request) -> bytes:
     except ClientDisconnect:
         raise Refusal(400, "The body was not sent to its end.") from None
     return b"".join(pieces)
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    try:
-        said = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        raise Refusal(400, "The body is not JSON, or has a name twice.") from None
-    if not isinstance(said, dict):
-        raise Refusal(400, "The body is not an object of JSON.")
-    return said
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _may_be_job_id(value: object) -> bool:
-    """True for what a job may be called. Half a character cannot be sent to an engine."""
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_JOB_ID_CHARS:
-        return False
-    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 Ask = Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]

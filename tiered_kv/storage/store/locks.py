@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tiered_kv.json_fields import mapping, read_json
 from tiered_kv.storage.disk.files import open_plain
 
 LOCK_NAME = "lock"
@@ -154,12 +155,11 @@ def read_holder(path: Path) -> dict[str, object]:
     try:
         fd = open_plain(path, os.O_RDONLY)
         try:
-            holder = json.loads(os.pread(fd, _MOST_SAID, 0))
+            return dict(mapping(read_json(os.pread(fd, _MOST_SAID, 0))))
         finally:
             os.close(fd)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def _busy(path: Path) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.json_fields import mapping, read_json
 from tiered_kv.storage.disk.files import BLOCK, open_plain
 from tiered_kv.storage.store.locks import RETRY_S, try_lock
 
@@ -79,10 +80,9 @@ def owner_words() -> bytes:
 def parse_owner(block: bytes) -> dict[str, object]:
     """Parse the words in a file's first block; empty if there are none, or they are torn."""
     try:
-        words = json.loads(block[OWNER_AT:BLOCK].rstrip(b"\0"))
-    except (ValueError, RecursionError):
+        return dict(mapping(read_json(block[OWNER_AT:BLOCK].rstrip(b"\0"))))
+    except ValueError:
         return {}
-    return words if isinstance(words, dict) else {}
 
 
 def read_owner(path: Path) -> dict[str, object]:
