@@ -16,9 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from tiered_kv.storage.disk.files import open_own
-
 from .json_fields import mapping, read_json
+from .plain_files import open_own
 
 logger = logging.getLogger(__name__)
 

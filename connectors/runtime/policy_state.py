@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tiered_kv.json_fields import MOST_BYTES, Fields, exactly, mapping, read_json
+from tiered_kv.plain_files import check_owner, open_own
 from tiered_kv.policies.base import TurnPolicy
-from tiered_kv.storage.disk.files import check_owner, open_own
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.remote.open_pages import open_at
 from tiered_kv.keys import PageKey
+from tiered_kv.plain_files import open_plain
 from tiered_kv.remote import breaker
 from tiered_kv.storage import remote_pages
-from tiered_kv.storage.disk.files import open_plain
 from tiered_kv.storage.remote_pages import RemotePages
 from tiered_kv.storage.shared_root import own_folder
 from tiered_kv.testing.conformance.store import PAGE_FORMAT, page_bytes, page_key

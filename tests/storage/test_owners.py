@@ -11,10 +11,10 @@ from tests.transfer.memory_file.made_memory import open_in
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.errors import ConfigError
+from tiered_kv.plain_files import check_owner, open_own
 from tiered_kv.policies import registry
 from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.manifest import SnapshotError
-from tiered_kv.storage.disk.files import check_owner, open_own
 from tiered_kv.storage.notebook import NoNotebook, Notebook, folder_for_notes, open_notebook
 from tiered_kv.trace.trace_file import TraceFile
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.file_lock import short_owner
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.transfer.memory_file.memory_files import MemoryFile, list_memory
 from tiered_kv.transfer.memory_file.opening import delete_memory
@@ -142,7 +143,7 @@ def newest_s(one: MemoryFile) -> float | None:
 
 def row(one: MemoryFile) -> list[str]:
     """Row of a file under ``COLUMNS``."""
-    owner = f"process {one.owner.get('pid', '?')} on {one.owner.get('host', 'another host')}"
+    owner = short_owner(one.owner)
     if one.header is None:
         cells = [one.damage, "-", "-"]
     else:

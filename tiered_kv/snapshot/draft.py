@@ -29,9 +29,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from tiered_kv.file_lock import open_locked
 from tiered_kv.json_fields import MOST_BYTES
-from tiered_kv.storage.disk.files import RealFiles, check_owner, open_plain
-from tiered_kv.storage.store.locks import try_lock
+from tiered_kv.plain_files import check_owner, open_plain
+from tiered_kv.storage.disk.files import RealFiles
 
 from .manifest import Manifest, SnapshotError, SnapshotPage, dump
 from .page_file import PagePool
@@ -76,8 +77,9 @@ class Making:
             if folder:
                 make_folder(self.path)
             with contextlib.suppress(FileNotFoundError):  # a sweeper was faster
-                self.fd = _locked(_lock_of(self.path, folder), os.O_CREAT)
-                if self.fd >= 0:
+                fd = _locked(self.path, folder, os.O_CREAT)
+                if fd is not None:
+                    self.fd = fd
                     return
         raise OSError(errno.EBUSY, "others remove what is made there", str(parent))
 
@@ -125,32 +127,17 @@ def _sweep_one(path: Path) -> None:
     if path.is_symlink():
         return
     folder = path.is_dir()
-    fd = _locked(_lock_of(path, folder), os.O_CREAT if folder else 0)
-    if fd >= 0:
+    fd = _locked(path, folder, os.O_CREAT if folder else 0)
+    if fd is not None:
         try:
             _remove(path)
         finally:
             os.close(fd)
 
 
-def _locked(path: Path, create: int) -> int:
-    """Open and lock a file; -1 if somebody else has it, or it has no name any more.
-
-    Raises:
-        OSError: it cannot be opened, or the file system has no locks.
-    """
-    fd = open_plain(path, os.O_RDWR | create)
-    held = False
-    try:
-        held = try_lock(fd) and os.fstat(fd).st_nlink > 0
-    finally:
-        if not held:
-            os.close(fd)
-    return fd if held else -1
-
-
-def _lock_of(path: Path, folder: bool) -> Path:
-    return path / LOCK if folder else path
+def _locked(path: Path, folder: bool, create: int) -> int | None:
+    """Open and lock what is being made; None if another process has it."""
+    return open_locked(path / LOCK if folder else path, os.O_RDWR | create, tries=1)
 
 
 def _remove(path: Path) -> None:

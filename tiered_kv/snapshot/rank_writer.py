@@ -14,7 +14,8 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, PageFormat
 from tiered_kv.codecs.scratch import Scratch
-from tiered_kv.storage.disk.files import RealFiles, open_plain
+from tiered_kv.plain_files import open_plain
+from tiered_kv.storage.disk.files import RealFiles
 
 from .manifest import SnapshotError, SnapshotPage
 from .page_file import PagePool, decode_page, encode_page, least_file_bytes, most_file_bytes

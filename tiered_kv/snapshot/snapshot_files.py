@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.storage.disk.files import FOLDER_MODE, open_plain
+from tiered_kv.plain_files import FOLDER_MODE, open_plain
 
 from .manifest import SnapshotError
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import xxhash
 
+from tiered_kv.file_lock import try_lock
 from tiered_kv.json_fields import read_json
-from tiered_kv.storage.disk.files import check_owner, open_own
-from tiered_kv.storage.store.locks import try_lock
+from tiered_kv.plain_files import check_owner, open_own
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
-from tiered_kv.storage.disk.files import RealFiles, check_owner
+from tiered_kv.plain_files import check_owner
+from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.store.locks import StoreError
 from tiered_kv.storage.store.options import StoreOptions, io_threads

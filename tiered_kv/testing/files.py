@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tiered_kv.storage.disk.files import BLOCK, FILE_MODE, Access, Buffers, FileLayer, RealFiles
+from tiered_kv.plain_files import FILE_MODE
+from tiered_kv.storage.disk.files import BLOCK, Access, Buffers, FileLayer, RealFiles
 
 WRITING = (
     "make_folders",

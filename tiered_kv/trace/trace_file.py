@@ -13,7 +13,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiered_kv.storage.disk.files import check_owner
+from tiered_kv.file_lock import is_current, unlock
+from tiered_kv.plain_files import check_owner
 
 from .rotation import FILE_BYTES, make_room
 
@@ -87,17 +88,14 @@ class TraceFile:
         for _ in range(TRIES):
             with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(self._fd_now, fcntl.LOCK_EX)
-            ours = os.fstat(self._fd_now)
-            with contextlib.suppress(FileNotFoundError):
-                newest = self._path.stat()
-                if (newest.st_dev, newest.st_ino) == (ours.st_dev, ours.st_ino):
-                    return
+            if is_current(self._fd_now, self._path):
+                return
             self._open()  # closing the old one gave its lock back
 
     def _unlock(self) -> None:
         if self._fd is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                unlock(self._fd)
 
     def _write(self, data: bytes) -> None:
         if not self._introduced:

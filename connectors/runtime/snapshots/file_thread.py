@@ -12,12 +12,12 @@ from tiered_kv import __version__
 from tiered_kv.connectors.runtime.base import EngineFacts, Fingerprints
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import UNIDENTIFIED, UPDATED, Fingerprint
+from tiered_kv.plain_files import check_owner
 from tiered_kv.snapshot.draft import SnapshotDraft
 from tiered_kv.snapshot.manifest import Manifest, SnapshotError, SnapshotGroup
 from tiered_kv.snapshot.mismatch import EngineIdentity, mismatches
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 from tiered_kv.snapshot.snapshot_files import disk_errors
-from tiered_kv.storage.disk.files import check_owner
 
 from .capture import Captured
 from .context_pages import ContextNames

@@ -182,7 +182,7 @@ def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_folder, "LOOK_FOR_GONE_S", 0.0)
-    monkeypatch.setattr(own_folder, "_nobody_has", lambda _: True)  # locks do not reach other hosts
+    monkeypatch.setattr(own_folder, "is_locked", lambda _: False)  # locks do not reach other hosts
     gone, idle, ours = open_store(), open_store(), open_store()
     for at, store in enumerate((gone, idle, ours)):
         put_all(store, keys(f"page {at}"), [bytes(100_000)])

@@ -45,7 +45,7 @@ def test_the_folder_of_an_engine_that_only_reads_stays(
     lock = next(tmp_path.glob("*/lock"))
     os.utime(lock, (time.time() - TWO_DAYS_S,) * 2)  # the last write was two days ago
     if not locked:
-        monkeypatch.setattr(own_folder, "_nobody_has", lambda _: True)
+        monkeypatch.setattr(own_folder, "is_locked", lambda _: False)
         monkeypatch.setattr(own_folder, "SIGN_OF_LIFE_S", 0.0)
     if looks:
         assert reader.exists([one], soon()) == [Outcome.HIT]

@@ -19,8 +19,8 @@ from tests.transfer.memory_file.made_memory import (
     save,
     write_file,
 )
-from tiered_kv.storage.store.locks import try_lock
-from tiered_kv.transfer.memory_file.file_lock import MemoryBusyError, lock_file
+from tiered_kv.file_lock import try_lock
+from tiered_kv.transfer.memory_file.opening import MemoryBusyError, lock_file
 
 NAME = "0-0.slots"
 
@@ -201,7 +201,7 @@ def test_a_file_that_is_deleted_between_opening_and_locking_is_made_anew(
             (folder / NAME).unlink()
         return try_lock(fd)
 
-    monkeypatch.setattr("tiered_kv.transfer.memory_file.file_lock.try_lock", late)
+    monkeypatch.setattr("tiered_kv.file_lock.try_lock", late)
     memory = open_in(folder)
     assert not memory.adopted
     with pytest.raises(MemoryBusyError):

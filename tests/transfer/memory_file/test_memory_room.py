@@ -18,7 +18,8 @@ from tests.transfer.memory_file.made_memory import (
     save,
 )
 from tiered_kv.errors import ConfigError
-from tiered_kv.storage.disk.files import BLOCK, RealFiles, open_plain
+from tiered_kv.plain_files import open_plain
+from tiered_kv.storage.disk.files import BLOCK, RealFiles
 from tiered_kv.transfer.memory_file.opening import open_memory
 
 NAME = "0-0.slots"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered_kv.file_lock import is_locked, read_owner
 from tiered_kv.storage.store.folders import segment_files, store_folders
-from tiered_kv.storage.store.locks import LOCK_NAME, is_locked, read_holder
+from tiered_kv.storage.store.locks import LOCK_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class StoreInfo:
     replica: int
     rank: int
     locked: bool
-    holder: dict[str, object]
+    holder: Mapping[str, object]
     last_use: float
     segments: tuple[Path, ...]
     nbytes: int
@@ -62,7 +64,7 @@ def list_stores(root: Path) -> Listing:
                     replica=replica,
                     rank=rank,
                     locked=is_locked(lock),
-                    holder=read_holder(lock),
+                    holder=read_owner(lock),
                     last_use=lock.lstat().st_mtime,
                     segments=tuple(found.sizes),
                     nbytes=found.nbytes,

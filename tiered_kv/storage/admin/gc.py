@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered_kv.file_lock import short_owner
 from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.store.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
@@ -54,11 +55,7 @@ class Selection:
 
 def holder_of(store: StoreInfo) -> str:
     """Process that has a store open, as its lock names it; empty if none has."""
-    if not store.locked:
-        return ""
-    if "pid" not in store.holder:
-        return "another process"
-    return f"process {store.holder['pid']} on {store.holder.get('host', 'another host')}"
+    return short_owner(store.holder) if store.locked else ""
 
 
 def delete_store(store: StoreInfo) -> None:

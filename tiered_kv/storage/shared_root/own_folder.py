@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from secrets import token_bytes
 
+from tiered_kv.file_lock import is_locked, try_lock
+from tiered_kv.plain_files import FOLDER_MODE, open_plain
 from tiered_kv.remote.base import Outcome, Parts
-from tiered_kv.storage.disk.files import FOLDER_MODE, open_plain
-from tiered_kv.storage.store.locks import LOCK_NAME, try_lock
+from tiered_kv.storage.store.locks import LOCK_NAME
 
 from .index_entries import (
     HEAD_BYTES,
@@ -369,7 +370,7 @@ class OwnFolder:
         for folder in folders_in(self._root):
             with contextlib.suppress(OSError):
                 old = folder != self.folder and (folder / LOCK_NAME).stat().st_mtime < since
-                if old and is_writers(folder) and _nobody_has(folder):
+                if old and is_writers(folder) and not is_locked(folder / LOCK_NAME):
                     freed += sum(_packs_in(folder).values())
                     _delete_folder(folder)
         return freed
@@ -510,15 +511,6 @@ def _first_free(root: Path) -> tuple[Path, int]:
             raise
         os.close(fd)
     raise AssertionError
-
-
-def _nobody_has(folder: Path) -> bool:
-    """True if no process of this host has the folder, nor of another as far as locks reach."""
-    fd = open_plain(folder / LOCK_NAME, os.O_RDWR)
-    try:
-        return try_lock(fd)
-    finally:
-        os.close(fd)
 
 
 def _packs_in(folder: Path) -> dict[int, int]:

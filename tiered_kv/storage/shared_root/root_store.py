@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tiered_kv.plain_files import open_plain
 from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
 from tiered_kv.remote.breaker import Breaker, Complaint
-from tiered_kv.storage.disk.files import open_plain
 
 from .index_entries import Place
 from .own_folder import FULL, GONE, FolderReader, OwnFolder, folders_in, pack_name

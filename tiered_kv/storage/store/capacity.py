@@ -20,10 +20,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.storage.disk.files import FileLayer, open_plain
+from tiered_kv.file_lock import is_locked, open_locked
+from tiered_kv.storage.disk.files import FileLayer
 
 from .folders import begins_like_segment, segment_files, store_folders
-from .locks import LOCK_NAME, is_locked, try_lock
+from .locks import LOCK_NAME
 from .options import StoreOptions
 
 FRESH_S = 1.0
@@ -122,12 +123,12 @@ class Capacity:
             if freed >= nbytes:
                 break
             with contextlib.suppress(OSError):
-                fd = open_plain(folder / LOCK_NAME, os.O_RDWR)
-                try:
-                    if try_lock(fd):
+                fd = open_locked(folder / LOCK_NAME, os.O_RDWR, tries=1)
+                if fd is not None:
+                    try:
                         freed += self._delete_segments(folder, nbytes - freed)
-                finally:
-                    os.close(fd)
+                    finally:
+                        os.close(fd)
         return freed > 0
 
     def _delete_segments(self, folder: Path, nbytes: int) -> int:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiered_kv.storage.disk.files import BLOCK, open_plain
+from tiered_kv.plain_files import open_plain
+from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import SEGMENT_MAGIC
 
 from .locks import LOCK_NAME

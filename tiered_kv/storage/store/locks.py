@@ -1,4 +1,4 @@
-"""Locks of stores and roots, and what their holders say of themselves.
+"""Locks of stores and roots.
 
 A ``lock`` is held with flock for as long as its store is open, holds JSON naming the process,
 and was modified when the store was last used. A root's ``capacity.lock`` is held for moments.
@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
-import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiered_kv.json_fields import mapping, read_json
-from tiered_kv.storage.disk.files import open_plain
+from tiered_kv.file_lock import (
+    RETRY_S,
+    describe_owner,
+    open_locked,
+    owner_in_words,
+    read_owner,
+    try_lock,
+)
+from tiered_kv.plain_files import open_plain
 
 LOCK_NAME = "lock"
 CAPACITY_LOCK = "capacity.lock"
 CAPACITY_WAIT_S = 5.0
 """Longest wait for another process that is making room, seconds."""
-RETRY_S = 0.01
-"""Time between two attempts at a lock, seconds."""
-
-_TRIES = 5
-_MOST_SAID = 64 << 10
 
 
 class StoreError(Exception):
@@ -52,43 +50,25 @@ class StoreLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
-        self._fd = -1
         self._touched_at = time.monotonic()
-        for _ in range(_TRIES):
-            fd = open_plain(self.path, os.O_RDWR | os.O_CREAT)
-            if try_lock(fd) and self._is_current(fd) and not self._is_shared(fd):
-                self._fd = fd
-                break
-            os.close(fd)
-            time.sleep(RETRY_S)  # somebody may only be looking whether it is held
-        else:
-            raise StoreBusyError(_busy(self.path))
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "command": " ".join(sys.argv)[:500],
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        }
-        text = json.dumps(holder).encode()
+        self._fd = self._open()
+        while os.fstat(self._fd).st_nlink > 1:  # under another name it must stay as it is
+            self.path.unlink()
+            os.close(self._fd)
+            self._fd = self._open()
+        text = describe_owner()
         with contextlib.suppress(OSError):  # it locks without saying who, on a full disk
             os.pwrite(self._fd, text, 0)
             os.ftruncate(self._fd, len(text))
 
-    def _is_current(self, fd: int) -> bool:
-        """True if the file that was locked is still the one of that name."""
-        with contextlib.suppress(FileNotFoundError):
-            return os.fstat(fd).st_ino == self.path.stat().st_ino
-        return False
-
-    def _is_shared(self, fd: int) -> bool:
-        """True if the file that was locked has another name as well, under which it must stay.
-
-        It then gives up this name.
-        """
-        if os.fstat(fd).st_nlink <= 1:
-            return False
-        self.path.unlink()
-        return True
+    def _open(self) -> int:
+        fd = open_locked(self.path, os.O_RDWR | os.O_CREAT)
+        if fd is None:
+            raise StoreBusyError(
+                f"{self.path.parent} is in use by {owner_in_words(read_owner(self.path))}: stop "
+                "it, or give this engine another TIERED_KV_SSD_PATH"
+            )
+        return fd
 
     @property
     def held(self) -> bool:
@@ -129,66 +109,3 @@ def root_locked(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def try_lock(fd: int) -> bool:
-    """Lock an open file for as long as it stays open; False if somebody else has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def unlock(fd: int) -> None:
-    """Unlock an open file for whoever has a copy of its descriptor as well.
-
-    A child that was forked a moment ago has one until it runs.
-    """
-    fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def read_holder(path: Path) -> dict[str, object]:
-    """Read the words of the process that has or had the lock; empty if unknown."""
-    try:
-        fd = open_plain(path, os.O_RDONLY)
-        try:
-            return dict(mapping(read_json(os.pread(fd, _MOST_SAID, 0))))
-        finally:
-            os.close(fd)
-    except (OSError, ValueError):
-        return {}
-
-
-def _busy(path: Path) -> str:
-    holder = read_holder(path)
-    try:
-        who = (
-            f"process {holder['pid']} on {holder['host']} ({holder['command']}) "
-            f"since {holder['since']}"
-        )
-    except KeyError:
-        who = "another process"
-    return (
-        f"{path.parent} is in use by {who}: stop it, or give this engine another TIERED_KV_SSD_PATH"
-    )
-
-
-def is_locked(path: Path) -> bool:
-    """Test a lock file: True if somebody holds it.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-    """
-    fd = open_plain(path, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            return True
-        raise
-    finally:
-        os.close(fd)
-    return False

@@ -24,9 +24,10 @@ from pathlib import Path
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
+from tiered_kv.plain_files import check_owner
 from tiered_kv.storage.base import PageStore, put_present
 from tiered_kv.storage.disk.aligned import BufferPool
-from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, check_owner, takes_direct
+from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_direct
 
 from .capacity import Capacity
 from .catalogue import Catalogue

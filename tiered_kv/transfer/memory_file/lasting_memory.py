@@ -54,9 +54,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tiered_kv.file_lock import unlock
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.storage.store.locks import unlock
 
 from .memory_format import ENTRY_BYTES, BundleHeader, FileHeader, SlotHeader
 from .slot_table import BundleNote, SlotTable, pack_note, parse_note

@@ -8,19 +8,20 @@ reported.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.storage.disk.files import BLOCK, RealFiles, open_plain, read_exactly
+from tiered_kv.file_lock import is_locked, read_owner
+from tiered_kv.plain_files import open_plain
+from tiered_kv.storage.disk.files import BLOCK, RealFiles, read_exactly
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.storage.store.locks import is_locked
 
-from .file_lock import SETTING, parse_owner
-from .memory_format import ENTRY_BYTES, FileHeader, ForeignError
-from .opening import FILE_NAME, header_of
+from .memory_format import ENTRY_BYTES, OWNER_AT, OWNER_BYTES, FileHeader, ForeignError
+from .opening import FILE_NAME, SETTING, header_of
 from .slot_table import SlotTable
 
 
@@ -43,7 +44,7 @@ class MemoryFile:
     path: Path
     nbytes: int
     locked: bool
-    owner: dict[str, object]
+    owner: Mapping[str, object]
     header: FileHeader | None
     damage: str = ""
     pages: int = 0
@@ -89,11 +90,10 @@ def list_memory(folder: Path) -> MemoryListing:
 
 
 def _describe(path: Path) -> MemoryFile:
-    locked = is_locked(path)
+    locked, owner = is_locked(path), read_owner(path, OWNER_AT, OWNER_BYTES)
     fd = open_plain(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
-        owner = parse_owner(os.pread(fd, BLOCK, 0))
         try:
             header = header_of(fd, size)
         except ForeignError:

@@ -60,7 +60,8 @@ from tiered_kv.storage.segment.format import MAX_PAGE_BYTES, MIN_KEY_BYTES, Form
 VERSION = 1
 MAGIC = b"TKVMEM\0\0"
 OWNER_AT = 2048
-"""Offset of the words about the last process, which end with the first block."""
+OWNER_BYTES = BLOCK - OWNER_AT
+"""Place of the words about the last process."""
 ENTRY_BYTES = 128
 """Size of a slot's header."""
 MAX_KEY_BYTES = 76

@@ -35,14 +35,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.storage.disk.files import BLOCK, FILE_MODE, RealFiles, check_owner, open_plain
+from tiered_kv.file_lock import (
+    describe_owner,
+    is_current,
+    open_locked,
+    owner_in_words,
+    read_owner,
+)
+from tiered_kv.plain_files import FILE_MODE, check_owner, open_plain
+from tiered_kv.storage.disk.files import BLOCK, RealFiles
 from tiered_kv.storage.segment.format import FormatError, seconds_now
 
-from .file_lock import SETTING, is_current, lock_file, owner_words
 from .lasting_memory import LastingMemory
 from .memory_format import (
     MAGIC,
     OWNER_AT,
+    OWNER_BYTES,
     FileHeader,
     ForeignError,
     Geometry,
@@ -50,9 +58,15 @@ from .memory_format import (
     parse_file_header,
 )
 
+SETTING = "TIERED_KV_CPU_PATH"
+"""Variable that names the folder of memory files."""
 SUFFIX = ".slots"
 FILE_NAME = re.compile(rf"([0-9]+)-([0-9]+){re.escape(SUFFIX)}")
 """Name of a memory file: of its replica, and of its rank."""
+
+
+class MemoryBusyError(ConfigError):
+    """Another process has the file."""
 
 
 def memory_path(folder: Path, replica: int, rank: int) -> Path:
@@ -81,6 +95,28 @@ def header_of(fd: int, size: int) -> FileHeader | None:
     if size != header.size:
         raise FormatError(f"it has {size} bytes and should have {header.size}")
     return header
+
+
+def lock_file(path: Path, *, make: bool) -> int:
+    """Open a memory file and lock it for as long as the descriptor is open.
+
+    The file is mapped by another descriptor: Python keeps a copy of that one, which a forked child
+    would inherit, and the lock with it.
+
+    Args:
+        make: make an empty file if there is none.
+
+    Raises:
+        MemoryBusyError: another process has it; the sentence names that.
+        OSError: the file is missing, or cannot be opened.
+    """
+    fd = open_locked(path, os.O_RDWR | (os.O_CREAT if make else 0))
+    if fd is None:
+        owner = owner_in_words(read_owner(path, OWNER_AT, OWNER_BYTES))
+        raise MemoryBusyError(
+            f"{path} is in use by {owner}: stop it, or give this engine another {SETTING}"
+        )
+    return fd
 
 
 def delete_memory(path: Path) -> int:
@@ -254,7 +290,7 @@ def _make(path: Path, fd: int, geometry: Geometry) -> FileHeader:
 def _write_owner(path: Path, fd: int) -> None:
     """Write who has a file into its first block. Files on hugetlbfs take no other writes."""
     with _map(path, fd, min(block_of(fd), os.fstat(fd).st_size)) as first:
-        first[OWNER_AT:BLOCK] = owner_words()
+        first[OWNER_AT:BLOCK] = describe_owner(OWNER_BYTES).ljust(OWNER_BYTES, b"\0")
 
 
 def _map(path: Path, fd: int, size: int) -> mmap.mmap:

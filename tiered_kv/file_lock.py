@@ -1,0 +1,144 @@
+"""Locks of files, and what their owners write about themselves.
+
+A lock is flock on an open file: a lock file next to the data, or the data file itself. It lasts
+until the descriptor is closed, so it ends with its process, however that ends. A descriptor that is
+also mapped or inherited keeps it longer.
+
+The library filelock (4.2) has ``try_lock`` and ``unlock`` as ``lock_descriptor`` and
+``unlock_descriptor``. The rest it lacks: its native locks do not say who holds them, cannot be
+tested without being taken, open their file for writing even to test it, and may be those of a file
+that has lost its name to another. It would replace 10 lines here, and takes 10 ms to import.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from errno import EACCES, EWOULDBLOCK
+from pathlib import Path
+
+from .json_fields import mapping, read_json
+from .plain_files import open_plain
+
+RETRY_S = 0.01
+"""Time between two attempts at a lock, seconds."""
+TRIES = 5
+MOST_OWNER_BYTES = 64 << 10
+_MOST_OF_COMMAND = 500
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file for as long as it stays open; False if another descriptor has it locked.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    return _flock(fd, fcntl.LOCK_EX)
+
+
+def _flock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (EWOULDBLOCK, EACCES):
+            return False
+        raise
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Unlock an open file, also for copies of its descriptor.
+
+    A child that was forked a moment ago has a copy until it executes its program.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def open_locked(path: Path, flags: int, tries: int = TRIES) -> int | None:
+    """Open a plain file and lock it; None if another process has it locked.
+
+    Args:
+        tries: attempts, since a process that only tests the lock has it for a moment.
+
+    Raises:
+        OSError: the file is missing or cannot be opened, or the file system has no locks.
+    """
+    for attempt in range(tries):
+        if attempt:
+            time.sleep(RETRY_S)
+        fd, locked = open_plain(path, flags), False
+        try:
+            locked = try_lock(fd) and is_current(fd, path)
+        finally:
+            if not locked:
+                os.close(fd)
+        if locked:
+            return fd
+    return None
+
+
+def is_current(fd: int, path: Path) -> bool:
+    """True if an open file is still the file of that name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False
+
+
+def is_locked(path: Path) -> bool:
+    """Test whether a process has a file locked, for which the file need only be readable.
+
+    Raises:
+        OSError: the file is missing, or cannot be read.
+    """
+    fd = open_plain(path, os.O_RDONLY)
+    try:
+        return not _flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def describe_owner(most: int = MOST_OWNER_BYTES) -> bytes:
+    """Describe this process in at most ``most`` bytes of JSON, for the file that it has locked."""
+    words = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": " ".join(sys.argv)[:_MOST_OF_COMMAND],
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    text = json.dumps(words).encode()
+    # Characters outside ASCII take up to 12 bytes.
+    return text if len(text) <= most else json.dumps({**words, "command": ""}).encode()
+
+
+def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> Mapping[str, object]:
+    """Read the process that has or had a file, as it described itself there and zeros follow; empty
+    if unknown or torn."""
+    try:
+        fd = open_plain(path, os.O_RDONLY)
+        try:
+            return dict(mapping(read_json(os.pread(fd, nbytes, offset).rstrip(b"\0"))))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return {}
+
+
+def owner_in_words(owner: Mapping[str, object]) -> str:
+    """Phrase that names a process, when it began and what it runs."""
+    try:
+        return "process {pid} on {host} ({command}) since {since}".format_map(owner)
+    except KeyError:
+        return "another process"
+
+
+def short_owner(owner: Mapping[str, object]) -> str:
+    """Phrase that names a process."""
+    if "pid" not in owner:
+        return "another process"
+    return f"process {owner['pid']} on {owner.get('host', 'another host')}"
