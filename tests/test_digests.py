@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -167,6 +168,19 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, read: li
     assert digest_files([path], nowhere) == digest_files([path], nowhere)
 
     assert len(read) == 2
+
+
+@pytest.mark.usefixtures("all_are_cached")
+def test_a_cache_that_cannot_be_replaced_leaves_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (path,) = weights(tmp_path, a=b"1")
+    monkeypatch.setattr(Path, "replace", full)
+    digest_files([path], tmp_path / "cache" / "digests.json")
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
 
 from .json_fields import mapping, read_json
-from .plain_files import open_own
+from .plain_files import open_own, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,6 @@ def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
     """Replace the whole cache file. A failure only costs time."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
-            json.dump(entries, file)
-        Path(file.name).replace(cache)
+        os.close(replace_file(cache, json.dumps(entries).encode(), durable=False))
     except OSError as error:
         logger.info("digest cache %s not written: %s", cache, error)

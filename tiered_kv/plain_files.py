@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 FILE_MODE = 0o600
@@ -75,3 +78,49 @@ def _owner_of_new_files(folder: Path) -> int | None:
 
 def _foreign(path: Path, owner: int) -> PermissionError:
     return PermissionError(errno.EPERM, f"it belongs to another user ({owner})", str(path))
+
+
+def write_all(fd: int, parts: Iterable[bytes | memoryview]) -> int:
+    """Write all of these bytes, one part after the other; returns their number.
+
+    Raises:
+        OSError: the disk is full, or failed; any part may have been written.
+    """
+    total = 0
+    for part in parts:
+        left = memoryview(part).cast("B")
+        total += left.nbytes
+        while left:
+            left = left[os.write(fd, left) :]
+    return total
+
+
+def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable: bool) -> int:
+    """Write a file under another name, which then takes the place of ``path``: a reader finds the
+    old file or the new one, whole.
+
+    Args:
+        beside: the other name; by default one that no other process chooses. A file of that name is
+            removed.
+        durable: make its contents survive a power cut before it takes the place.
+
+    Returns:
+        A descriptor of the new file, open for appending.
+
+    Raises:
+        OSError: it could not be written; the old file is still there, and no other.
+    """
+    beside = beside or path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    beside.unlink(missing_ok=True)
+    fd = open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+    try:
+        write_all(fd, [data])
+        if durable:
+            os.fdatasync(fd)
+        beside.replace(path)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            beside.unlink()  # the space that it takes
+        raise
+    return fd

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tiered_kv.json_fields import MOST_BYTES, Fields, exactly, mapping, read_json
-from tiered_kv.plain_files import check_owner, open_own
+from tiered_kv.plain_files import check_owner, open_own, replace_file
 from tiered_kv.policies.base import TurnPolicy
 
 logger = logging.getLogger(__name__)
@@ -82,20 +82,11 @@ class PolicyState:
         if not learned:
             return
         said = {"version": VERSION, "policy": self._name, "learned": learned}
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             check_owner(path.parent)
-            beside.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with os.fdopen(open_own(beside, flags), "w", encoding="utf-8") as file:
-                json.dump(said, file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
+            os.close(replace_file(path, json.dumps(said).encode(), durable=True))
         except (OSError, ValueError, TypeError) as error:
             if not self._failed:
                 self._failed = True
                 logger.warning("what was learned cannot be kept in %s: %s", path, error)
-            with contextlib.suppress(OSError):
-                beside.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,3 +145,23 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
     PolicyState(policy, tmp_path, "counting").close()
     assert [path.name for path in tmp_path.iterdir()] == ["policy-counting.json"]
     assert loaded(tmp_path) == 7
+
+
+def test_two_engines_of_one_process_number_save_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engines of two containers both have number 1."""
+    one, other = (PolicyState(learned(n), tmp_path, "counting") for n in (1, 2))
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    waiting = [other]
+
+    def sync(fd: int) -> None:
+        if waiting:
+            waiting.pop().close()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    one.close()
+    assert not caplog.records
+    assert [path.name for path in tmp_path.iterdir()] == ["policy-counting.json"]
+    assert loaded(tmp_path) == 1

@@ -31,7 +31,7 @@ from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.pack import pack, unpack
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 
-STEPS = ("open", "write", "writev", "fsync", "rename", "link", "unlink", "mkdir", "rmdir")
+STEPS = ("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir")
 """Calls of the operating system that change something, or soon will."""
 
 LONGER = outline(PLAIN, ranks=2, tokens=60)
@@ -48,9 +48,9 @@ def die_at(moment: int) -> None:
         def step(*arguments: Any, **options: Any) -> Any:
             with lock:
                 if next(steps) == moment:
-                    if name == "writev":
-                        some = arguments[1][0]
-                        original(arguments[0], [some[: len(some) // 2]])
+                    if name == "write":
+                        some = arguments[1]
+                        original(arguments[0], some[: len(some) // 2])
                     os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments, **options)
 

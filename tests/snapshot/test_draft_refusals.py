@@ -183,7 +183,7 @@ def test_a_writer_that_lost_a_page_does_not_finish(
     with SnapshotDraft.begin(tmp_path, "one") as draft:
         writer = PageWriter(draft.folder, 0)
         with monkeypatch.context() as patched:
-            patched.setattr(os, "writev", full)
+            patched.setattr(os, "write", full)
             with pytest.raises(SnapshotError, match="No space left on device"):
                 writer.add(0, 0, b"key", BF16, page_of(GROUPS[0], 0, 0))
         writer.add(0, 1, b"key", BF16, page_of(GROUPS[0], 0, 0))  # the same bytes
@@ -195,7 +195,7 @@ def test_a_disk_that_takes_a_little_at_a_time_is_written_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write
-    monkeypatch.setattr(os, "writev", lambda fd, parts: write(fd, parts[0][:100]))
+    monkeypatch.setattr(os, "write", lambda fd, part: write(fd, part[:100]))
     make(tmp_path, "one")
     with open_snapshot(tmp_path / "one") as snapshot:
         check_whole(snapshot)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.plain_files import FOLDER_MODE, open_plain
+from tiered_kv.plain_files import FOLDER_MODE, open_plain, write_all
 
 from .manifest import SnapshotError
 
@@ -79,30 +79,10 @@ def write_durable(path: Path, data: bytes) -> None:
     """
     fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        write_all(fd, [memoryview(data)])
+        write_all(fd, [data])
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def write_all(fd: int, parts: Sequence[memoryview]) -> int:
-    """Write all of these bytes, one after the other.
-
-    Returns:
-        Number of bytes.
-
-    Raises:
-        OSError: the disk is full, or failed.
-    """
-    left = [part for part in parts if part.nbytes]
-    total = sum(part.nbytes for part in left)
-    while left:
-        written = os.writev(fd, left)
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
-        if written:
-            left[0] = left[0][written:]
-    return total
 
 
 def sync_file(path: Path) -> None:

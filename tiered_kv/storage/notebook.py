@@ -27,7 +27,7 @@ import xxhash
 
 from tiered_kv.file_lock import try_lock
 from tiered_kv.json_fields import read_json
-from tiered_kv.plain_files import check_owner, open_own
+from tiered_kv.plain_files import check_owner, open_own, replace_file, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -188,32 +188,19 @@ class Notebook(NoNotebook):
             strikes: True if a line strikes facts out.
         """
         try:
-            _write(self._fd, data)
-            self._written += len(data)
+            self._written += write_all(self._fd, [data])
         except OSError:
             os.ftruncate(self._fd, self._written)  # part of a line would spoil the next one
             if not strikes:
                 raise
             os.ftruncate(self._fd, 0)
             self._written = 0
-            data = b"".join(self._lines.values())
-            _write(self._fd, data)
-            self._written = len(data)
+            self._written = write_all(self._fd, self._lines.values())
 
     def _rewrite(self) -> int:
         """Write the file anew, with a line for each fact; returns its size."""
-        beside = self.path.with_suffix(".new")
-        beside.unlink(missing_ok=True)
-        fd = open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        try:
-            data = b"".join(self._lines.values())
-            _write(fd, data)
-            beside.replace(self.path)
-        except BaseException:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            raise
+        data = b"".join(self._lines.values())
+        fd = replace_file(self.path, data, beside=self.path.with_suffix(".new"), durable=False)
         os.close(self._fd)
         self._fd = fd
         return len(data)
@@ -318,9 +305,3 @@ def _parse(line: bytes) -> _Said | None:
             return dict(said)
         case _:
             return None
-
-
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]

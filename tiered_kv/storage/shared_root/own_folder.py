@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_bytes
 
 from tiered_kv.file_lock import is_locked, try_lock
-from tiered_kv.plain_files import FOLDER_MODE, open_plain
+from tiered_kv.plain_files import FOLDER_MODE, open_plain, replace_file
 from tiered_kv.remote.base import Outcome, Parts
 from tiered_kv.storage.store.locks import LOCK_NAME
 
@@ -428,22 +428,10 @@ class OwnFolder:
         self._number = token_bytes(NUMBER_BYTES)
         places = self.contents.places
         entries = [Entry(Kind.VALUE, name, place) for name, place in places.items()]
-        path = self.folder / _NEW_INDEX
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # of a process that was killed here
-        fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            _write(fd, [head_of(self._number), pack_entries(entries, self._number)], 0)
-            os.fdatasync(fd)
-            self._index_bytes = os.fstat(fd).st_size
-            path.replace(self.folder / INDEX_NAME)
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()  # the room that it has
-            raise
-        finally:
-            os.close(fd)
-        self._entries = len(entries)
+        data = head_of(self._number) + pack_entries(entries, self._number)
+        index, beside = self.folder / INDEX_NAME, self.folder / _NEW_INDEX
+        os.close(replace_file(index, data, beside=beside, durable=True))
+        self._entries, self._index_bytes = len(entries), len(data)
         self._torn = False
 
 
