@@ -27,7 +27,7 @@ from tiered_kv.json_fields import MOST_BYTES
 from .manifest import Manifest, SnapshotError, SnapshotPage, load
 from .page_file import decode_page, least_file_bytes, most_file_bytes
 from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill, read_whole
-from .stored_zip import Place, members
+from .stored_zip import ZipEntry, members
 
 Result = TypeVar("Result")
 
@@ -273,12 +273,12 @@ def _zip_source(fd: int) -> _Source:
     )
 
 
-def _size_at(places: dict[str, Place], digest: str) -> int | None:
+def _size_at(places: dict[str, ZipEntry], digest: str) -> int | None:
     place = places.get(digest)
     return None if place is None else place.nbytes
 
 
-def _read_at(fd: int, places: dict[str, Place], digest: str, out: Bytes) -> None:
+def _read_at(fd: int, places: dict[str, ZipEntry], digest: str, out: Bytes) -> None:
     fill(fd, places[digest].offset, out)
 
 
