@@ -45,7 +45,7 @@ from .snapshot_files import (
     disk_errors,
     make_folder,
     read_whole,
-    write_durable,
+    write_new,
 )
 
 LOCK = "lock"
@@ -112,6 +112,16 @@ class Making:
             _remove(self.path)
         os.close(self.fd)
         self.fd = -1
+
+
+def refuse_taken(path: Path) -> None:
+    """Check that nothing has a name.
+
+    Raises:
+        SnapshotError: something has it.
+    """
+    if os.path.lexists(path):
+        raise SnapshotError(f"there is {path} already: give another name, or remove that one")
 
 
 def sweep(parent: Path) -> None:
@@ -222,7 +232,7 @@ class SnapshotDraft:
                 stored_bytes=sum(one.nbytes for one in files.values()),
                 shared_bytes=sum(shared),
             )
-            write_durable(self.folder / MANIFEST, dump(whole))
+            write_new(self.folder / MANIFEST, [dump(whole)], durable=True)
             RealFiles().sync_folder(self.folder / PAGES)
             RealFiles().sync_folder(self.folder)
             _refuse_taken(self._path)
@@ -319,8 +329,7 @@ def _files_of(parts: Iterable[Part]) -> dict[str, StoredPage]:
 
 def _refuse_taken(path: Path) -> None:
     for taken in (path, path.with_name(path.name + ZIP)):
-        if os.path.lexists(taken):
-            raise SnapshotError(f"there is {taken} already: give another name, or remove that one")
+        refuse_taken(taken)
 
 
 def _sweep_locks(root: Path) -> None:

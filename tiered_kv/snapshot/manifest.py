@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 
 from tiered_kv.codecs.base import ElementType, PageFormat, Section
@@ -146,9 +146,9 @@ def dump(manifest: Manifest) -> bytes:
         SnapshotError: it does not agree with itself, or is too large to be read again.
     """
     try:
-        fields = _fields(manifest)
-        digest = sha256(canonical(fields)).hexdigest()
-        data = canonical({"sha256": digest, **fields}) + b"\n"
+        values = _fields(manifest)
+        digest = sha256(canonical(values)).hexdigest()
+        data = canonical({"sha256": digest, **values}) + b"\n"
         _read(data)  # what could not be read again must not be written
     except ValueError as error:
         raise SnapshotError(
@@ -181,31 +181,21 @@ def is_sha256(digest: object) -> bool:
 
 def _fields(manifest: Manifest) -> dict[str, object]:
     return {
+        **{field.name: getattr(manifest, field.name) for field in fields(manifest)},
         "format": FORMAT,
         "version": VERSION,
-        "created": manifest.created,
         "tiered_kv": plain_text(manifest.tiered_kv),
         "vllm": plain_text(manifest.vllm),
         "model": plain_text(manifest.model),
-        "ranks": manifest.ranks,
-        "hash_tokens": manifest.hash_tokens,
-        "groups": [_group_fields(group) for group in manifest.groups],
+        "groups": [group_fields(group) for group in manifest.groups],
         "token_ids": list(map(int, manifest.token_ids)),
-        "kv_tokens": manifest.kv_tokens,
-        "prompt_tokens": manifest.prompt_tokens,
-        "job": manifest.job,
-        "turns": manifest.turns,
-        "parents": list(manifest.parents),
-        "cache_salt": manifest.cache_salt,
-        "exact": manifest.exact,
         "sampling": plain(manifest.sampling),
         "pages": list(_rows(manifest.pages, manifest.ranks)),
-        "stored_bytes": manifest.stored_bytes,
-        "shared_bytes": manifest.shared_bytes,
     }
 
 
-def _group_fields(group: SnapshotGroup) -> dict[str, object]:
+def group_fields(group: SnapshotGroup) -> dict[str, object]:
+    """A group as JSON has it."""
     of = group.page_format
     return {
         "index": group.index,
@@ -249,45 +239,45 @@ def _read(data: bytes) -> Manifest:
     if not data.isascii():
         raise ValueError("it has bytes that are not ASCII")
     found = mapping(parse(data))
-    fields = Fields(found)
-    fields.take("format", exactly, FORMAT)
-    version = fields.take("version", whole)
+    given = Fields(found)
+    given.take("format", exactly, FORMAT)
+    version = given.take("version", whole)
     if version != VERSION:
         raise SnapshotError(
             f"the snapshot is of version {version!r:.40}, and version {VERSION} is known here: a "
             "version of tiered-kv is needed that knows the other"
         )
-    digest = fields.take("sha256", text)
+    digest = given.take("sha256", text)
     rest = {name: value for name, value in found.items() if name != "sha256"}
     if sha256(canonical(rest)).hexdigest() != digest:
         raise ValueError("it is damaged")
-    ranks = fields.take("ranks", whole, 1, MOST_RANKS)
-    groups = fields.take("groups", _groups)
-    token_ids = fields.take("token_ids", _token_ids)
-    kv_tokens = fields.take("kv_tokens", whole, 0, len(token_ids))
-    stored_bytes = fields.take("stored_bytes", whole)
+    ranks = given.take("ranks", whole, 1, MOST_RANKS)
+    groups = given.take("groups", _groups)
+    token_ids = given.take("token_ids", _token_ids)
+    kv_tokens = given.take("kv_tokens", whole, 0, len(token_ids))
+    stored_bytes = given.take("stored_bytes", whole)
     manifest = Manifest(
-        created=fields.take("created", real, 0, MOST_SECONDS),
-        tiered_kv=fields.take("tiered_kv", text),
-        vllm=fields.take("vllm", text),
-        model=fields.take("model", text),
+        created=given.take("created", real, 0, MOST_SECONDS),
+        tiered_kv=given.take("tiered_kv", text),
+        vllm=given.take("vllm", text),
+        model=given.take("model", text),
         ranks=ranks,
-        hash_tokens=fields.take("hash_tokens", whole, 1),
+        hash_tokens=given.take("hash_tokens", whole, 1),
         groups=groups,
         token_ids=token_ids,
         kv_tokens=kv_tokens,
-        prompt_tokens=fields.take("prompt_tokens", whole, 0, len(token_ids)),
-        job=fields.take("job", text),
-        turns=fields.take("turns", whole),
-        parents=fields.take("parents", _parents),
-        cache_salt=fields.take("cache_salt", _text_or_none),
-        exact=fields.take("exact", flag),
-        sampling=fields.take("sampling", settings),
-        pages=fields.take("pages", _pages, groups, ranks, kv_tokens),
+        prompt_tokens=given.take("prompt_tokens", whole, 0, len(token_ids)),
+        job=given.take("job", text),
+        turns=given.take("turns", whole),
+        parents=given.take("parents", _parents),
+        cache_salt=given.take("cache_salt", _text_or_none),
+        exact=given.take("exact", flag),
+        sampling=given.take("sampling", settings),
+        pages=given.take("pages", _pages, groups, ranks, kv_tokens),
         stored_bytes=stored_bytes,
-        shared_bytes=fields.take("shared_bytes", whole, 0, stored_bytes),
+        shared_bytes=given.take("shared_bytes", whole, 0, stored_bytes),
     )
-    fields.done()
+    given.done()
     return manifest
 
 
@@ -307,11 +297,11 @@ def _groups(found: object) -> tuple[SnapshotGroup, ...]:
 
 
 def _group(found: object) -> SnapshotGroup:
-    fields = Fields(found)
-    index, block_size = fields.take("index", whole), fields.take("block_size", whole, 1)
-    told = (fields.take("element", text), fields.take("page_bytes", whole, 1, MOST_PAGE_BYTES))
-    tokens = fields.take("tokens", whole, 0, (1 << 32) - 1)
-    sections = fields.take("sections", _sections)
+    given = Fields(found)
+    index, block_size = given.take("index", whole), given.take("block_size", whole, 1)
+    told = (given.take("element", text), given.take("page_bytes", whole, 1, MOST_PAGE_BYTES))
+    tokens = given.take("tokens", whole, 0, (1 << 32) - 1)
+    sections = given.take("sections", _sections)
     page_format = PageFormat.of(sections, tokens) if sections else None
     if (
         page_format is None
@@ -319,8 +309,8 @@ def _group(found: object) -> SnapshotGroup:
         or (page_format.element.value, page_format.page_bytes) != told
     ):
         raise ValueError("the sections of a page are not those of the page")
-    fingerprint = fields.take("fingerprint", settings)
-    fields.done()
+    fingerprint = given.take("fingerprint", settings)
+    given.done()
     return SnapshotGroup(index, block_size, page_format, fingerprint)
 
 

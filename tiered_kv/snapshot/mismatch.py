@@ -13,7 +13,7 @@ from tiered_kv.codecs.base import PageFormat
 from tiered_kv.json_fields import plain
 from tiered_kv.vllm_versions import parse_version
 
-from .manifest import Manifest, SnapshotGroup
+from .manifest import Manifest, SnapshotGroup, group_fields
 
 MOST_NAMES = 12
 """Names of settings that a sentence has."""
@@ -97,7 +97,8 @@ def _of_fingerprints(
         )
     if differ("kv_scales"):
         yield f"the scales of its KV are from {pair('kv_scales')}: they must have one source"
-    names = list(_differing(plain(theirs.get("config")), plain(ours.get("config")), ""))
+    configs = (plain(each.get("config")) for each in (theirs, ours))
+    names = [name or "all of it" for name, _ in _differences(*configs)]
     if names:
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         yield (
@@ -136,18 +137,22 @@ def _of_groups(number: int, theirs: SnapshotGroup, ours: SnapshotGroup) -> Itera
         )
 
 
-def _differing(theirs: object, ours: object, prefix: str) -> Iterator[str]:
-    """Names of settings that differ, with those of the settings that they are in."""
-    if not isinstance(theirs, dict) or not isinstance(ours, dict):
-        if theirs != ours:
-            yield prefix or "all of it"
-        return
-    for name in sorted(theirs.keys() | ours.keys()):
-        where = f"{prefix}.{name}" if prefix else name
-        if name not in theirs or name not in ours:
-            yield where
-        else:
-            yield from _differing(theirs[name], ours[name], where)
+def _differences(
+    theirs: Any, ours: Any, name: str = ""
+) -> Iterator[tuple[str, tuple[object, object]]]:
+    """Values that differ, under the names that lead to them, with dots between."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in sorted(theirs.keys() | ours.keys()):
+            inner = f"{name}.{key}" if name else key
+            if key in theirs and key in ours:
+                yield from _differences(theirs[key], ours[key], inner)
+            else:
+                yield inner, (theirs.get(key), ours.get(key))
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        for at, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+            yield from _differences(one, other, f"{name}.{at}")
+    elif theirs != ours:
+        yield name, (theirs, ours)
 
 
 def _told(page_format: PageFormat) -> str:
@@ -220,38 +225,15 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _fields(a: Manifest, b: Manifest) -> Iterator[tuple[str, tuple[object, object]]]:
-    for field in fields(Manifest):
-        if field.name not in _TOLD_APART:
-            yield from _differing_fields(
-                field.name, plain(getattr(a, field.name)), plain(getattr(b, field.name))
-            )
+    for name in (field.name for field in fields(Manifest)):
+        if name not in _TOLD_APART:
+            yield from _differences(plain(getattr(a, name)), plain(getattr(b, name)), name)
     if a.cache_salt != b.cache_salt:
         yield "cache_salt", (_salt(a.cache_salt, "a salt"), _salt(b.cache_salt, "another salt"))
-    yield from _differing_fields(
-        "groups", *([_group(one) for one in each.groups] for each in (a, b))
+    yield from _differences(
+        list(map(group_fields, a.groups)), list(map(group_fields, b.groups)), "groups"
     )
-
-
-def _differing_fields(name: str, a: Any, b: Any) -> Iterator[tuple[str, tuple[object, object]]]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted(a.keys() | b.keys()):
-            yield from _differing_fields(f"{name}.{key}", a.get(key), b.get(key))
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for at, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _differing_fields(f"{name}.{at}", one, other)
-    elif a != b:
-        yield name, (a, b)
 
 
 def _salt(salt: str | None, word: str) -> str | None:
     return None if salt is None else word
-
-
-def _group(group: SnapshotGroup) -> dict[str, Any]:
-    return {
-        "index": group.index,
-        "block_size": group.block_size,
-        "page_bytes": group.page_format.page_bytes,
-        "sections": [[one.element.value, one.nbytes] for one in group.page_format.sections],
-        "fingerprint": plain(group.fingerprint),
-    }

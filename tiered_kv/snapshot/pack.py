@@ -1,28 +1,22 @@
-"""Snapshots from folders to zip files and back: whole or not at all."""
+"""Copies of snapshots, as folders and as zip files: whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import stat
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from tiered_kv.codecs.base import Bytes
 from tiered_kv.storage.disk.files import RealFiles
 
-from .draft import Making, sweep
-from .manifest import SnapshotError, dump
+from .draft import Making, refuse_taken, sweep
+from .manifest import dump
 from .reader import Snapshot, open_snapshot
-from .snapshot_files import (
-    MANIFEST,
-    PAGES,
-    disk_errors,
-    make_folder,
-    sync_file,
-    write_durable,
-    write_new,
-)
+from .snapshot_files import MANIFEST, PAGES, disk_errors, make_folder, sync_file, write_new
 
 _BEGINNING = (1980, 1, 1, 0, 0, 0)
 """Time of all members: the manifest tells it, and one snapshot gives one file."""
@@ -38,61 +32,44 @@ def pack(folder: Path, zip_path: Path) -> None:
     Raises:
         SnapshotError: that is no snapshot, something is there, or it cannot be written.
     """
-    with (
-        open_snapshot(folder) as snapshot,
-        disk_errors(f"{zip_path} cannot be written"),
-    ):
-        parent = _free(zip_path)
-        making = Making(parent, folder=False)
-        try:
-            _write_zip(making.fd, snapshot)
-            os.fsync(making.fd)
-            making.publish(zip_path)
-        finally:
-            making.release()
-        RealFiles().sync_folder(parent)
+    _copy(folder, zip_path, _write_zip, folder=False)
 
 
-def unpack(zip_path: Path, folder: Path) -> None:
-    """Make a folder of a snapshot's zip file.
+def unpack(path: Path, folder: Path) -> None:
+    """Make a folder of a snapshot's zip file, or of its folder on another file system.
 
     Args:
-        zip_path: the snapshot.
+        path: the snapshot.
         folder: place of the folder, which must be free.
 
     Raises:
         SnapshotError: that is no snapshot, something is there, or it cannot be written.
     """
-    with (
-        open_snapshot(zip_path) as snapshot,
-        disk_errors(f"{folder} cannot be written"),
-    ):
-        parent = _free(folder)
-        making = Making(parent, folder=True)
+    _copy(path, folder, _write_folder, folder=True)
+
+
+def _copy(
+    source: Path, target: Path, write: Callable[[Making, Snapshot], None], *, folder: bool
+) -> None:
+    with open_snapshot(source) as snapshot, disk_errors(f"{target} cannot be written"):
+        refuse_taken(target)
+        RealFiles().make_folders(target.parent)
+        sweep(target.parent)
+        making = Making(target.parent, folder=folder)
         try:
-            _write_folder(making.path, snapshot)
-            making.publish(folder)
+            write(making, snapshot)
+            making.publish(target)
         finally:
             making.release()
-        RealFiles().sync_folder(parent)
+        RealFiles().sync_folder(target.parent)
 
 
-def _free(path: Path) -> Path:
-    """Folder in which something can be made of that name."""
-    if os.path.lexists(path):
-        raise SnapshotError(f"there is {path} already: give another name, or remove that one")
-    RealFiles().make_folders(path.parent)
-    sweep(path.parent)
-    return path.parent
-
-
-def _write_zip(fd: int, snapshot: Snapshot) -> None:
-    with os.fdopen(fd, "wb", closefd=False) as file, zipfile.ZipFile(file, "w") as archive:
+def _write_zip(making: Making, snapshot: Snapshot) -> None:
+    with os.fdopen(making.fd, "wb", closefd=False) as file, zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_info(MANIFEST), dump(snapshot.manifest))
-        for digest, nbytes in snapshot.files.items():
-            stored = np.empty(nbytes, np.uint8)
-            snapshot.read_file(digest, stored)
+        for digest, stored in _stored_pages(snapshot):
             archive.writestr(_info(f"{PAGES}/{digest}"), stored.tobytes())
+    os.fsync(making.fd)
 
 
 def _info(name: str) -> zipfile.ZipInfo:
@@ -102,15 +79,21 @@ def _info(name: str) -> zipfile.ZipInfo:
     return info
 
 
-def _write_folder(folder: Path, snapshot: Snapshot) -> None:
-    pages = folder / PAGES
+def _write_folder(making: Making, snapshot: Snapshot) -> None:
+    pages = making.path / PAGES
     make_folder(pages)
-    for digest, nbytes in snapshot.files.items():
-        stored = np.empty(nbytes, np.uint8)
-        snapshot.read_file(digest, stored)
+    for digest, stored in _stored_pages(snapshot):
         write_new(pages / digest, [stored.data])
     for digest in snapshot.files:
         sync_file(pages / digest)
     RealFiles().sync_folder(pages)
-    write_durable(folder / MANIFEST, dump(snapshot.manifest))
-    RealFiles().sync_folder(folder)
+    write_new(making.path / MANIFEST, [dump(snapshot.manifest)], durable=True)
+    RealFiles().sync_folder(making.path)
+
+
+def _stored_pages(snapshot: Snapshot) -> Iterator[tuple[str, Bytes]]:
+    """The files of all pages, by digest."""
+    for digest, nbytes in snapshot.files.items():
+        stored = np.empty(nbytes, np.uint8)
+        snapshot.read_file(digest, stored)
+        yield digest, stored

@@ -20,7 +20,7 @@ from tiered_kv.storage.disk.files import RealFiles
 from .manifest import SnapshotError, SnapshotPage
 from .page_file import PagePool, decode_page, encode_page, least_file_bytes, most_file_bytes
 from .part_file import Origin, Part, StoredPage, part_path
-from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_durable, write_new
+from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_new
 
 SYNC_THREADS = 8
 """Files that are made durable at once: a disk does many in the time of one."""
@@ -97,7 +97,7 @@ class PageWriter:
                 for _ in threads.map(sync_file, paths):
                     pass
             RealFiles().sync_folder(self._pages)
-            write_durable(part_path(self._folder, self._rank), part.dump())
+            write_new(part_path(self._folder, self._rank), [part.dump()], durable=True)
             RealFiles().sync_folder(self._folder)
 
     def _store(self, digest: str, page_format: PageFormat, page: Bytes) -> StoredPage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +55,11 @@ def disk_errors(what: str) -> Iterator[None]:
         raise SnapshotError(f"{what}: {error.strerror or error}{where}") from error
 
 
-def write_new(path: Path, parts: Sequence[memoryview]) -> int:
-    """Write a new file; its bytes are not durable yet.
+def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool = False) -> int:
+    """Write a new file.
+
+    Args:
+        durable: make it survive a power cut once its folder is synchronised.
 
     Returns:
         Its size, bytes.
@@ -66,21 +69,10 @@ def write_new(path: Path, parts: Sequence[memoryview]) -> int:
     """
     fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        return write_all(fd, parts)
-    finally:
-        os.close(fd)
-
-
-def write_durable(path: Path, data: bytes) -> None:
-    """Write a new file that survives a power cut once its folder is synchronised.
-
-    Raises:
-        OSError: it could not be written, or is there.
-    """
-    fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        write_all(fd, [data])
-        os.fsync(fd)
+        nbytes = write_all(fd, parts)
+        if durable:
+            os.fsync(fd)
+        return nbytes
     finally:
         os.close(fd)
 

@@ -90,7 +90,7 @@ class SnapshotFiles:
     @contextmanager
     def draft(self, name: str) -> Iterator[Future[SnapshotDraft]]:
         """Start a snapshot. Leaving the context removes its draft unless it was sealed."""
-        drafting = self.thread.submit(_begin, self.root, name)
+        drafting = self.thread.submit(SnapshotDraft.begin, self.root, name)
         try:
             yield drafting
         finally:
@@ -163,17 +163,6 @@ class SnapshotFiles:
 def _in_words(fingerprint: Fingerprint) -> Mapping[str, object]:
     lasting = replace(fingerprint, config=dict(fingerprint.config))
     return {name: value for name, value in asdict(lasting).items() if name not in LEFT_OUT}
-
-
-def _begin(root: Path, name: str) -> SnapshotDraft:
-    try:
-        root.mkdir(exist_ok=True)
-    except OSError as error:
-        raise SnapshotError(
-            f"The folder for snapshots cannot be made ({error.strerror}): make it, or name another "
-            "in TIERED_KV_SNAPSHOT_PATH."
-        ) from error
-    return SnapshotDraft.begin(root, name)
 
 
 def _abandon(draft: Future[SnapshotDraft]) -> None:

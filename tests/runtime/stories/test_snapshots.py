@@ -103,6 +103,14 @@ def test_it_is_found_without_its_name(engine: Any) -> None:
     clean(there)
 
 
+def test_the_folder_that_a_server_makes_is_for_its_owner_alone(engine: Any, root: Path) -> None:
+    here = engine()
+    answered(here)
+    result(here, take(here, "agent", "night"))
+    assert root.stat().st_mode & 0o077 == 0
+    clean(here)
+
+
 def test_a_running_turn_is_taken_and_goes_on_in_both(engine: Any) -> None:
     here, there = engine(), engine()
     here.add("turn 1", PROMPT, max_tokens=40, params=JOB)

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiered_kv.snapshot.manifest import SnapshotError
-from tiered_kv.snapshot.pack import pack
+from tiered_kv.snapshot.pack import pack, unpack
 from tiered_kv.snapshot.reader import open_snapshot
-from tiered_kv.snapshot.snapshot_files import MANIFEST, PAGES, ZIP, make_folder, sync_file
+from tiered_kv.snapshot.snapshot_files import MANIFEST, PAGES, ZIP, make_folder
 from tiered_kv.storage.disk.files import RealFiles
 
 
@@ -85,7 +85,7 @@ class ServerFolder:
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                _copy(folder, path)
+                unpack(folder, path)
         self.remove(name)
 
     def bring_in(self, path: Path) -> str:
@@ -127,20 +127,3 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy(source, target, follow_symlinks=False)
-
-
-def _copy(folder: Path, path: Path) -> None:
-    """Copy a folder to another file system, whole or not at all."""
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        shutil.copytree(folder, draft, symlinks=True)
-        for one in (*draft.rglob("*"), draft):
-            if one.is_dir():
-                RealFiles().sync_folder(one)
-            else:
-                sync_file(one)
-        draft.rename(path)
-        RealFiles().sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
