@@ -2,6 +2,7 @@
 
 - ``read_json`` parses a text of known length, and ``parse`` one of any length: it is bounded before
   it is parsed, so that parsing takes at most a few times the memory of the text.
+- ``open_lines`` and ``lines_of`` read files with JSON on each line, plain or gzipped.
 - Checks such as ``whole`` take a value that JSON gave, and return it with its type or raise
   ``ValueError``. ``Fields`` applies them to the fields of an object and names the field.
 - ``read`` and ``said`` convert between JSON and frozen dataclasses, with short numbers, bounded
@@ -11,17 +12,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from json.encoder import encode_basestring_ascii
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
+from pathlib import Path
+from typing import IO, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 import xxhash
 
@@ -145,6 +149,54 @@ def _refuse(word: str) -> NoReturn:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
 _ENCODER = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":"))
+
+
+# -- files -------------------------------------------------------------------------------
+
+_GZIPPED = b"\x1f\x8b"
+
+
+def open_lines(path: Path) -> IO[bytes]:
+    """Open a file for reading; of gzipped data, whatever the file is called, what was packed.
+
+    Read it with ``lines_of``, whose errors are the same for both.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    file = path.open("rb")
+    try:
+        is_packed = file.peek(len(_GZIPPED)).startswith(_GZIPPED)
+    except BaseException:
+        file.close()
+        raise
+    return cast("IO[bytes]", _Unpacked(file)) if is_packed else file
+
+
+def lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of an open file, each with its end. A line ends with a line feed and with nothing
+    else: in a text of JSON, U+2028 and U+0085 may stand as they are.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: its gzipped data is damaged or cut off. The lines before that were given.
+    """
+    try:
+        yield from file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError("the gzipped data is damaged or cut off") from error
+
+
+class _Unpacked(gzip.GzipFile):
+    """Reads gzipped data, and closes the file that holds it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(fileobj=file, mode="rb")
+        self._packed = file
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
 
 
 # -- checks -------------------------------------------------------------------------------

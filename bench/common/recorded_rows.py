@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from tiered_kv.json_fields import read_json
-from tiered_kv.json_lines import lines_of, open_lines
+from tiered_kv.json_fields import lines_of, open_lines, read_json
 
 Row = Mapping[str, Any]
 Read = TypeVar("Read")

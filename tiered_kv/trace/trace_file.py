@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiered_kv.file_lock import is_current, unlock
-from tiered_kv.plain_files import check_owner, write_all
+from tiered_kv.plain_files import check_owner
 
 from .rotation import FILE_BYTES, make_room
 
@@ -105,7 +105,9 @@ class TraceFile:
         if self._torn:
             data = b"\n" + data
         self._torn = True  # until all of it is there
-        write_all(self._fd_now, [data])
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._fd_now, left) :]
         self._torn, self._introduced = False, True
 
     def close(self) -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Generic, TypeVar
 
-from tiered_kv.json_fields import read_json
-from tiered_kv.json_lines import lines_of, open_lines
+from tiered_kv.json_fields import lines_of, open_lines, read_json
 
 from .rotation import files_to_read
 from .trace_header import TraceHeader
