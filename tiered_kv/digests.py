@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from .json_fields import mapping, read_json
-from .plain_files import open_own, replace_file
+from .json_fields import MOST_BYTES, mapping, read_json
+from .plain_files import read_own, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,7 @@ def _read_cache(cache: Path | None) -> dict[str, list[object]]:
     if cache is None:
         return {}
     try:
-        with os.fdopen(open_own(cache, os.O_RDONLY), "rb") as file:
-            entries = mapping(read_json(file.read()))
+        entries = mapping(read_json(read_own(cache, MOST_BYTES)))
     except (OSError, ValueError):
         return {}
     return dict(_valid_entries(entries.items()))

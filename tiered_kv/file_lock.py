@@ -24,7 +24,7 @@ from errno import EACCES, EWOULDBLOCK
 from pathlib import Path
 
 from .json_fields import mapping, read_json
-from .plain_files import open_plain
+from .plain_files import open_plain, opened
 
 RETRY_S = 0.01
 """Time between two attempts at a lock, seconds."""
@@ -96,11 +96,8 @@ def is_locked(path: Path) -> bool:
     Raises:
         OSError: the file is missing, or cannot be read.
     """
-    fd = open_plain(path, os.O_RDONLY)
-    try:
+    with opened(path) as fd:
         return not _flock(fd, fcntl.LOCK_SH)
-    finally:
-        os.close(fd)
 
 
 def describe_owner(most: int = MOST_OWNER_BYTES) -> bytes:
@@ -120,11 +117,8 @@ def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> M
     """Read the process that has or had a file, as it described itself there and zeros follow; empty
     if unknown or torn."""
     try:
-        fd = open_plain(path, os.O_RDONLY)
-        try:
+        with opened(path) as fd:
             return dict(mapping(read_json(os.pread(fd, nbytes, offset).rstrip(b"\0"))))
-        finally:
-            os.close(fd)
     except (OSError, ValueError):
         return {}
 

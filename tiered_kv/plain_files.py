@@ -8,25 +8,39 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 
 
-def open_plain(path: Path, flags: int) -> int:
+def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
     """Open a plain file. Follows no link and never blocks.
+
+    Args:
+        dir_fd: an open folder that ``path`` is relative to.
 
     Raises:
         OSError: the file is missing, or no plain file.
     """
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, FILE_MODE, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "no plain file", str(path))
     os.set_blocking(fd, True)  # only the opening of a pipe was not to be waited for
     return fd
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Open a plain file, as ``open_plain`` does, and close it at the end of the block."""
+    fd = open_plain(path, flags, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -45,6 +59,19 @@ def open_own(path: Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """Read a whole file of this process's user.
+
+    Raises:
+        ValueError: it has more than ``most`` bytes.
+        OSError: as for ``open_own``, or the disk failed.
+    """
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise ValueError(f"it has more than {most} bytes")
+        return file.read()
 
 
 def check_owner(path: Path) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tiered_kv.json_fields import MOST_BYTES, Fields, exactly, mapping, read_json
-from tiered_kv.plain_files import check_owner, open_own, replace_file
+from tiered_kv.plain_files import check_owner, read_own, replace_file
 from tiered_kv.policies.base import TurnPolicy
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,7 @@ class PolicyState:
         if self._path is None:
             return False
         try:
-            with os.fdopen(open_own(self._path, os.O_RDONLY), "rb") as file:
-                if os.fstat(file.fileno()).st_size > MOST_BYTES:
-                    raise ValueError(f"it has more than {MOST_BYTES} bytes")
-                fields = Fields(read_json(file.read()))
+            fields = Fields(read_json(read_own(self._path, MOST_BYTES)))
             fields.take("version", exactly, VERSION)
             fields.take("policy", exactly, self._name)
             self._policy.load(fields.take("learned", mapping))

@@ -31,7 +31,7 @@ from types import TracebackType
 
 from tiered_kv.file_lock import open_locked
 from tiered_kv.json_fields import MOST_BYTES
-from tiered_kv.plain_files import check_owner, open_plain
+from tiered_kv.plain_files import check_owner, opened
 from tiered_kv.storage.disk.files import RealFiles
 
 from .manifest import Manifest, SnapshotError, SnapshotPage, dump
@@ -275,13 +275,12 @@ class SnapshotDraft:
         return [self._part(rank) for rank in range(ranks)]
 
     def _part(self, rank: int) -> Part:
-        fd = open_plain(part_path(self.folder, rank), os.O_RDONLY)
+        with opened(part_path(self.folder, rank)) as fd:
+            data = read_whole(fd, MOST_BYTES, f"the part of rank {rank}")
         try:
-            part = Part.load(read_whole(fd, MOST_BYTES, f"the part of rank {rank}"))
+            part = Part.load(data)
         except (ValueError, TypeError) as error:
             raise SnapshotError(f"the part of rank {rank} is damaged: {error}") from error
-        finally:
-            os.close(fd)
         if part.rank != rank:
             raise SnapshotError(f"the part of rank {rank} is one of rank {part.rank}")
         return part

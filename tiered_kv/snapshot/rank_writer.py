@@ -14,7 +14,7 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes, PageFormat
 from tiered_kv.codecs.scratch import Scratch
-from tiered_kv.plain_files import open_plain
+from tiered_kv.plain_files import opened
 from tiered_kv.storage.disk.files import RealFiles
 
 from .manifest import SnapshotError, SnapshotPage
@@ -120,15 +120,12 @@ class PageWriter:
 def _size_of_same(path: Path, page_format: PageFormat, page: Bytes) -> int | None:
     """Size of a page's file; None if it does not hold just these bytes."""
     try:
-        fd = open_plain(path, os.O_RDONLY)
-        try:
+        with opened(path) as fd:
             nbytes = os.fstat(fd).st_size
             if not least_file_bytes() <= nbytes <= most_file_bytes(page_format):
                 return None
             stored = _stored.bytes(nbytes)
             fill(fd, 0, stored)
-        finally:
-            os.close(fd)
         found = _found.bytes(page.nbytes)
         decode_page(stored, page_format, found)
     except (OSError, SnapshotError):

@@ -16,20 +16,18 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes, PageFormat
 from tiered_kv.codecs.scratch import Scratch
 from tiered_kv.json_fields import MOST_BYTES
+from tiered_kv.plain_files import opened
 
 from .manifest import Manifest, SnapshotError, SnapshotPage, load
 from .page_file import decode_page, least_file_bytes, most_file_bytes
 from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill, read_whole
 from .stored_zip import ZipEntry, members
-
-Result = TypeVar("Result")
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -219,26 +217,12 @@ def _opened(path: Path | str, folder: int | None, fds: list[int]) -> int:
 
 
 def _folder_source(folder: int, fds: list[int]) -> _Source:
-    manifest = _within(
-        folder, MANIFEST, lambda fd: read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
-    )
+    with opened(Path(MANIFEST), dir_fd=folder) as fd:
+        manifest = read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
     pages = _opened(PAGES, folder, fds)
     if not stat.S_ISDIR(os.fstat(pages).st_mode):
         raise SnapshotError(f"{PAGES} is no folder")
     return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
-
-
-def _within(folder: int, name: str, read: Callable[[int], Result]) -> Result:
-    """Open a plain file of a folder, and read it."""
-    fds: list[int] = []
-    try:
-        fd = _opened(name, folder, fds)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise SnapshotError(f"{name} is no plain file")
-        return read(fd)
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def _size_in(pages: int, digest: str) -> int | None:
@@ -252,7 +236,8 @@ def _size_in(pages: int, digest: str) -> int | None:
 
 
 def _read_in(pages: int, digest: str, out: Bytes) -> None:
-    _within(pages, digest, lambda fd: fill(fd, 0, out))
+    with opened(Path(digest), dir_fd=pages) as fd:
+        fill(fd, 0, out)
 
 
 # -- zip files ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes
-from tiered_kv.plain_files import FOLDER_MODE, open_plain, write_all
+from tiered_kv.plain_files import FOLDER_MODE, opened, write_all
 
 from .manifest import SnapshotError
 
@@ -67,14 +67,11 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
     Raises:
         OSError: it could not be written, or is there.
     """
-    fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         nbytes = write_all(fd, parts)
         if durable:
             os.fsync(fd)
-        return nbytes
-    finally:
-        os.close(fd)
+    return nbytes
 
 
 def sync_file(path: Path) -> None:
@@ -83,11 +80,8 @@ def sync_file(path: Path) -> None:
     Raises:
         OSError: the disk failed.
     """
-    fd = open_plain(path, os.O_RDONLY)
-    try:
+    with opened(path) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def make_folder(path: Path) -> None:

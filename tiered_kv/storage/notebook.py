@@ -27,7 +27,7 @@ import xxhash
 
 from tiered_kv.file_lock import try_lock
 from tiered_kv.json_fields import read_json
-from tiered_kv.plain_files import check_owner, open_own, replace_file, write_all
+from tiered_kv.plain_files import check_owner, open_own, read_own, replace_file, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -255,12 +255,11 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
     """The line of each fact in a file, and the facts, those noted longest ago first."""
     lines, facts, bad = dict[str, bytes](), dict[str, Fact](), 0
     try:
-        with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-            if os.fstat(file.fileno()).st_size > MOST_BYTES:
-                logger.warning("%s has more than %d bytes and is not used", path, MOST_BYTES)
-                return lines, facts
-            data = file.read()
+        data = read_own(path, MOST_BYTES)
     except FileNotFoundError:
+        return lines, facts
+    except ValueError as error:
+        logger.warning("%s is not used: %s", path, error)
         return lines, facts
     for line in data.splitlines(keepends=True):
         said = _parse(line)

@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_bytes
 
 from tiered_kv.file_lock import is_locked, try_lock
-from tiered_kv.plain_files import FOLDER_MODE, open_plain, replace_file
+from tiered_kv.plain_files import FOLDER_MODE, open_plain, opened, replace_file
 from tiered_kv.remote.base import Outcome, Parts
 from tiered_kv.storage.store.locks import LOCK_NAME
 
@@ -62,11 +62,8 @@ def is_writers(folder: Path) -> bool:
     Raises:
         OSError: that cannot be told.
     """
-    fd = open_plain(folder / INDEX_NAME, os.O_RDONLY)
-    try:
+    with opened(folder / INDEX_NAME) as fd:
         return number_in(os.pread(fd, HEAD_BYTES, 0)) is not None
-    finally:
-        os.close(fd)
 
 
 class FolderContents:
@@ -117,20 +114,18 @@ class FolderReader:
         Raises:
             OSError: it cannot be read, though it is there.
         """
-        with contextlib.ExitStack() as stack:
-            try:
-                fd = open_plain(self.folder / INDEX_NAME, os.O_RDONLY)
-                stack.callback(os.close, fd)
+        try:
+            with opened(self.folder / INDEX_NAME) as fd:
                 number = number_in(os.pread(fd, HEAD_BYTES, 0))
                 if number != self._number:
                     self._begin(number)
                 if number is not None:
                     for entries in self._news(fd, number):
                         self.contents.apply(entries)
-            except OSError as error:
-                if error.errno not in GONE:
-                    raise
-                self._begin(None)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            self._begin(None)
 
     def _begin(self, number: bytes | None) -> None:
         self.contents.clear()
@@ -414,11 +409,8 @@ class OwnFolder:
             return
         self._torn = True
         added = pack_entries(entries, self._number)
-        fd = open_plain(self.folder / INDEX_NAME, os.O_WRONLY)
-        try:
+        with opened(self.folder / INDEX_NAME, os.O_WRONLY) as fd:
             _write(fd, [added], self._index_bytes)
-        finally:
-            os.close(fd)
         self._index_bytes += len(added)
         self._torn = False
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiered_kv.plain_files import open_plain
+from tiered_kv.plain_files import opened
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import SEGMENT_MAGIC
 
@@ -124,11 +124,8 @@ def segment_files(folder: Path) -> SegmentFiles:
 def begins_like_segment(path: Path) -> bool:
     """True if a file begins like a segment, or like one whose process died before writing it."""
     try:
-        fd = open_plain(path, os.O_RDONLY)
-        try:
+        with opened(path) as fd:
             start = os.pread(fd, BLOCK, 0)
-        finally:
-            os.close(fd)
     except OSError:
         return False
     return start.startswith(SEGMENT_MAGIC) or not any(start)

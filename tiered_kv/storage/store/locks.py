@@ -24,7 +24,7 @@ from tiered_kv.file_lock import (
     read_owner,
     try_lock,
 )
-from tiered_kv.plain_files import open_plain
+from tiered_kv.plain_files import opened
 
 LOCK_NAME = "lock"
 CAPACITY_LOCK = "capacity.lock"
@@ -99,13 +99,10 @@ def root_locked(root: Path) -> Iterator[None]:
         OSError: the lock cannot be had.
     """
     path = root / CAPACITY_LOCK
-    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
-    try:
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         deadline = time.monotonic() + CAPACITY_WAIT_S
         while not try_lock(fd):
             if time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, "another process holds it", str(path))
             time.sleep(RETRY_S)
         yield
-    finally:
-        os.close(fd)

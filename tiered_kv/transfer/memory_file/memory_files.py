@@ -16,7 +16,7 @@ import numpy as np
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.file_lock import is_locked, read_owner
-from tiered_kv.plain_files import open_plain
+from tiered_kv.plain_files import opened
 from tiered_kv.storage.disk.files import BLOCK, RealFiles, read_exactly
 from tiered_kv.storage.segment.format import FormatError
 
@@ -91,8 +91,7 @@ def list_memory(folder: Path) -> MemoryListing:
 
 def _describe(path: Path) -> MemoryFile:
     locked, owner = is_locked(path), read_owner(path, OWNER_AT, OWNER_BYTES)
-    fd = open_plain(path, os.O_RDONLY)
-    try:
+    with opened(path) as fd:
         size = os.fstat(fd).st_size
         try:
             header = header_of(fd, size)
@@ -120,5 +119,3 @@ def _describe(path: Path) -> MemoryFile:
             torn=0 if locked else len(torn),
             newest=max(times, default=0),
         )
-    finally:
-        os.close(fd)

@@ -42,7 +42,7 @@ from tiered_kv.file_lock import (
     owner_in_words,
     read_owner,
 )
-from tiered_kv.plain_files import FILE_MODE, check_owner, open_plain
+from tiered_kv.plain_files import FILE_MODE, check_owner, opened
 from tiered_kv.storage.disk.files import BLOCK, RealFiles
 from tiered_kv.storage.segment.format import FormatError, seconds_now
 
@@ -295,13 +295,10 @@ def _write_owner(path: Path, fd: int) -> None:
 
 def _map(path: Path, fd: int, size: int) -> mmap.mmap:
     """Map a file by a descriptor of its own, every page of it at once."""
-    other = open_plain(path, os.O_RDWR)
-    try:
+    with opened(path, os.O_RDWR) as other:
         if not is_current(fd, path) or not os.path.samestat(os.fstat(fd), os.fstat(other)):
             raise OSError(errno.ESTALE, "it was replaced just now", str(path))
         return mmap.mmap(other, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    finally:
-        os.close(other)
 
 
 def _no_room(path: Path, geometry: Geometry) -> ConfigError:
