@@ -27,7 +27,6 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from tiered_kv.file_lock import open_locked
 from tiered_kv.json_fields import MOST_BYTES
@@ -45,7 +44,7 @@ from .snapshot_files import (
     disk_errors,
     make_folder,
     read_whole,
-    write_new,
+    write_manifest,
 )
 
 LOCK = "lock"
@@ -84,25 +83,24 @@ class Making:
         raise OSError(errno.EBUSY, "others remove what is made there", str(parent))
 
     def publish(self, path: Path) -> None:
-        """Give it its name, which nothing may have.
+        """Give it its name, which nothing may have, and make that survive a power cut.
 
         Raises:
-            OSError: something has it, or the disk failed; it has its old name then.
+            SnapshotError: something has the name.
+            OSError: the disk failed; it has its old name then, unless the last step has failed.
         """
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "it is there already", str(path))
-        # A folder takes the place of no other that holds anything, and a link never does.
+        refuse_taken(path)
+        try:
+            # A folder takes the place of no other that holds anything, and a link never does.
+            if self._folder or not _linked(self.path, path):
+                os.rename(self.path, path)  # noqa: PTH104
+        except OSError:
+            refuse_taken(path)  # since a moment ago
+            raise
         if self._folder:
-            os.rename(self.path, path)  # noqa: PTH104
             with contextlib.suppress(OSError):
                 (path / LOCK).unlink()
-        else:
-            try:
-                os.link(self.path, path)
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                os.rename(self.path, path)  # noqa: PTH104
+        RealFiles().sync_folder(path.parent)
 
     def release(self) -> None:
         """Remove what has no name yet, and release the lock. Idempotent. Never fails."""
@@ -148,6 +146,17 @@ def _sweep_one(path: Path) -> None:
 def _locked(path: Path, folder: bool, create: int) -> int | None:
     """Open and lock what is being made; None if another process has it."""
     return open_locked(path / LOCK if folder else path, os.O_RDWR | create, tries=1)
+
+
+def _linked(path: Path, name: Path) -> bool:
+    """Give a file a second name; False where the file system has no links."""
+    try:
+        os.link(path, name)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
 
 
 def _remove(path: Path) -> None:
@@ -232,16 +241,9 @@ class SnapshotDraft:
                 stored_bytes=sum(one.nbytes for one in files.values()),
                 shared_bytes=sum(shared),
             )
-            write_new(self.folder / MANIFEST, [dump(whole)], durable=True)
-            RealFiles().sync_folder(self.folder / PAGES)
-            RealFiles().sync_folder(self.folder)
+            write_manifest(self.folder, dump(whole))
             _refuse_taken(self._path)
-            try:
-                self._making.publish(self._path)
-            except OSError:
-                _refuse_taken(self._path)  # since a moment ago
-                raise
-            RealFiles().sync_folder(self._root)
+            self._making.publish(self._path)
         self._making.release()
         for digest, file in files.items():
             replace_it = file.origin is Origin.AGAIN
@@ -255,12 +257,7 @@ class SnapshotDraft:
     def __enter__(self) -> SnapshotDraft:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
     def _parts(self, ranks: int) -> list[Part]:

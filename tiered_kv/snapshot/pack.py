@@ -16,7 +16,15 @@ from tiered_kv.storage.disk.files import RealFiles
 from .draft import Making, refuse_taken, sweep
 from .manifest import dump
 from .reader import Snapshot, open_snapshot
-from .snapshot_files import MANIFEST, PAGES, disk_errors, make_folder, sync_file, write_new
+from .snapshot_files import (
+    MANIFEST,
+    PAGES,
+    disk_errors,
+    make_folder,
+    sync_file,
+    write_manifest,
+    write_new,
+)
 
 _BEGINNING = (1980, 1, 1, 0, 0, 0)
 """Time of all members: the manifest tells it, and one snapshot gives one file."""
@@ -61,7 +69,6 @@ def _copy(
             making.publish(target)
         finally:
             making.release()
-        RealFiles().sync_folder(target.parent)
 
 
 def _write_zip(making: Making, snapshot: Snapshot) -> None:
@@ -86,9 +93,7 @@ def _write_folder(making: Making, snapshot: Snapshot) -> None:
         write_new(pages / digest, [stored.data])
     for digest in snapshot.files:
         sync_file(pages / digest)
-    RealFiles().sync_folder(pages)
-    write_new(making.path / MANIFEST, [dump(snapshot.manifest)], durable=True)
-    RealFiles().sync_folder(making.path)
+    write_manifest(making.path, dump(snapshot.manifest))
 
 
 def _stored_pages(snapshot: Snapshot) -> Iterator[tuple[str, Bytes]]:

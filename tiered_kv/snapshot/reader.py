@@ -11,11 +11,11 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from tiered_kv.plain_files import opened
 from .manifest import Manifest, SnapshotError, SnapshotPage, load
 from .page_file import decode_page, least_file_bytes, most_file_bytes
 from .snapshot_files import MANIFEST, PAGES, ZIP, check_name, disk_errors, fill, read_whole
-from .stored_zip import ZipEntry, members
+from .stored_zip import members
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -57,14 +57,15 @@ class Snapshot:
         nbytes: size of its files, bytes.
     """
 
-    def __init__(self, fds: list[int], source: _Source) -> None:
-        self._fds, self._source = fds, source
+    def __init__(self, source: _Source, files: ExitStack) -> None:
+        self._source = source
         self.manifest: Manifest = load(source.manifest)
         self._sizes = _checked_sizes(self.manifest, source.sizes)
         for digest in source.names:
             if digest not in self._sizes:
                 raise SnapshotError(f"page {digest} is not in the manifest")
         self.nbytes = len(source.manifest) + sum(self._sizes.values())
+        self._files = files.pop_all()
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -119,18 +120,12 @@ class Snapshot:
 
     def close(self) -> None:
         """Close its files. Idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
+        self._files.close()
 
     def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -143,20 +138,14 @@ def open_snapshot(path: Path) -> Snapshot:
     Raises:
         SnapshotError: it is none, or damaged.
     """
-    fds: list[int] = []
-    try:
-        with disk_errors(f"{path} cannot be read"):
-            fd = _opened(path, None, fds)
-            mode = os.fstat(fd).st_mode
-            if stat.S_ISDIR(mode):
-                return Snapshot(fds, _folder_source(fd, fds))
-            if stat.S_ISREG(mode):
-                return Snapshot(fds, _zip_source(fd))
-        raise SnapshotError(f"{path} is neither a folder nor a file")
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
+    with disk_errors(f"{path} cannot be read"), ExitStack() as files:
+        fd = _opened(path, None, files)
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            return Snapshot(_folder_source(fd, files), files)
+        if stat.S_ISREG(mode):
+            return Snapshot(_zip_source(fd), files)
+    raise SnapshotError(f"{path} is neither a folder nor a file")
 
 
 def find_snapshot(root: Path, name: str) -> Path:
@@ -202,24 +191,25 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
     return sizes
 
 
-def _opened(path: Path | str, folder: int | None, fds: list[int]) -> int:
-    """Open a file or folder, following no link at its end, and note it in ``fds``."""
+def _opened(path: Path | str, folder: int | None, files: ExitStack) -> int:
+    """Open a file or folder, following no link at its end, until ``files`` are closed."""
     try:
-        fds.append(os.open(path, _OPEN, dir_fd=folder))
+        fd = os.open(path, _OPEN, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise SnapshotError(f"{path} is a symbolic link: give what it leads to") from error
         raise
-    return fds[-1]
+    files.callback(os.close, fd)
+    return fd
 
 
 # -- folders ------------------------------------------------------------------------------
 
 
-def _folder_source(folder: int, fds: list[int]) -> _Source:
+def _folder_source(folder: int, files: ExitStack) -> _Source:
     with opened(Path(MANIFEST), dir_fd=folder) as fd:
         manifest = read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
-    pages = _opened(PAGES, folder, fds)
+    pages = _opened(PAGES, folder, files)
     if not stat.S_ISDIR(os.fstat(pages).st_mode):
         raise SnapshotError(f"{PAGES} is no folder")
     return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
@@ -253,18 +243,12 @@ def _zip_source(fd: int) -> _Source:
     manifest = np.empty(place.nbytes, np.uint8)
     fill(fd, place.offset, manifest)
     places = {name.removeprefix(f"{PAGES}/"): place for name, place in found.items()}
-    return _Source(
-        manifest.tobytes(), partial(_size_at, places), partial(_read_at, fd, places), places
-    )
+    sizes = {digest: place.nbytes for digest, place in places.items()}
 
+    def read(digest: str, out: Bytes) -> None:
+        fill(fd, places[digest].offset, out)
 
-def _size_at(places: dict[str, ZipEntry], digest: str) -> int | None:
-    place = places.get(digest)
-    return None if place is None else place.nbytes
-
-
-def _read_at(fd: int, places: dict[str, ZipEntry], digest: str, out: Bytes) -> None:
-    fill(fd, places[digest].offset, out)
+    return _Source(manifest.tobytes(), sizes.get, read, sizes)
 
 
 _stored = Scratch()

@@ -12,6 +12,7 @@ import numpy as np
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.plain_files import FOLDER_MODE, opened, write_all
+from tiered_kv.storage.disk.files import RealFiles
 
 from .manifest import SnapshotError
 
@@ -72,6 +73,17 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
         if durable:
             os.fsync(fd)
     return nbytes
+
+
+def write_manifest(folder: Path, data: bytes) -> None:
+    """Write the manifest of a snapshot's folder, and make all names in it survive a power cut.
+
+    Raises:
+        OSError: it could not be written, or is there.
+    """
+    write_new(folder / MANIFEST, [data], durable=True)
+    for one in (folder / PAGES, folder):
+        RealFiles().sync_folder(one)
 
 
 def sync_file(path: Path) -> None:
