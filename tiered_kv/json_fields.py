@@ -228,10 +228,10 @@ def whole(value: object, least: int = 0, most: int = MOST) -> int:
 
 def real(value: object, least: float = 0, most: float = sys.float_info.max) -> float:
     """Check a number of a range. It may be written as a whole number."""
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{_shown(value)} is no number")
-    _check_range(value, least, most)  # type: ignore[arg-type]
-    return float(value)  # type: ignore[arg-type]
+    _check_range(value, least, most)
+    return float(value)
 
 
 def _check_range(value: float, least: float, most: float) -> None:
