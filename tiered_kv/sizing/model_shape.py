@@ -260,6 +260,7 @@ def shape_of(
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
+        # Configurations have Infinity, which is not JSON: the time steps of Mamba models do.
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
