@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from tests.remote.open_pages import open_at
 from tiered_kv.keys import PageKey
-from tiered_kv.plain_files import open_plain
+from tiered_kv.plain_files import opened
 from tiered_kv.remote import breaker
 from tiered_kv.storage import remote_pages
 from tiered_kv.storage.remote_pages import RemotePages
@@ -55,13 +56,13 @@ def found(address: str, *keys: PageKey, run: PageKey | None = None) -> list[Page
 def mount_failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Indexes of folders cannot be written."""
 
-    def failing(path: Path, flags: int) -> int:
+    def failing(path: Path, flags: int = os.O_RDONLY) -> AbstractContextManager[int]:
         if path.name == "index":
             raise OSError(errno.EIO, "the mount")
-        return open_plain(path, flags)
+        return opened(path, flags)
 
     with monkeypatch.context() as patch:
-        patch.setattr(own_folder, "open_plain", failing)
+        patch.setattr(own_folder, "opened", failing)
         yield
 
 

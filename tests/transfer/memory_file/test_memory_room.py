@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.transfer.memory_file.made_memory import (
     save,
 )
 from tiered_kv.errors import ConfigError
-from tiered_kv.plain_files import open_plain
+from tiered_kv.plain_files import opened
 from tiered_kv.storage.disk.files import BLOCK, RealFiles
 from tiered_kv.transfer.memory_file.opening import open_memory
 
@@ -96,12 +97,12 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_mapped(
 ) -> None:
     open_in(folder).close()
 
-    def replacing(path: Path, flags: int) -> int:
+    def replacing(path: Path, flags: int) -> AbstractContextManager[int]:
         path.rename(path.with_name("old"))
         path.write_bytes(b"")
-        return open_plain(path, flags)
+        return opened(path, flags)
 
-    monkeypatch.setattr("tiered_kv.transfer.memory_file.opening.open_plain", replacing)
+    monkeypatch.setattr("tiered_kv.transfer.memory_file.opening.opened", replacing)
     with pytest.raises(ConfigError, match="replaced"):
         open_in(folder)
 
